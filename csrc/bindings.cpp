@@ -1,0 +1,327 @@
+// fused_tp._core. The only file that knows pybind11. Tensors come as addresses, sizes and dtype numbers: the module
+// needs no torch to build or to load, so one wheel serves every torch version.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shm/collectives.h"
+#include "shm/group.h"
+#include "shm/kernels.h"
+
+namespace py = pybind11;
+using namespace fused_tp::shm;  // NOLINT: this file binds that namespace
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T = void>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType to_dtype(int number) {
+  if (number < 0 || number >= kNumDTypes) throw py::value_error("unknown dtype number " + std::to_string(number));
+  return static_cast<DType>(number);
+}
+
+ReduceOp to_reduce_op(int number) {
+  if (number < 0 || number >= kNumReduceOps)
+    throw py::value_error("unknown reduction number " + std::to_string(number));
+  return static_cast<ReduceOp>(number);
+}
+
+// A range of shared memory as a Python buffer; torch.frombuffer keeps it alive as long as the tensor.
+class Memory {
+ public:
+  Memory(std::shared_ptr<Segment> segment, char* data, size_t bytes)
+      : segment_(std::move(segment)), data_(data), bytes_(bytes) {}
+  virtual ~Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  py::buffer_info buffer() { return {data_, 1, "B", static_cast<py::ssize_t>(bytes_)}; }
+  Address address() const { return reinterpret_cast<Address>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Segment> segment_;
+  char* data_;
+  size_t bytes_;
+};
+
+// Memory of this rank's pool; goes back to the pool with the last tensor over it.
+class PooledMemory : public Memory {
+ public:
+  PooledMemory(std::shared_ptr<Group> group, size_t offset, size_t bytes)
+      : Memory(group->segment(group->rank()), group->segment(group->rank())->data() + offset, bytes),
+        group_(std::move(group)),
+        offset_(offset) {}
+  ~PooledMemory() override { group_->heap().release(offset_); }
+  size_t offset() const { return offset_; }
+
+ private:
+  std::shared_ptr<Group> group_;
+  size_t offset_;
+};
+
+void check_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+SegmentAddress to_address(const py::bytes& packed) {
+  const std::string text = packed;
+  SegmentAddress address;
+  if (text.size() != sizeof address) throw py::value_error("an address of shared memory has the wrong length");
+  std::memcpy(&address, text.data(), sizeof address);
+  return address;
+}
+
+Signature to_signature(const std::string& op, int dtype, const std::vector<int64_t>& dims) {
+  Signature signature{};
+  if (op.size() >= sizeof signature.op)
+    throw py::value_error("the op name '" + op + "' is longer than " + std::to_string(sizeof signature.op - 1));
+  if (dims.size() > kMaxDims)
+    throw py::value_error("a signature has at most " + std::to_string(kMaxDims) + " dims, not " +
+                          std::to_string(dims.size()));
+  std::memcpy(signature.op, op.data(), op.size());
+  signature.dtype = static_cast<int32_t>(to_dtype(dtype));
+  signature.n_dims = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), signature.dims);
+  return signature;
+}
+
+void require(bool condition, const char* sentence) {
+  if (!condition) throw py::value_error(sentence);
+}
+
+void bind_group(py::module_& m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Memory, std::unique_ptr<Memory>>(m, "Memory", py::buffer_protocol())
+      .def_buffer(&Memory::buffer)
+      .def_property_readonly("address", &Memory::address)
+      .def("__len__", &Memory::bytes);
+  py::class_<PooledMemory, Memory, std::unique_ptr<PooledMemory>>(m, "PooledMemory")
+      .def_property_readonly("offset", &PooledMemory::offset, "Where it starts in this rank's segment, in bytes.");
+
+  py::class_<Call>(m, "Call", "One collective call in flight on this rank.")
+      .def_property_readonly("number", &Call::number)
+      .def("workspace_address",
+           [](Call& call, int rank) {
+             py::gil_scoped_release release;
+             return reinterpret_cast<Address>(call.workspace(rank));
+           })
+      .def("workspace",
+           [](Call& call, int rank, const std::shared_ptr<Group>& group) {
+             char* data = nullptr;
+             size_t bytes = 0;
+             {
+               py::gil_scoped_release release;
+               data = call.workspace(rank);
+               bytes = call.workspace_bytes(rank);
+             }
+             return std::make_unique<Memory>(group->segment(rank), data, bytes);
+           })
+      .def("signal", &Call::signal, py::arg("stage"))
+      .def("wait", &Call::wait, py::arg("rank"), py::arg("stage"), release_gil())
+      .def("wait_all", &Call::wait_all, py::arg("stage"), release_gil())
+      .def("end", &Call::end, release_gil());
+
+  py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Ranks of one host that share memory.")
+      .def(py::init([](int rank, int size, size_t reserve_bytes, double timeout_seconds) {
+             return std::make_shared<Group>(rank, size, reserve_bytes, timeout_seconds, check_signals);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("reserve_bytes"), py::arg("timeout_seconds"))
+      .def_property_readonly("address",
+                             [](const Group& group) {
+                               const SegmentAddress address = group.address();
+                               return py::bytes(reinterpret_cast<const char*>(&address), sizeof address);
+                             })
+      .def("connect",
+           [](Group& group, const std::vector<py::bytes>& packed) {
+             std::vector<SegmentAddress> addresses;
+             for (const py::bytes& address : packed) addresses.push_back(to_address(address));
+             group.connect(addresses);
+           })
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("waited_seconds", &Group::waited_seconds)
+      .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
+      .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
+      .def("set_timeout", &Group::set_timeout, py::arg("seconds"))
+      .def("close", &Group::close)
+      .def("allocate",
+           [](const std::shared_ptr<Group>& group, size_t bytes) {
+             return std::make_unique<PooledMemory>(group, group->heap().allocate(bytes), bytes);
+           })
+      .def("at",
+           [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
+             require(rank >= 0 && rank < group->size(), "rank is not one of the group's");
+             const auto& segment = group->segment(rank);
+             require(offset <= segment->bytes() && bytes <= segment->bytes() - offset,
+                     "the range lies outside of the rank's shared memory");
+             return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
+           },
+           py::arg("rank"), py::arg("offset"), py::arg("bytes"))
+      .def("begin",
+           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {
+             const Signature signature = to_signature(op, dtype, dims);
+             py::gil_scoped_release release;
+             return group.begin(signature, bytes);
+           },
+           py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"));
+}
+
+void bind_collectives(py::module_& m) {
+  auto same_size = [](const Group& group, const std::vector<size_t>& counts) {
+    require(counts.size() == static_cast<size_t>(group.size()), "one count is needed for each rank");
+  };
+  m.def("all_reduce", [](Group& group, Address in, Address out, size_t count, int dtype, int op) {
+    const DType type = to_dtype(dtype);
+    const ReduceOp reduction = to_reduce_op(op);
+    py::gil_scoped_release release;
+    all_reduce(group, pointer<>(in), pointer<>(out), count, type, reduction);
+  });
+  m.def("reduce_scatter",
+        [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype, int op) {
+          same_size(group, counts);
+          const DType type = to_dtype(dtype);
+          const ReduceOp reduction = to_reduce_op(op);
+          py::gil_scoped_release release;
+          reduce_scatter(group, pointer<>(in), pointer<>(out), counts, type, reduction);
+        });
+  m.def("all_gather", [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype) {
+    same_size(group, counts);
+    const DType type = to_dtype(dtype);
+    py::gil_scoped_release release;
+    all_gather(group, pointer<>(in), pointer<>(out), counts, type);
+  });
+  m.def("all_to_all", [same_size](Group& group, Address in, Address out, const std::vector<size_t>& send_counts,
+                                  const std::vector<size_t>& receive_counts, int dtype) {
+    same_size(group, send_counts);
+    same_size(group, receive_counts);
+    const DType type = to_dtype(dtype);
+    py::gil_scoped_release release;
+    all_to_all(group, pointer<>(in), pointer<>(out), send_counts, receive_counts, type);
+  });
+  m.def("broadcast", [](Group& group, Address data, size_t count, int dtype, int root) {
+    require(root >= 0 && root < group.size(), "root is not a rank of the group");
+    const DType type = to_dtype(dtype);
+    py::gil_scoped_release release;
+    broadcast(group, pointer<>(data), count, type, root);
+  });
+  m.def("ring_shift", [](Group& group, Address in, Address out, size_t count, int dtype, int shift) {
+    const DType type = to_dtype(dtype);
+    py::gil_scoped_release release;
+    ring_shift(group, pointer<>(in), pointer<>(out), count, type, shift);
+  });
+  m.def("barrier", &barrier, py::call_guard<py::gil_scoped_release>());
+  m.def("all_reduce_rms_norm", [](Group& group, Address partial, Address residual, Address weight, Address normed,
+                                  Address new_residual, size_t rows, size_t columns, float eps, int dtype) {
+    const DType type = to_dtype(dtype);
+    py::gil_scoped_release release;
+    all_reduce_rms_norm(group,
+                        {pointer<>(partial), pointer<>(residual), pointer<>(weight), pointer<>(normed),
+                         pointer<>(new_residual), rows, columns, eps},
+                        type);
+  });
+}
+
+void bind_kernels(py::module_& m) {
+  m.def("isa", [] { return kernels().isa; }, "The instruction set whose kernels were chosen for this CPU.");
+  m.def(
+      "reduce_rows",
+      [](Address destination, size_t destination_stride, const std::vector<Address>& sources,
+         const std::vector<size_t>& source_strides, size_t rows, size_t columns, int dtype, int op) {
+        const DType type = to_dtype(dtype);
+        const ReduceOp reduction = to_reduce_op(op);
+        require(!sources.empty() && sources.size() == source_strides.size(), "one row stride is needed per source");
+        const size_t size = element_size(type);
+        py::gil_scoped_release release;
+        std::vector<const void*> at(sources.size());
+        for (size_t row = 0; row < rows; ++row) {
+          for (size_t s = 0; s < sources.size(); ++s)
+            at[s] = pointer<const char>(sources[s]) + row * source_strides[s] * size;
+          kernels().reduce(pointer<char>(destination) + row * destination_stride * size, at.data(),
+                           static_cast<int>(at.size()), columns, type, reduction);
+        }
+      },
+      "destination[row, :] = op over s of sources[s][row, :]; strides in elements.");
+  m.def(
+      "rms_norm_rows",
+      [](const std::vector<Address>& partials, Address residual, Address weight, Address normed, Address new_residual,
+         size_t rows, size_t columns, float eps, int dtype) {
+        const DType type = to_dtype(dtype);
+        const size_t row_bytes = columns * element_size(type);
+        py::gil_scoped_release release;
+        std::vector<const void*> at(partials.size());
+        for (size_t row = 0; row < rows; ++row) {
+          const size_t offset = row * row_bytes;
+          for (size_t s = 0; s < partials.size(); ++s) at[s] = pointer<const char>(partials[s]) + offset;
+          kernels().rms_norm_row({at.data(), static_cast<int>(at.size()),
+                                  residual ? pointer<const char>(residual) + offset : nullptr, pointer<>(weight),
+                                  pointer<char>(new_residual) + offset, pointer<char>(normed) + offset, columns, eps},
+                                 type);
+        }
+      },
+      "new_residual = residual + sum(partials); normed = new_residual / rms(new_residual) * weight; rows are dense.");
+  m.def(
+      "merge_attention",
+      [](Address out, Address lse, Address step_out, Address step_lse, size_t batch, size_t heads, size_t rows,
+         size_t columns, const std::vector<size_t>& out_strides, const std::vector<size_t>& lse_strides,
+         const std::vector<size_t>& step_out_strides, const std::vector<size_t>& step_lse_strides, int dtype) {
+        const DType type = to_dtype(dtype);
+        for (const auto& strides : {out_strides, lse_strides, step_out_strides, step_lse_strides})
+          require(strides.size() == 3, "strides are those of batch, head and row, in elements");
+        const size_t size = element_size(type);
+        auto offset = [](const std::vector<size_t>& strides, size_t b, size_t h, size_t row) {
+          return b * strides[0] + h * strides[1] + row * strides[2];
+        };
+        py::gil_scoped_release release;
+        for (size_t b = 0; b < batch; ++b)
+          for (size_t row = 0; row < rows; ++row)
+            for (size_t h = 0; h < heads; ++h)
+              kernels().merge_attention_row(
+                  pointer<float>(out) + offset(out_strides, b, h, row),
+                  pointer<float>(lse) + offset(lse_strides, b, h, row),
+                  pointer<const char>(step_out) + offset(step_out_strides, b, h, row) * size,
+                  pointer<const float>(step_lse)[offset(step_lse_strides, b, h, row)], columns, type);
+      },
+      "Joins one attention step into the carried fp32 (out, lse); strides of [batch, head, row] in elements.");
+}
+
+template <typename Error>
+bool translate(const std::exception_ptr& pending, const char* python_class) {
+  try {
+    std::rethrow_exception(pending);
+  } catch (const Error& error) {
+    py::set_error(py::module_::import("fused_tp.runtime.errors").attr(python_class), error.what());
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Native core of fused_tp: CPU shared memory, signals, collectives.";
+  py::register_exception_translator([](std::exception_ptr pending) {
+    if (!pending) return;
+    if (translate<CollectiveTimeoutError>(pending, "CollectiveTimeoutError")) return;
+    if (translate<PeerLostError>(pending, "PeerLostError")) return;
+    if (translate<RankMismatchError>(pending, "RankMismatchError")) return;
+    if (translate<GroupError>(pending, "FusedTPError")) return;
+    std::rethrow_exception(pending);
+  });
+  bind_group(m);
+  bind_collectives(m);
+  bind_kernels(m);
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_CALLS_IN_FLIGHT") = kSlots;
+}

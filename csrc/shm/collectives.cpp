@@ -1,0 +1,321 @@
+#include "collectives.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+
+#include "kernels.h"
+
+namespace fused_tp::shm {
+namespace {
+
+// Below this, every rank reduces everything: one exchange of signals instead of two.
+constexpr size_t kOneShotBytes = 32 * 1024;
+// Bytes in flight of one pipeline step: two of them and their results stay in a core's L2 cache.
+constexpr size_t kChunkBytes = 256 * 1024;
+constexpr size_t kMaxChunks = 16 * 1024;  // stages are numbered with 16 bits
+
+size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
+size_t ceil_div(size_t value, size_t by) { return (value + by - 1) / by; }
+
+Signature make_signature(const char* op, DType dtype, std::initializer_list<int64_t> dims) {
+  Signature signature{};
+  std::strncpy(signature.op, op, sizeof signature.op - 1);
+  signature.dtype = static_cast<int32_t>(dtype);
+  for (int64_t dim : dims) signature.dims[signature.n_dims++] = dim;
+  return signature;
+}
+
+// Elements of one chunk of one rank: a multiple of a cache line, so that ranks never write to one line.
+size_t chunk_elements(size_t largest, size_t parts, size_t size) {
+  const size_t bytes = std::max(kChunkBytes / parts, ceil_div(largest * size, kMaxChunks));
+  return std::min(round_up(bytes, kLine), std::max(round_up(largest * size, kLine), kLine)) / size;
+}
+
+std::vector<size_t> offsets_of(const std::vector<size_t>& counts) {
+  std::vector<size_t> offsets(counts.size() + 1, 0);
+  std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
+  return offsets;
+}
+
+const char* at(const void* base, size_t bytes) { return static_cast<const char*>(base) + bytes; }
+char* at(void* base, size_t bytes) { return static_cast<char*>(base) + bytes; }
+
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, size_t count, DType dtype, ReduceOp op) {
+  copy(call.workspace(group.rank()), in, count * element_size(dtype));
+  call.signal(1);
+  std::array<const void*, kMaxRanks> sources;
+  for (int r = 0; r < group.size(); ++r) {
+    if (r != group.rank()) call.wait(r, 1);
+    sources[r] = r == group.rank() ? in : call.workspace(r);
+  }
+  kernels().reduce(out, sources.data(), group.size(), count, dtype, op);
+}
+
+// Per chunk, rank b owns block b: the others hand it theirs, it reduces and hands the result back.
+// A chunk's parity picks its half of the workspace. Signals in program order: in(0), out(0), in(1), out(1), ...
+// Half p is rewritten by in(k + 1) only after out(k - 1) of all ranks, which says that they have read it.
+void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, size_t count, size_t block, DType dtype,
+                         ReduceOp op) {
+  const size_t size = element_size(dtype);
+  const int ranks = group.size();
+  const int me = group.rank();
+  const size_t chunk = block * ranks;
+  const size_t chunks = ceil_div(count, chunk);
+  const size_t half = (chunk + block) * size;  // a block for every rank, and one for the result
+  auto begin_of = [&](size_t k, int b) { return std::min(count, k * chunk + static_cast<size_t>(b) * block); };
+  auto length_of = [&](size_t k, int b) { return std::min(count, begin_of(k, b) + block) - begin_of(k, b); };
+  auto workspace = [&](int r, size_t k, int b) {
+    return call.workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * size;
+  };
+  auto copy_in = [&](size_t k) {
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      copy(workspace(me, k, b), at(in, begin_of(k, b) * size), length_of(k, b) * size);
+    }
+    call.signal(static_cast<uint32_t>(2 * k + 1));
+  };
+  copy_in(0);
+  for (size_t k = 0; k < chunks; ++k) {
+    call.wait_all(static_cast<uint32_t>(2 * k + 1));
+    std::array<const void*, kMaxRanks> sources;
+    for (int r = 0; r < ranks; ++r)
+      sources[r] = r == me ? at(in, begin_of(k, me) * size) : workspace(r, k, me);
+    void* own = at(out, begin_of(k, me) * size);
+    kernels().reduce(own, sources.data(), ranks, length_of(k, me), dtype, op);
+    copy(workspace(me, k, ranks), own, length_of(k, me) * size);
+    call.signal(static_cast<uint32_t>(2 * k + 2));
+    if (k + 1 < chunks) copy_in(k + 1);
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      call.wait(b, static_cast<uint32_t>(2 * k + 2));
+      copy(at(out, begin_of(k, b) * size), workspace(b, k, ranks), length_of(k, b) * size);
+    }
+  }
+}
+
+// For k = 0, 1, ...: fill this rank's half k % 2, tell, wait for all, read theirs. Half k % 2 was last read as k - 2,
+// before its reader signalled k - 1, which this rank has waited for when it comes to fill k.
+template <typename Fill, typename Read>
+void exchange_chunks(Call& call, size_t chunks, Fill fill, Read read) {
+  for (size_t k = 0; k < chunks; ++k) {
+    fill(k);
+    call.signal(static_cast<uint32_t>(k + 1));
+    call.wait_all(static_cast<uint32_t>(k + 1));
+    read(k);
+  }
+}
+
+}  // namespace
+
+void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op) {
+  const size_t size = element_size(dtype);
+  const Signature signature =
+      make_signature("all_reduce", dtype, {static_cast<int64_t>(count), static_cast<int64_t>(op)});
+  if (count * size <= kOneShotBytes) {
+    const auto call = group.begin(signature, count * size);
+    all_reduce_one_shot(group, *call, in, out, count, dtype, op);
+    call->end();
+    return;
+  }
+  const size_t ranks = static_cast<size_t>(group.size());
+  const size_t block = chunk_elements(ceil_div(count, ranks), ranks, size);
+  const auto call = group.begin(signature, 2 * (ranks + 1) * block * size);
+  all_reduce_two_shot(group, *call, in, out, count, block, dtype, op);
+  call->end();
+}
+
+void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,
+                    ReduceOp op) {
+  const size_t size = element_size(dtype);
+  const int ranks = group.size();
+  const int me = group.rank();
+  const auto offsets = offsets_of(counts);
+  const size_t largest = *std::max_element(counts.begin(), counts.end());
+  const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
+  const auto call = group.begin(make_signature("reduce_scatter", dtype,
+                                               {static_cast<int64_t>(offsets.back()), static_cast<int64_t>(op)}),
+                                2 * static_cast<size_t>(ranks) * block * size);
+  auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
+  auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
+  auto workspace = [&](int r, size_t k, int b) {
+    return call->workspace(r) + ((k % 2) * static_cast<size_t>(ranks) + static_cast<size_t>(b)) * block * size;
+  };
+  auto source = [&](size_t k, int b) { return at(in, (offsets[b] + begin_of(k, b)) * size); };
+  exchange_chunks(
+      *call, ceil_div(largest, block),
+      [&](size_t k) {
+        for (int step = 1; step < ranks; ++step) {
+          const int b = (me + step) % ranks;
+          copy(workspace(me, k, b), source(k, b), length_of(k, b) * size);
+        }
+      },
+      [&](size_t k) {
+        std::array<const void*, kMaxRanks> sources;
+        for (int r = 0; r < ranks; ++r) sources[r] = r == me ? source(k, me) : workspace(r, k, me);
+        kernels().reduce(at(out, begin_of(k, me) * size), sources.data(), ranks, length_of(k, me), dtype, op);
+      });
+  call->end();
+}
+
+void all_gather(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype) {
+  const size_t size = element_size(dtype);
+  const int me = group.rank();
+  const auto offsets = offsets_of(counts);
+  const size_t largest = *std::max_element(counts.begin(), counts.end());
+  const size_t block = chunk_elements(largest, 1, size);
+  const auto call = group.begin(make_signature("all_gather", dtype, {static_cast<int64_t>(offsets.back())}),
+                                2 * block * size);
+  auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
+  auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
+  auto workspace = [&](int r, size_t k) { return call->workspace(r) + (k % 2) * block * size; };
+  copy(at(out, offsets[me] * size), in, counts[me] * size);
+  exchange_chunks(
+      *call, ceil_div(largest, block),
+      [&](size_t k) { copy(workspace(me, k), at(in, begin_of(k, me) * size), length_of(k, me) * size); },
+      [&](size_t k) {
+        for (int step = 1; step < group.size(); ++step) {
+          const int r = (me + step) % group.size();
+          copy(at(out, (offsets[r] + begin_of(k, r)) * size), workspace(r, k), length_of(k, r) * size);
+        }
+      });
+  call->end();
+}
+
+void all_to_all(Group& group, const void* in, void* out, const std::vector<size_t>& send_counts,
+                const std::vector<size_t>& receive_counts, DType dtype) {
+  const size_t size = element_size(dtype);
+  const int ranks = group.size();
+  const int me = group.rank();
+  const auto send_offsets = offsets_of(send_counts);
+  const auto receive_offsets = offsets_of(receive_counts);
+  // The workspace starts with the table of send offsets, so that peers find their part.
+  const size_t table = round_up(send_offsets.size() * sizeof(size_t), kLine);
+  const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size);
+  std::memcpy(call->workspace(me), send_offsets.data(), send_offsets.size() * sizeof(size_t));
+  copy(call->workspace(me) + table, in, send_offsets.back() * size);
+  call->signal(1);
+  for (int step = 0; step < ranks; ++step) {
+    const int r = (me + step) % ranks;
+    if (r != me) call->wait(r, 1);
+    size_t their_offsets[2];
+    std::memcpy(their_offsets, call->workspace(r) + static_cast<size_t>(me) * sizeof(size_t), sizeof their_offsets);
+    if (their_offsets[1] - their_offsets[0] != receive_counts[r])
+      throw RankMismatchError("all_to_all, call " + std::to_string(call->number()) + ": rank " + std::to_string(r) +
+                              " sends " + std::to_string(their_offsets[1] - their_offsets[0]) + " elements to rank " +
+                              std::to_string(me) + ", which expects " + std::to_string(receive_counts[r]));
+    copy(at(out, receive_offsets[r] * size), call->workspace(r) + table + their_offsets[0] * size,
+         receive_counts[r] * size);
+  }
+  call->end();
+}
+
+void broadcast(Group& group, void* data, size_t count, DType dtype, int root) {
+  const size_t bytes = count * element_size(dtype);
+  const size_t block = chunk_elements(bytes, 1, 1);
+  const auto call = group.begin(make_signature("broadcast", dtype, {static_cast<int64_t>(count), root}), 2 * block);
+  const size_t chunks = ceil_div(bytes, block);
+  for (size_t k = 0; k < chunks; ++k) {
+    const size_t begin = k * block;
+    const size_t length = std::min(bytes, begin + block) - begin;
+    const auto stage = static_cast<uint32_t>(k + 1);
+    if (group.rank() == root) {
+      if (k >= 2) call->wait_all(stage - 2);  // the readers of this half have signalled that they are done
+      copy(call->workspace(root) + (k % 2) * block, at(data, begin), length);
+    } else {
+      call->wait(root, stage);
+      copy(at(data, begin), call->workspace(root) + (k % 2) * block, length);
+    }
+    call->signal(stage);
+  }
+  call->end();
+}
+
+void ring_shift(Group& group, const void* in, void* out, size_t count, DType dtype, int shift) {
+  const size_t bytes = count * element_size(dtype);
+  const int ranks = group.size();
+  const int from = ((group.rank() - shift) % ranks + ranks) % ranks;
+  const auto call = group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes);
+  copy(call->workspace(group.rank()), in, bytes);
+  call->signal(1);
+  if (from != group.rank()) call->wait(from, 1);
+  copy(out, call->workspace(from), bytes);
+  call->end();
+}
+
+void barrier(Group& group) { group.begin(make_signature("barrier", DType::kU8, {}), 0)->end(); }
+
+void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
+  const size_t row_bytes = a.columns * element_size(dtype);
+  const int ranks = group.size();
+  const int me = group.rank();
+  Signature signature = make_signature("all_reduce_rms_norm", dtype,
+                                       {static_cast<int64_t>(a.rows), static_cast<int64_t>(a.columns), 0});
+  std::memcpy(&signature.dims[2], &a.eps, sizeof a.eps);
+  auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool add_residual) {
+    kernels().rms_norm_row({partials, n_partials, add_residual ? at(a.residual, row * row_bytes) : nullptr, a.weight,
+                            at(a.new_residual, row * row_bytes), at(a.normed, row * row_bytes), a.columns, a.eps},
+                           dtype);
+  };
+  std::array<const void*, kMaxRanks> partials;
+  if (a.rows * row_bytes <= kOneShotBytes) {
+    const auto call = group.begin(signature, a.rows * row_bytes);
+    copy(call->workspace(me), a.partial, a.rows * row_bytes);
+    call->signal(1);
+    call->wait_all(1);
+    for (size_t row = 0; row < a.rows; ++row) {
+      for (int r = 0; r < ranks; ++r) partials[r] = at(r == me ? a.partial : call->workspace(r), row * row_bytes);
+      norm_row(row, partials.data(), ranks, true);
+    }
+    call->end();
+    return;
+  }
+  // Two-shot by rows, as all_reduce_two_shot: the owner of a row sums it; the others normalise what it hands back.
+  const size_t block = std::max<size_t>(
+      {1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes, ceil_div(a.rows, kMaxChunks * static_cast<size_t>(ranks))});
+  const size_t chunk = block * static_cast<size_t>(ranks);
+  const size_t chunks = ceil_div(a.rows, chunk);
+  const size_t half = (chunk + block) * row_bytes;
+  const auto call = group.begin(signature, 2 * half);
+  auto begin_of = [&](size_t k, int b) { return std::min(a.rows, k * chunk + static_cast<size_t>(b) * block); };
+  auto length_of = [&](size_t k, int b) { return std::min(a.rows, begin_of(k, b) + block) - begin_of(k, b); };
+  auto workspace = [&](int r, size_t k, int b) {
+    return call->workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * row_bytes;
+  };
+  auto copy_in = [&](size_t k) {
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      copy(workspace(me, k, b), at(a.partial, begin_of(k, b) * row_bytes), length_of(k, b) * row_bytes);
+    }
+    call->signal(static_cast<uint32_t>(2 * k + 1));
+  };
+  copy_in(0);
+  for (size_t k = 0; k < chunks; ++k) {
+    call->wait_all(static_cast<uint32_t>(2 * k + 1));
+    for (size_t i = 0; i < length_of(k, me); ++i) {
+      const size_t row = begin_of(k, me) + i;
+      for (int r = 0; r < ranks; ++r)
+        partials[r] = r == me ? at(a.partial, row * row_bytes) : workspace(r, k, me) + i * row_bytes;
+      norm_row(row, partials.data(), ranks, true);
+    }
+    copy(workspace(me, k, ranks), at(a.new_residual, begin_of(k, me) * row_bytes), length_of(k, me) * row_bytes);
+    call->signal(static_cast<uint32_t>(2 * k + 2));
+    if (k + 1 < chunks) copy_in(k + 1);
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      call->wait(b, static_cast<uint32_t>(2 * k + 2));
+      for (size_t i = 0; i < length_of(k, b); ++i) {
+        const void* summed = workspace(b, k, ranks) + i * row_bytes;
+        norm_row(begin_of(k, b) + i, &summed, 1, false);
+      }
+    }
+  }
+  call->end();
+}
+
+}  // namespace fused_tp::shm

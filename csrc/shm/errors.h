@@ -1,0 +1,25 @@
+// What the native core throws; bindings.cpp turns each into the Python class of the same name.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace fused_tp::shm {
+
+struct GroupError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct CollectiveTimeoutError : GroupError {
+  using GroupError::GroupError;
+};
+
+struct PeerLostError : GroupError {
+  using GroupError::GroupError;
+};
+
+struct RankMismatchError : GroupError {
+  using GroupError::GroupError;
+};
+
+}  // namespace fused_tp::shm

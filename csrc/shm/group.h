@@ -1,0 +1,109 @@
+// A group of ranks on one host that share memory: calls in flight, signals, deadlines, lost peers.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "control.h"
+#include "dtype.h"
+#include "errors.h"
+#include "heap.h"
+#include "segment.h"
+
+namespace fused_tp::shm {
+
+class Group;
+
+// One collective call on this rank, from begin to end. Destruction ends it. Used by one thread at a time.
+class Call {
+ public:
+  Call(std::shared_ptr<Group> group, uint64_t number, int slot);
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  uint64_t number() const { return number_; }
+  // That rank's workspace of this call; waits until the rank has begun it.
+  char* workspace(int rank);
+  size_t workspace_bytes(int rank);
+  // Everything this rank wrote before becomes visible to whoever waits for `stage`. Stages start at 1 and only grow.
+  void signal(uint32_t stage);
+  // Returns once `rank` has signalled `stage` or a later one. Stage 0: the rank has begun the call.
+  void wait(int rank, uint32_t stage);
+  void wait_all(uint32_t stage);
+  // Waits for all ranks to begin, so that a disagreement is always noticed, and gives the slot back.
+  void end();
+
+ private:
+  friend class Group;
+
+  bool reached(int rank, uint32_t stage) const;
+  void verify(int rank);
+
+  std::shared_ptr<Group> group_;
+  uint64_t number_;
+  int slot_;
+  uint64_t verified_ = 0;  // bit r: rank r's signature was compared with ours
+  bool ended_ = false;
+};
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // Reserves this rank's segment. `interrupted` is asked now and then during long waits and may throw.
+  Group(int rank, int size, size_t reserve_bytes, double timeout_seconds, std::function<void()> interrupted);
+  ~Group();
+
+  SegmentAddress address() const { return segments_[rank_]->address(); }
+  // Maps every peer. Throws GroupError with the reason when one is out of reach.
+  void connect(const std::vector<SegmentAddress>& addresses);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  void set_timeout(double seconds) { timeout_seconds_ = seconds; }
+  double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
+
+  // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ.
+  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes);
+
+  // Waits, bounded by the deadline, until `done` is true. `missing` tells for each rank whether it still lacks;
+  // `check` looks for other reasons never to succeed.
+  void wait_until(const std::function<bool()>& done, const std::function<bool(int)>& missing,
+                  const std::function<void()>& check, const Signature& signature, uint64_t number);
+
+  Heap& heap() { return *heap_; }
+  const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
+  ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(segments_[rank]->data()); }
+  void close();
+
+ private:
+  friend class Call;
+
+  void throw_if_unusable();
+  void check_peers(const Signature& signature, uint64_t number);
+  [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
+  void recycle();
+
+  int rank_;
+  int size_;
+  double timeout_seconds_;
+  std::function<void()> interrupted_;
+  std::vector<std::shared_ptr<Segment>> segments_;
+  std::vector<int> pidfds_;
+  std::unique_ptr<Heap> heap_;
+  std::mutex mutex_;  // order of calls
+  uint64_t last_call_ = 0;
+  struct HeapWorkspace {
+    uint64_t number;
+    size_t offset;
+  };
+  std::deque<HeapWorkspace> to_recycle_;
+  std::string unusable_because_;
+  RankState unusable_state_ = RankState::kRunning;
+  std::atomic<uint64_t> waited_ns_{0};
+};
+
+}  // namespace fused_tp::shm

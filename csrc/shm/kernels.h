@@ -1,0 +1,45 @@
+// Arithmetic of the collectives, one table of functions per instruction set, chosen once at run time.
+//
+// Sums over ranks accumulate in fp32 (fp64 for fp64, the type itself for integers) in the order of `sources`,
+// which callers pass in rank order, and round once.
+#pragma once
+
+#include <cstddef>
+
+#include "dtype.h"
+
+namespace fused_tp::shm {
+
+struct RmsNormRow {
+  const void* const* partials;  // n_partials rows of `columns` elements, in rank order
+  int n_partials;
+  const void* residual;  // may be null: nothing is added
+  const void* weight;
+  void* new_residual;
+  void* normed;
+  size_t columns;
+  float eps;
+};
+
+struct Kernels {
+  const char* isa;
+  // destination[i] = op over s of sources[s][i]. `destination` may be one of the sources.
+  void (*reduce)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype, ReduceOp op);
+  // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
+  void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
+  // Joins an attention step into the carried state, one query row of `columns` elements:
+  //   lse' = log(exp(lse) + exp(step_lse));  out' = out * exp(lse - lse') + step_out * exp(step_lse - lse')
+  void (*merge_attention_row)(float* out, float* lse, const void* step_out, float step_lse, size_t columns,
+                              DType dtype);
+};
+
+// The best table this CPU can run; FUSED_TP_ISA=plain|avx2|avx512 asks for a lesser one.
+const Kernels& kernels();
+
+const Kernels& kernels_plain();
+#if FUSED_TP_X86
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+#endif
+
+}  // namespace fused_tp::shm

@@ -1,0 +1,263 @@
+// The kernels, written once over a `Lanes` type (some fp32 lanes with loads and stores that convert).
+// Each kernels_<isa>.cpp includes this after defining its Lanes and is compiled with that instruction set's flags,
+// so everything here has internal linkage: a function shared between the files could be linked in with
+// instructions that the CPU lacks.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels.h"
+
+namespace fused_tp::shm {
+namespace {
+
+template <ReduceOp kOp, typename T>
+inline T combine(T a, T b) {
+  if constexpr (kOp == ReduceOp::kSum) {
+    return static_cast<T>(a + b);
+  } else if constexpr (kOp == ReduceOp::kMax) {
+    return (a > b || a != a) ? a : b;  // a NaN wins, as in torch.maximum
+  } else {
+    return (a < b || a != a) ? a : b;
+  }
+}
+
+// Types whose accumulator is the type itself: the compiler vectorises this.
+template <ReduceOp kOp, typename T>
+void reduce_same_type(T* destination, const T* const* sources, int n_sources, size_t count) {
+  constexpr size_t kBlock = 512;
+  T accumulator[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t n = std::min(kBlock, count - begin);
+    std::memcpy(accumulator, sources[0] + begin, n * sizeof(T));
+    for (int s = 1; s < n_sources; ++s) {
+      const T* source = sources[s] + begin;
+      for (size_t i = 0; i < n; ++i) accumulator[i] = combine<kOp>(accumulator[i], source[i]);
+    }
+    std::memcpy(destination + begin, accumulator, n * sizeof(T));
+  }
+}
+
+// Floating types of up to 32 bits, through fp32 lanes. Four vectors at a time hide the latency of the adds.
+template <typename Lanes, ReduceOp kOp, DType kDType>
+void reduce_lanes(void* destination, const void* const* sources, int n_sources, size_t count) {
+  constexpr size_t kWidth = Lanes::kWidth;
+  constexpr size_t kSize = element_size(kDType);
+  constexpr int kUnroll = 4;
+  auto at = [](const void* base, size_t i) { return static_cast<const char*>(base) + i * kSize; };
+  char* out = static_cast<char*>(destination);
+  size_t i = 0;
+  for (; i + kUnroll * kWidth <= count; i += kUnroll * kWidth) {
+    typename Lanes::Vector accumulator[kUnroll];
+    for (int u = 0; u < kUnroll; ++u)
+      accumulator[u] = Lanes::template load<kDType>(at(sources[0], i + u * kWidth), kWidth);
+    for (int s = 1; s < n_sources; ++s)
+      for (int u = 0; u < kUnroll; ++u)
+        accumulator[u] = Lanes::template combine<kOp>(
+            accumulator[u], Lanes::template load<kDType>(at(sources[s], i + u * kWidth), kWidth));
+    for (int u = 0; u < kUnroll; ++u)
+      Lanes::template store<kDType>(out + (i + u * kWidth) * kSize, accumulator[u], kWidth);
+  }
+  for (; i < count; i += kWidth) {
+    const size_t n = std::min(kWidth, count - i);
+    auto accumulator = Lanes::template load<kDType>(at(sources[0], i), n);
+    for (int s = 1; s < n_sources; ++s)
+      accumulator = Lanes::template combine<kOp>(accumulator, Lanes::template load<kDType>(at(sources[s], i), n));
+    Lanes::template store<kDType>(out + i * kSize, accumulator, n);
+  }
+}
+
+template <typename Lanes, ReduceOp kOp>
+void reduce_op(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype) {
+  auto same = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    reduce_same_type<kOp, T>(typed, reinterpret_cast<const T* const*>(sources), n_sources, count);
+  };
+  switch (dtype) {
+    case DType::kF32:
+      return reduce_lanes<Lanes, kOp, DType::kF32>(destination, sources, n_sources, count);
+    case DType::kBF16:
+      return reduce_lanes<Lanes, kOp, DType::kBF16>(destination, sources, n_sources, count);
+    case DType::kF16:
+      return reduce_lanes<Lanes, kOp, DType::kF16>(destination, sources, n_sources, count);
+    case DType::kF64:
+      return same(static_cast<double*>(destination));
+    case DType::kI8:
+      return same(static_cast<int8_t*>(destination));
+    case DType::kU8:
+      return same(static_cast<uint8_t*>(destination));
+    case DType::kI16:
+      return same(static_cast<int16_t*>(destination));
+    case DType::kI32:
+      return same(static_cast<int32_t*>(destination));
+    case DType::kI64:
+      return same(static_cast<int64_t*>(destination));
+  }
+}
+
+template <typename Lanes>
+void reduce(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return reduce_op<Lanes, ReduceOp::kSum>(destination, sources, n_sources, count, dtype);
+    case ReduceOp::kMax:
+      return reduce_op<Lanes, ReduceOp::kMax>(destination, sources, n_sources, count, dtype);
+    case ReduceOp::kMin:
+      return reduce_op<Lanes, ReduceOp::kMin>(destination, sources, n_sources, count, dtype);
+  }
+}
+
+template <typename Lanes, DType kDType>
+void rms_norm_row_lanes(const RmsNormRow& row) {
+  constexpr size_t kWidth = Lanes::kWidth;
+  constexpr size_t kSize = element_size(kDType);
+  auto load = [](const void* base, size_t i, size_t n) {
+    return Lanes::template load<kDType>(static_cast<const char*>(base) + i * kSize, n);
+  };
+  auto store = [](void* base, size_t i, typename Lanes::Vector v, size_t n) {
+    Lanes::template store<kDType>(static_cast<char*>(base) + i * kSize, v, n);
+  };
+  auto squares = Lanes::zero();
+  for (size_t i = 0; i < row.columns; i += kWidth) {
+    const size_t n = std::min(kWidth, row.columns - i);
+    auto sum = load(row.partials[0], i, n);
+    for (int s = 1; s < row.n_partials; ++s) sum = Lanes::add(sum, load(row.partials[s], i, n));
+    if (row.residual != nullptr) sum = Lanes::add(sum, load(row.residual, i, n));
+    store(row.new_residual, i, sum, n);
+    sum = load(row.new_residual, i, n);  // the norm is that of the rounded tensor the caller gets
+    squares = Lanes::fma(sum, sum, squares);
+  }
+  const float mean = Lanes::sum(squares) / static_cast<float>(row.columns);
+  const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + row.eps));
+  for (size_t i = 0; i < row.columns; i += kWidth) {
+    const size_t n = std::min(kWidth, row.columns - i);
+    store(row.normed, i, Lanes::mul(Lanes::mul(load(row.new_residual, i, n), scale), load(row.weight, i, n)), n);
+  }
+}
+
+inline void rms_norm_row_f64(const RmsNormRow& row) {
+  auto* out = static_cast<double*>(row.new_residual);
+  const auto* residual = static_cast<const double*>(row.residual);
+  const auto* weight = static_cast<const double*>(row.weight);
+  double squares = 0;
+  for (size_t i = 0; i < row.columns; ++i) {
+    double sum = static_cast<const double*>(row.partials[0])[i];
+    for (int s = 1; s < row.n_partials; ++s) sum += static_cast<const double*>(row.partials[s])[i];
+    if (residual != nullptr) sum += residual[i];
+    out[i] = sum;
+    squares += sum * sum;
+  }
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(row.columns) + static_cast<double>(row.eps));
+  for (size_t i = 0; i < row.columns; ++i) static_cast<double*>(row.normed)[i] = out[i] * scale * weight[i];
+}
+
+template <typename Lanes>
+void rms_norm_row(const RmsNormRow& row, DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return rms_norm_row_lanes<Lanes, DType::kF32>(row);
+    case DType::kBF16:
+      return rms_norm_row_lanes<Lanes, DType::kBF16>(row);
+    case DType::kF16:
+      return rms_norm_row_lanes<Lanes, DType::kF16>(row);
+    case DType::kF64:
+      return rms_norm_row_f64(row);
+    default:
+      return;  // refused before any rank is told
+  }
+}
+
+template <typename Lanes, DType kDType>
+void merge_row_lanes(float* out, float scale, const void* step_out, float step_scale, size_t columns) {
+  constexpr size_t kWidth = Lanes::kWidth;
+  const auto a = Lanes::broadcast(scale);
+  const auto b = Lanes::broadcast(step_scale);
+  for (size_t i = 0; i < columns; i += kWidth) {
+    const size_t n = std::min(kWidth, columns - i);
+    const auto step =
+        Lanes::template load<kDType>(static_cast<const char*>(step_out) + i * element_size(kDType), n);
+    const auto carried = Lanes::template load<DType::kF32>(out + i, n);
+    Lanes::template store<DType::kF32>(out + i, Lanes::fma(carried, a, Lanes::mul(step, b)), n);
+  }
+}
+
+template <typename Lanes>
+void merge_attention_row(float* out, float* lse, const void* step_out, float step_lse, size_t columns, DType dtype) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  if (step_lse == kNothing) return;  // the step saw no key
+  const float before = *lse;
+  const float largest = std::max(before, step_lse);
+  const float after = largest + std::log1p(std::exp(std::min(before, step_lse) - largest));
+  const float scale = before == kNothing ? 0.0f : std::exp(before - after);
+  const float step_scale = std::exp(step_lse - after);
+  *lse = after;
+  switch (dtype) {
+    case DType::kF32:
+      return merge_row_lanes<Lanes, DType::kF32>(out, scale, step_out, step_scale, columns);
+    case DType::kBF16:
+      return merge_row_lanes<Lanes, DType::kBF16>(out, scale, step_out, step_scale, columns);
+    case DType::kF16:
+      return merge_row_lanes<Lanes, DType::kF16>(out, scale, step_out, step_scale, columns);
+    default:
+      return;
+  }
+}
+
+template <typename Lanes>
+constexpr Kernels make_kernels(const char* isa) {
+  return Kernels{isa, reduce<Lanes>, rms_norm_row<Lanes>, merge_attention_row<Lanes>};
+}
+
+// Scalar conversions, for the plain path and for what an instruction set lacks.
+inline float bf16_to_f32(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline uint16_t f32_to_bf16(float value) {  // round to nearest even; NaN stays NaN
+  uint32_t wide;
+  std::memcpy(&wide, &value, sizeof wide);
+  if ((wide & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((wide >> 16) | 0x40u);
+  return static_cast<uint16_t>((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
+}
+
+inline float f16_to_f32(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  const uint32_t exponent = (bits >> 10) & 0x1fu;
+  const uint32_t mantissa = bits & 0x3ffu;
+  uint32_t wide;
+  if (exponent == 0) {
+    const float tiny = std::ldexp(static_cast<float>(mantissa), -24);
+    std::memcpy(&wide, &tiny, sizeof wide);
+    wide |= sign;
+  } else if (exponent == 31) {
+    wide = sign | 0x7f800000u | (mantissa << 13);
+  } else {
+    wide = sign | ((exponent + 112) << 23) | (mantissa << 13);
+  }
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline uint16_t f32_to_f16(float value) {  // round to nearest even; overflow to infinity; NaN stays NaN
+  uint32_t wide;
+  std::memcpy(&wide, &value, sizeof wide);
+  const uint16_t sign = static_cast<uint16_t>((wide >> 16) & 0x8000u);
+  const float magnitude = std::fabs(value);
+  if (magnitude != magnitude) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 6.103515625e-05f)  // subnormal in fp16: nearbyint rounds to even
+    return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 24))));
+  const uint32_t bits = wide & 0x7fffffffu;
+  const uint32_t rounded = bits + 0xfffu + ((bits >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
+}
+
+}  // namespace
+}  // namespace fused_tp::shm

@@ -1,0 +1,50 @@
+// One fp32 lane, any CPU.
+#include "kernels_impl.h"
+
+namespace fused_tp::shm {
+namespace {
+
+struct PlainLanes {
+  using Vector = float;
+  static constexpr size_t kWidth = 1;
+  static float zero() { return 0.0f; }
+  static float broadcast(float x) { return x; }
+  static float add(float a, float b) { return a + b; }
+  static float mul(float a, float b) { return a * b; }
+  static float fma(float a, float b, float c) { return a * b + c; }
+  static float sum(float a) { return a; }
+  template <ReduceOp kOp>
+  static float combine(float a, float b) {
+    return fused_tp::shm::combine<kOp>(a, b);
+  }
+  template <DType kDType>
+  static float load(const void* p, size_t) {
+    if constexpr (kDType == DType::kF32) {
+      float value;
+      std::memcpy(&value, p, sizeof value);
+      return value;
+    } else {
+      uint16_t bits;
+      std::memcpy(&bits, p, sizeof bits);
+      return kDType == DType::kBF16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+    }
+  }
+  template <DType kDType>
+  static void store(void* p, float value, size_t) {
+    if constexpr (kDType == DType::kF32) {
+      std::memcpy(p, &value, sizeof value);
+    } else {
+      const uint16_t bits = kDType == DType::kBF16 ? f32_to_bf16(value) : f32_to_f16(value);
+      std::memcpy(p, &bits, sizeof bits);
+    }
+  }
+};
+
+}  // namespace
+
+const Kernels& kernels_plain() {
+  static constexpr Kernels table = make_kernels<PlainLanes>("plain");
+  return table;
+}
+
+}  // namespace fused_tp::shm

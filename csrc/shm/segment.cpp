@@ -1,0 +1,77 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "errors.h"
+
+namespace fused_tp::shm {
+namespace {
+
+[[noreturn]] void fail(const std::string& what) { throw GroupError(what + ": " + std::strerror(errno)); }
+
+char* map(int fd, size_t bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (data == MAP_FAILED) fail("cannot map " + std::to_string(bytes) + " bytes of shared memory");
+  ::madvise(data, bytes, MADV_DONTDUMP);  // best effort: keeps core dumps small
+  return static_cast<char*>(data);
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create(size_t bytes) {
+  const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  bytes = (bytes + page - 1) / page * page;
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->fd_ = ::memfd_create("fused_tp", MFD_CLOEXEC);
+  if (segment->fd_ < 0) fail("cannot create shared memory (memfd_create)");
+  if (::fchmod(segment->fd_, 0600) != 0) fail("cannot restrict shared memory to this user");
+  if (::ftruncate(segment->fd_, static_cast<off_t>(bytes)) != 0)
+    fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
+  segment->data_ = map(segment->fd_, bytes);
+  segment->bytes_ = bytes;
+  SegmentAddress& address = segment->address_;
+  address.pid = static_cast<int32_t>(::getpid());
+  address.fd = segment->fd_;
+  address.bytes = bytes;
+  if (::getrandom(address.token, sizeof address.token, 0) != sizeof address.token)
+    fail("cannot draw a token for shared memory");
+  std::memcpy(segment->data_, address.token, sizeof address.token);
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
+  const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (segment->fd_ < 0) fail("cannot open the shared memory of process " + std::to_string(address.pid));
+  struct stat status;
+  if (::fstat(segment->fd_, &status) != 0) fail("cannot look at the shared memory of a peer");
+  if (!S_ISREG(status.st_mode) || static_cast<uint64_t>(status.st_size) != address.bytes)
+    throw GroupError("what process " + std::to_string(address.pid) +
+                     " offers is not its shared memory; the ranks are likely on different hosts or containers");
+  segment->data_ = map(segment->fd_, address.bytes);
+  segment->bytes_ = address.bytes;
+  segment->address_ = address;
+  if (std::memcmp(segment->data_, address.token, sizeof address.token) != 0)
+    throw GroupError("the shared memory of process " + std::to_string(address.pid) +
+                     " carries another token; the ranks are likely on different hosts or containers");
+  return segment;
+}
+
+void Segment::discard(size_t offset, size_t length) {
+  ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(length));
+}
+
+Segment::~Segment() {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+}  // namespace fused_tp::shm
