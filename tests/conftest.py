@@ -1,0 +1,29 @@
+"""What every test gets: one torch thread, the rank pool's end at the end of the session, and skips that say why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import workers
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped, saying so, where there is none")
+    config.addinivalue_line("markers", "gpus(count): needs that many NVIDIA GPUs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        several = item.get_closest_marker("gpus")
+        needed = several.args[0] if several else 1 if item.get_closest_marker("gpu") else 0
+        if found < needed:
+            reason = f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, this machine has {found or 'none'}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish() -> None:
+    workers.stop_pool()

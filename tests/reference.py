@@ -1,0 +1,142 @@
+"""Single-process fp64 references and the tolerances of the tests, each with its reason.
+
+The references take the very tensors that the ranks compute with (already rounded to bf16, fp16, ...) and compute in
+fp64, so that what is left between a result and its reference is only what the implementation itself rounds away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# fp32 for the low precisions: "sums over ranks accumulate in fp32 (fp64 for fp64)", and so do matmuls within a rank.
+ACCUMULATE = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+# How many standard deviations of a rounding error a test allows. Errors of one rounding are bounded by eps / 2 but those
+# of a sum only statistically; 8 sigma over the largest test tensors (1e6 elements) fails by chance less than once in 1e9.
+SIGMAS = 8.0
+
+
+def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal random numbers that are the same on every rank and in the test: made in fp64, then rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, dtype=torch.float64, generator=generator) * scale).to(dtype)
+
+
+def assert_within_dtype_error(
+    actual: Tensor,
+    reference64: Tensor,
+    dtype: torch.dtype,
+    *,
+    reduced_over: int,
+    roundings: int = 1,
+    name: str = "result",
+) -> None:
+    """Asserts that `actual` is as close to its fp64 reference as `dtype` allows.
+
+    `reduced_over` is how many terms each element sums (K of a matmul; K times the steps where sums are chained);
+    `roundings` how often a value is rounded to `dtype` on the way (1 for one op; W where W partial results travel in
+    `dtype`). The bound per element is
+
+        eps(dtype) * roundings * (|reference| + rms(reference))  +  SIGMAS * eps(acc) * sqrt(reduced_over) * rms(reference)
+
+    The first term is the rounding of the result and of partial results of like size. The second is the error of a sum
+    of n terms of random sign, which grows as sqrt(n) relative to the sum (Higham & Mary, "A new approach to
+    probabilistic rounding error analysis", 2019). It has no W in it: error must not grow with the group size.
+    """
+    assert actual.dtype == dtype, f"{name} has dtype {actual.dtype}, expected {dtype}"
+    assert actual.shape == reference64.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(reference64.shape)}"
+    if actual.numel() == 0:
+        return
+    wanted = reference64.double()
+    got = actual.detach().double()
+    finite = torch.isfinite(wanted)
+    same = (got == wanted) | (torch.isnan(got) & torch.isnan(wanted))
+    assert bool((finite | same).all()), f"{name} differs from the reference where that is inf or NaN"
+    rms = wanted[finite].pow(2).mean().sqrt() if bool(finite.any()) else wanted.new_zeros(())
+    rounding = torch.finfo(dtype).eps * roundings * (wanted.abs() + rms)
+    summing = SIGMAS * torch.finfo(ACCUMULATE[dtype]).eps * reduced_over**0.5 * rms
+    error = torch.where(finite, (got - wanted).abs(), 0.0)
+    excess = torch.where(finite, error / (rounding + summing).clamp_min(torch.finfo(dtype).tiny), 0.0)
+    excess = torch.where(finite & ~torch.isfinite(got), torch.inf, excess)
+    if bool((excess > 1).any()):
+        flat = int(excess.argmax())
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), excess.shape))
+        raise AssertionError(
+            f"{name}{list(where)} is {got.flatten()[flat].item():.9g}, reference {wanted.flatten()[flat].item():.9g}: "
+            f"{excess.max().item():.3g} times the error that {dtype} allows; "
+            f"{int((excess > 1).sum())} of {excess.numel()} elements are off (rms of the reference {rms.item():.3g})"
+        )
+
+
+def matmul64(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] @ weight [N, K]^T + bias [N] in fp64."""
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim in fp64."""
+    x64 = x.double()
+    return x64 * torch.rsqrt(x64.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def gradients64(
+    fn: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(fn(*inputs), gradients of all inputs for `grad_output`), everything in fp64; `fn` must be differentiable."""
+    leaves = [t.detach().double().requires_grad_() for t in inputs]
+    output = fn(*leaves)
+    output.backward(grad_output.double())
+    return output.detach(), [leaf.grad for leaf in leaves]
+
+
+def attention64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, Sq, H, D], lse [B, H, Sq]) in fp64 for q [B, Sq, H, D] and k, v [B, Sk, Hkv, D], H a multiple of Hkv.
+
+    Key j is seen by query i when j - i <= window[1] and i - j <= window[0] (-1: no limit), in global positions. Without
+    positions, queries stand at the end of the keys, as in flash attention. A row that sees nothing is 0 with lse -inf.
+    """
+    heads, head_dim = q.shape[2], q.shape[3]
+    k64, v64 = (t.double().repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k64) * (head_dim**-0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    i = torch.arange(q.shape[1]) + k.shape[1] - q.shape[1] if q_positions is None else q_positions
+    j = torch.arange(k.shape[1]) if k_positions is None else k_positions
+    ahead = j[None, :] - i[:, None]  # how far the key lies after the query
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs().double()
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    hidden = hidden | (ahead > right) if right >= 0 else hidden
+    hidden = hidden | (-ahead > left) if left >= 0 else hidden
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        sink_column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        lse = torch.logsumexp(torch.cat([scores, sink_column], dim=-1), dim=-1)
+    else:
+        lse = torch.logsumexp(scores, dim=-1)
+    # -inf minus -inf would be NaN in rows that see nothing, and NaN times 0 stays NaN in the backward.
+    probabilities = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
+    return torch.einsum("bhij,bjhd->bihd", probabilities, v64), lse

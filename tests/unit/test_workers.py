@@ -1,0 +1,134 @@
+"""The harness itself: results, errors, deaths and hangs of ranks all come back, and the pool survives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import workers
+from tests.workers import RanksFailed, RanksTimedOut, device_mesh, fresh_ranks, run_ranks
+
+
+@dataclass
+class Answer:
+    rank: int
+    total: torch.Tensor
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("cannot be rebuilt from one argument")
+
+
+def add_up(group: dist.ProcessGroup, scale: float) -> Answer:
+    total = torch.full((3,), scale * (dist.get_rank(group) + 1))
+    dist.all_reduce(total, group=group)
+    return Answer(dist.get_rank(group), total)
+
+
+def variable(group: dist.ProcessGroup, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def mesh_size(group: dist.ProcessGroup) -> int:
+    return device_mesh(group).size()
+
+
+def raise_on(group: dist.ProcessGroup, ranks: list[int], spoil: bool) -> None:
+    if dist.get_rank(group) in ranks:
+        raise ValueError(f"bad input on rank {dist.get_rank(group)}")
+    if spoil:
+        dist.barrier(group)
+
+
+def raise_unpicklable(group: dist.ProcessGroup) -> None:
+    raise Unpicklable(1, 2)
+
+
+def die_on(group: dist.ProcessGroup, victim: int) -> str:
+    if dist.get_rank(group) == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def sleep_on(group: dist.ProcessGroup, victim: int) -> None:
+    if dist.get_rank(group) == victim:
+        time.sleep(1000)
+
+
+def world_size_of_default_group(group: dist.ProcessGroup) -> int:
+    return dist.get_world_size()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_back_in_rank_order(world_size: int) -> None:
+    answers = run_ranks(world_size, add_up, 2.0)
+    assert [answer.rank for answer in answers] == list(range(world_size))
+    assert all(answer.total.tolist() == [world_size * (world_size + 1.0)] * 3 for answer in answers)
+
+
+def test_workers_are_reused() -> None:
+    assert run_ranks(2, pid) == run_ranks(2, pid)
+
+
+def pid(group: dist.ProcessGroup) -> int:
+    return os.getpid()
+
+
+def test_environment_is_set_and_restored() -> None:
+    assert run_ranks(2, variable, "FUSED_TP_EXAMPLE", env={"FUSED_TP_EXAMPLE": "1"}) == ["1", "1"]
+    assert run_ranks(2, variable, "FUSED_TP_EXAMPLE") == [None, None]
+
+
+def test_device_mesh_covers_the_group() -> None:
+    assert run_ranks(3, mesh_size) == [3, 3, 3]
+
+
+def test_an_error_is_raised_with_the_tracebacks_of_all_ranks() -> None:
+    with pytest.raises(ValueError, match="bad input on rank") as caught:
+        run_ranks(3, raise_on, [0, 2], False)
+    everyone = str(caught.value.__cause__)
+    assert "rank 0 raised" in everyone and "rank 1 finished" in everyone and "rank 2 raised" in everyone
+    assert run_ranks(3, add_up, 1.0)[0].total[0] == 6
+
+
+def test_an_unpicklable_error_still_tells() -> None:
+    with pytest.raises(RanksFailed, match="cannot be rebuilt"):
+        run_ranks(1, raise_unpicklable)
+
+
+def test_a_local_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="module-level"):
+        run_ranks(1, lambda group: None)
+
+
+def test_a_stuck_rank_shows_its_stack_and_the_pool_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RanksTimedOut, match=r"(?s)ranks \[1\].*in sleep_on"):
+        run_ranks(2, sleep_on, 1, timeout=1)
+    assert run_ranks(2, add_up, 1.0)[1].total[0] == 3
+
+
+def test_a_rank_left_waiting_does_not_hold_up_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "GRACE_SECONDS", 1)
+    with pytest.raises(RanksTimedOut, match=r"(?s)bad input on rank 0.*in raise_on"):
+        run_ranks(2, raise_on, [0], True)
+
+
+def test_fresh_ranks_report_deaths() -> None:
+    outcomes = fresh_ranks(2, die_on, 1, expect_deaths=True)
+    assert outcomes[0].unwrap() == "alive"
+    assert outcomes[1].died and outcomes[1].exit_code == -signal.SIGKILL
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        outcomes[1].unwrap()
+
+
+def test_fresh_ranks_have_a_world_of_their_own() -> None:
+    assert [one.unwrap() for one in fresh_ranks(2, world_size_of_default_group)] == [2, 2]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        fresh_ranks(1, die_on, 0)

@@ -1,0 +1,445 @@
+"""Runs a function on several ranks: a pool of worker processes that lives as long as the pytest session.
+
+A spawn that imports torch costs seconds, so four workers are started at the first call and reused by every test:
+
+    from tests.workers import run_ranks
+
+    def sum_of_ranks(group, scale):                      # a module-level function of the test file
+        t = torch.full((1,), scale * (dist.get_rank(group) + 1.0))
+        dist.all_reduce(t, group=group)
+        return t.item()
+
+    def test_sum():
+        assert run_ranks(3, sum_of_ranks, 2.0) == [12.0, 12.0, 12.0]
+
+`group` is a gloo ProcessGroup of ranks 0..world_size-1. The default process group of a pool worker always has all four
+ranks: use `device_mesh(group)` for a mesh of exactly the group, and `fresh_ranks` (new processes, default group of
+exactly `world_size` ranks) for tests of `group=None`, of dying ranks, or of anything that spoils a process.
+
+Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure and the pool is
+restarted. A call that raised on some rank leaves its group behind: the next call of that size gets a new one, because
+the ranks may disagree about how many collectives they have issued.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+POOL_SIZE = 4
+START_SECONDS = 120  # importing torch in four processes at once on a busy machine
+GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+GRACE_SECONDS = 15  # once a rank has failed, how long the others get to finish or to notice
+EXIT_SECONDS = 10
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class RanksFailed(Exception):
+    """Some rank raised, died or got stuck; the message holds what every rank had to say."""
+
+
+class RanksTimedOut(RanksFailed):
+    """Some rank did not finish in time; the message holds its stacks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank: exactly one of a result, an error, or a death (`exit_code`, -N for signal N)."""
+
+    rank: int
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exit_code: int | None = None
+
+    @property
+    def died(self) -> bool:
+        return self.exit_code is not None
+
+    def unwrap(self) -> Any:
+        """The result; raises the rank's error, or RanksFailed where the rank died."""
+        if self.error is not None:
+            raise self.error
+        if self.died:
+            raise RanksFailed(self.describe())
+        return self.result
+
+    def describe(self) -> str:
+        if self.died:
+            return f"rank {self.rank} died ({_exit_name(self.exit_code)})"
+        return f"rank {self.rank} raised:\n{self.traceback}" if self.error is not None else f"rank {self.rank} finished"
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str | None] | None = None,
+) -> list[Any]:
+    """Calls `fn(group, *args)` on ranks 0..world_size-1 of the pool and returns the results in rank order.
+
+    `fn` is a module-level function; arguments and results travel by pickle. `env` is set inside the workers for the
+    call and restored afterwards (None removes a variable). The first rank to raise is re-raised here, with the
+    tracebacks of all ranks as its cause. Raises RanksFailed when a rank dies, RanksTimedOut past `timeout` seconds.
+    """
+    if not 1 <= world_size <= POOL_SIZE:
+        raise ValueError(f"world_size must be 1 to {POOL_SIZE}, got {world_size}; use fresh_ranks for more ranks")
+    pool = _pool()
+    try:
+        outcomes = pool.call(world_size, fn, args, timeout, env)
+    except (RanksFailed, KeyboardInterrupt):
+        stop_pool()
+        raise
+    _raise_first_error(outcomes)
+    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def fresh_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str | None] | None = None,
+    expect_deaths: bool = False,
+) -> list[Outcome]:
+    """Calls `fn(group, *args)` in `world_size` new processes and returns one Outcome per rank.
+
+    `group` is their default process group. `env` is in place from the start of each process. Errors are returned, not
+    raised: call `.unwrap()` where none is expected. A rank that dies (also while it exits) raises RanksFailed unless
+    `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut.
+    """
+    workers = _Workers(world_size, env=env)
+    try:
+        outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
+        if not expect_deaths:
+            workers.exit_cleanly()
+        return sorted(outcomes, key=lambda outcome: outcome.rank)
+    finally:
+        workers.kill()
+
+
+def device_mesh(group: dist.ProcessGroup, dim_name: str = "tp") -> dist.device_mesh.DeviceMesh:
+    """The 1-D CPU DeviceMesh over `group`; unlike init_device_mesh it needs no ranks outside the group."""
+    return dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dim_name,))
+
+
+def stop_pool() -> None:
+    """Ends the pool's processes, if there are any; the next run_ranks starts new ones."""
+    global _the_pool
+    if _the_pool is not None:
+        _the_pool.kill()
+        _the_pool = None
+
+
+_the_pool: _Workers | None = None
+
+
+def _pool() -> _Workers:
+    global _the_pool
+    if _the_pool is None:
+        _the_pool = _Workers(POOL_SIZE)
+        atexit.register(stop_pool)
+    return _the_pool
+
+
+def _raise_first_error(outcomes: Sequence[Outcome]) -> None:
+    """`outcomes` in the order of arrival: the first rank to fail is most likely the cause of what the others report."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            everyone = sorted(outcomes, key=lambda one: one.rank)
+            raise outcome.error from RanksFailed("\n".join(one.describe() for one in everyone))
+
+
+def _exit_name(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+class _Workers:
+    """`size` processes joined by one gloo default group, and the pipes to them."""
+
+    def __init__(self, size: int, env: Mapping[str, str | None] | None = None) -> None:
+        self.size = size
+        self.spoiled: set[int] = set()  # group sizes whose ranks may be out of step
+        self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_ranks_"))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pipes: list[Connection] = []
+        self.read_from: list[int] = [0] * size
+        # The store lives here, as it does under torchrun, so that it outlasts the death of any rank.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+        try:
+            for rank in range(size):
+                self._start(rank, env)
+            started = self._collect(range(size), START_SECONDS, accept_deaths=False)
+            _raise_first_error(started)
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        env: Mapping[str, str | None] | None,
+        accept_deaths: bool = False,
+    ) -> list[Outcome]:
+        """The outcomes in the order of arrival."""
+        if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
+            raise TypeError(f"{fn.__qualname__} cannot run on ranks: only a module-level function can be sent there")
+        if world_size in self.spoiled:
+            self._send(range(self.size), ("renew", world_size))
+            _raise_first_error(self._collect(range(self.size), START_SECONDS, accept_deaths=False))
+            self.spoiled.discard(world_size)
+        file = sys.modules[fn.__module__].__file__
+        request = ("call", fn.__module__, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {}))
+        self._send(range(world_size), request)
+        outcomes = self._collect(range(world_size), timeout, accept_deaths)
+        if any(outcome.error is not None for outcome in outcomes):
+            self.spoiled.add(world_size)
+        return outcomes
+
+    def exit_cleanly(self) -> None:
+        """Lets the workers run their exit handlers and raises RanksFailed when one crashes or hangs in them."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + EXIT_SECONDS
+        for rank, process in enumerate(self.processes):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                stacks = self._stacks([rank])
+                raise RanksTimedOut(f"rank {rank} did not exit within {EXIT_SECONDS} s\n{stacks}") from None
+            if process.returncode != 0:
+                how = _exit_name(process.returncode)
+                raise RanksFailed(f"rank {rank} failed while exiting ({how})\n{self._output(rank)}")
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self.processes:
+            process.wait(EXIT_SECONDS)
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, rank: int, overrides: Mapping[str, str | None] | None) -> None:
+        env = dict(os.environ)
+        env.update(
+            OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0"
+        )
+        env.setdefault("FUSED_TP_TIMEOUT", "60")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+        for name, value in (overrides or {}).items():
+            if value is None:
+                env.pop(name, None)
+            else:
+                env[name] = value
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "tests.workers", str(theirs.fileno()), str(os.getpid())]
+        command += [str(rank), str(self.size), str(self.store.port)]
+        with open(self._log(rank), "wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(ours)
+
+    def _send(self, ranks: Sequence[int], request: tuple[Any, ...]) -> None:
+        for rank in ranks:
+            self.read_from[rank] = self._log(rank).stat().st_size
+            with contextlib.suppress(BrokenPipeError):  # a dead rank: _collect reports it
+                self.pipes[rank].send(request)
+
+    def _collect(self, ranks: Sequence[int], timeout: float, accept_deaths: bool) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        pending = {self.pipes[rank]: rank for rank in ranks}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(pending.values())
+                said = "\n".join(one.describe() for one in outcomes)
+                raise RanksTimedOut(f"ranks {late} of {list(ranks)} did not finish\n{said}\n{self._stacks(late)}")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                outcomes.append(self._receive(pending.pop(pipe), pipe))
+                failed = outcomes[-1].error is not None or (outcomes[-1].died and not accept_deaths)
+                if failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        deaths = [one for one in outcomes if one.died]
+        if deaths and not accept_deaths:
+            output = "\n".join(self._output(one.rank) for one in deaths)
+            raise RanksFailed("\n".join(one.describe() for one in outcomes) + "\n" + output)
+        return outcomes
+
+    def _receive(self, rank: int, pipe: Connection) -> Outcome:
+        try:
+            kind, payload, trace = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            try:
+                return Outcome(rank, exit_code=self.processes[rank].wait(EXIT_SECONDS))
+            except subprocess.TimeoutExpired:
+                raise RanksTimedOut(f"rank {rank} closed its pipe but lives\n{self._stacks([rank])}") from None
+        if kind == "ok":
+            return Outcome(rank, result=pickle.loads(payload))
+        try:
+            error = pickle.loads(payload)
+        except Exception:  # an exception class whose pickle does not load; the traceback says what it was
+            error = RanksFailed(trace)
+        output = self._output(rank)
+        return Outcome(rank, error=error, traceback=trace + (f"{output}\n" if output else ""))
+
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """What the stuck ranks are doing: faulthandler writes their stacks to their log, whoever holds the GIL."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                self.processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(self._output(rank) for rank in ranks)
+
+    def _output(self, rank: int) -> str:
+        """What the rank has written to stdout and stderr since the last request, at most the last 20,000 characters."""
+        with open(self._log(rank), "rb") as log:
+            log.seek(self.read_from[rank])
+            text = log.read().decode(errors="replace").strip()
+        return f"--- output of rank {rank} ---\n{text[-20_000:]}" if text else ""
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+
+# ---- in the worker process -------------------------------------------------------------------------------------
+
+
+def _worker_main(pipe_fd: int, parent: int, rank: int, world_size: int, port: int) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _die_with_parent(parent)
+    pipe = Connection(pipe_fd)
+    groups: dict[int, Any] = {}
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        if world_size == POOL_SIZE:
+            for size in range(1, POOL_SIZE + 1):
+                renew(size)
+        else:
+            groups[world_size] = dist.group.WORLD
+
+    def renew(size: int) -> None:
+        if isinstance(groups.get(size), dist.ProcessGroup):
+            dist.destroy_process_group(groups[size])
+        groups[size] = dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT, backend="gloo")
+
+    def call(module: str, file: str, name: str, size: int, pickled_args: bytes, env: Mapping[str, str | None]) -> Any:
+        fn = getattr(_module(module, file), name)
+        with _environment(env):
+            return fn(groups[size], *pickle.loads(pickled_args))
+
+    _report(pipe, start)
+    while True:
+        try:
+            kind, *request = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _report(pipe, {"call": call, "renew": renew}[kind], *request)
+
+
+def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
+    try:
+        answer = ("ok", pickle.dumps(fn(*args)), "")
+    except BaseException as error:
+        trace = traceback.format_exc()
+        try:
+            payload = pickle.dumps(error)
+        except Exception:  # an exception that holds something unpicklable; its text still travels
+            payload = pickle.dumps(RanksFailed(trace))
+        answer = ("error", payload, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(answer)
+
+
+def _module(name: str, file: str) -> Any:
+    """The test module, under the name that pytest gave it so that pickles find its classes."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot load {file} as module {name}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str | None]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in env}
+    try:
+        _set_environment(env)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(env: Mapping[str, str | None]) -> None:
+    for name, value in env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when pytest dies, however it dies; elsewhere a closed pipe must do."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that the exception classes pickled here are those the test process knows.
+    from tests.workers import _worker_main as worker_main
+
+    worker_main(*(int(argument) for argument in sys.argv[1:]))
