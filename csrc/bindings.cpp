@@ -130,7 +130,8 @@ void bind_group(py::module_& m) {
       .def("signal", &Call::signal, py::arg("stage"))
       .def("wait", &Call::wait, py::arg("rank"), py::arg("stage"), release_gil())
       .def("wait_all", &Call::wait_all, py::arg("stage"), release_gil())
-      .def("end", &Call::end, release_gil());
+      .def("end", &Call::end, release_gil())
+      .def("abandon", &Call::abandon);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Ranks of one host that share memory.")
       .def(py::init([](int rank, int size, size_t reserve_bytes, double timeout_seconds) {
@@ -168,6 +169,12 @@ void bind_group(py::module_& m) {
              return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
            },
            py::arg("rank"), py::arg("offset"), py::arg("bytes"))
+      .def("put_signal", [](Group& group, Address word) { group.put_signal(pointer<uint32_t>(word)); })
+      .def("wait_signal",
+           [](Group& group, Address word, uint32_t target, int source) {
+             py::gil_scoped_release release;
+             group.wait_signal(pointer<uint32_t>(word), target, source);
+           })
       .def("begin",
            [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {
              const Signature signature = to_signature(op, dtype, dims);

@@ -216,6 +216,24 @@ void Group::wait_until(const std::function<bool()>& done, const std::function<bo
   }
 }
 
+void Group::put_signal(uint32_t* word) {
+  reinterpret_cast<std::atomic<uint32_t>*>(word)->fetch_add(1, std::memory_order_release);
+}
+
+void Group::wait_signal(uint32_t* word, uint32_t target, int source) {
+  throw_if_unusable();
+  auto done = [&] {
+    const uint32_t value = reinterpret_cast<std::atomic<uint32_t>*>(word)->load(std::memory_order_acquire);
+    return static_cast<int32_t>(value - target) >= 0;
+  };
+  Signature signature{};
+  std::strncpy(signature.op, "wait_signal", sizeof signature.op - 1);
+  signature.n_dims = 1;
+  signature.dims[0] = source;
+  // A number that no rank has ended: every peer matters to this wait.
+  wait_until(done, [&](int r) { return r == source; }, [] {}, signature, last_call_ + kSlots);
+}
+
 void Group::recycle() {
   while (!to_recycle_.empty()) {
     const HeapWorkspace oldest = to_recycle_.front();
@@ -267,12 +285,12 @@ Call::Call(std::shared_ptr<Group> group, uint64_t number, int slot)
   verified_ = 1ull << group_->rank();
 }
 
-Call::~Call() {
-  // An exception is on its way, or end() was called. The call must be ended either way, or the slot stays taken.
-  if (!ended_) {
-    ended_ = true;
-    group_->control(group_->rank()).slots[slot_].ended.store(number_, std::memory_order_release);
-  }
+Call::~Call() { abandon(); }
+
+void Call::abandon() {
+  if (ended_) return;
+  ended_ = true;
+  group_->control(group_->rank()).slots[slot_].ended.store(number_, std::memory_order_release);
 }
 
 bool Call::reached(int rank, uint32_t stage) const {
@@ -337,8 +355,7 @@ void Call::signal(uint32_t stage) {
 void Call::end() {
   if (ended_) return;
   wait_all(0);
-  ended_ = true;
-  group_->control(group_->rank()).slots[slot_].ended.store(number_, std::memory_order_release);
+  abandon();
 }
 
 }  // namespace fused_tp::shm

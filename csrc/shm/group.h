@@ -18,7 +18,7 @@ namespace fused_tp::shm {
 
 class Group;
 
-// One collective call on this rank, from begin to end. Destruction ends it. Used by one thread at a time.
+// One collective call on this rank, from begin to end. Destruction abandons it. Used by one thread at a time.
 class Call {
  public:
   Call(std::shared_ptr<Group> group, uint64_t number, int slot);
@@ -37,6 +37,8 @@ class Call {
   void wait_all(uint32_t stage);
   // Waits for all ranks to begin, so that a disagreement is always noticed, and gives the slot back.
   void end();
+  // Gives the slot back at once: an error is on its way and this rank will do no more for the call.
+  void abandon();
 
  private:
   friend class Group;
@@ -78,6 +80,11 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
   ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(segments_[rank]->data()); }
   void close();
+
+  // Counting signals between pairs of ranks, on words that the caller keeps in shared memory (a signal pad). Each put
+  // adds one; wait returns once the word has reached `target` (modulo 2^32).
+  void put_signal(uint32_t* word);
+  void wait_signal(uint32_t* word, uint32_t target, int source);
 
  private:
   friend class Call;

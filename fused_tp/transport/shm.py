@@ -1,0 +1,366 @@
+"""CPU shared memory: ranks of one host read and write each other's workspaces in place.
+
+`shm_transport(group)` makes the transport of a group at its first use (a rendezvous over the group's store, in which
+all its ranks take part) and remembers it. A call of an op is a `Workspace`: every rank begins it with its own amount of
+memory, signals stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a
+group may be in flight; memory is recycled once every rank has ended the call.
+
+Not reachable (another host, another container, another user, no native core): the group gets None, on every rank, and
+the ops run plain collectives. `shm_unavailable_reason` says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.errors import CollectiveTimeoutError
+from fused_tp.runtime.group import Group
+
+try:
+    from fused_tp import _core
+except ImportError as error:
+    _core = None
+    _why_no_core = f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
+
+# The numbers of csrc/shm/dtype.h. bool moves as bytes.
+_DTYPE_NUMBERS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.bool: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+}
+_REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
+
+# Address space, not memory: pages exist once touched.
+_DEFAULT_RESERVE_BYTES = 32 << 30
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    try:
+        return _DTYPE_NUMBERS[dtype]
+    except KeyError:
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
+        raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
+
+
+def _reserve_bytes() -> int:
+    text = os.environ.get("FUSED_TP_SHM_RESERVE")
+    if text is None:
+        return _DEFAULT_RESERVE_BYTES
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"FUSED_TP_SHM_RESERVE is {text!r}; set it to a positive number of bytes.")
+    return int(text)
+
+
+class Workspace:
+    """One call of an op in flight on this rank; a context manager that ends the call.
+
+    Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
+    """
+
+    __slots__ = ("_call", "_core_group", "_memories")
+
+    def __init__(self, call: Any, core_group: Any) -> None:
+        self._call = call
+        self._core_group = core_group
+        self._memories: dict[int, Any] = {}
+
+    def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        memory = self._memories.get(rank)
+        if memory is None:
+            memory = self._memories[rank] = self._call.workspace(rank, self._core_group)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def address(self, rank: int) -> int:
+        """Where `rank`'s memory of this call starts in this process."""
+        return self._call.workspace_address(rank)
+
+    def signal(self, stage: int) -> None:
+        """Publish all that this rank has written, as its `stage` (from 1, growing) of this call."""
+        self._call.signal(stage)
+
+    def wait(self, rank: int, stage: int) -> None:
+        """Return once `rank` has signalled `stage` or a later one.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError, RankMismatchError: see fused_tp.runtime.errors.
+        """
+        self._call.wait(rank, stage)
+
+    def wait_all(self, stage: int) -> None:
+        """`wait` for every other rank."""
+        self._call.wait_all(stage)
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._call.end()
+        else:
+            self._call.abandon()
+
+
+def _contiguous_cpu(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; shared-memory collectives take CPU tensors.")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first.")
+
+
+def _same(name: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
+    _contiguous_cpu(name, tensor)
+    if tensor.numel() != numel or tensor.dtype != dtype:
+        raise ValueError(f"{name} has {tensor.numel()} elements of {tensor.dtype}; {numel} of {dtype} are needed.")
+
+
+class ShmTransport:
+    """What the ranks of one group share. Its collectives block, and are the native ones of csrc/shm.
+
+    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order.
+    """
+
+    def __init__(self, core_group: Any) -> None:
+        self.core_group = core_group
+        self.rank: int = core_group.rank
+        self.world_size: int = core_group.size
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.core_group.allocate(count * dtype.itemsize), dtype=dtype).view(shape)
+
+    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int) -> Workspace:
+        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
+        return Workspace(self.core_group.begin(op, _number_of(dtype), dims, nbytes), self.core_group)
+
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over the ranks into `out` (default: a new tensor; may be `tensor` itself).
+
+        Args:
+            tensor: any shape, contiguous, the same on all ranks.
+            op: "sum", "max" or "min".
+        """
+        _contiguous_cpu("tensor", tensor)
+        if op not in _REDUCE_NUMBERS:
+            raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
+        if out is None:
+            out = torch.empty_like(tensor)
+        elif out is not tensor:
+            _same("out", out, tensor.numel(), tensor.dtype)
+        _core.all_reduce(
+            self.core_group,
+            tensor.data_ptr(),
+            out.data_ptr(),
+            tensor.numel(),
+            _number_of(tensor.dtype),
+            _REDUCE_NUMBERS[op],
+        )
+        return out
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
+        """Reduce `tensor` over the ranks and keep this rank's rows: `sizes[r]` rows of dim 0 belong to rank r."""
+        _contiguous_cpu("tensor", tensor)
+        if sum(sizes) != tensor.shape[0]:
+            raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}; dim 0 of tensor has {tensor.shape[0]} rows.")
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
+        _core.reduce_scatter(
+            self.core_group,
+            tensor.data_ptr(),
+            out.data_ptr(),
+            [size * row for size in sizes],
+            _number_of(tensor.dtype),
+            _REDUCE_NUMBERS[op],
+        )
+        return out
+
+    def all_gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenate the shards of all ranks along dim 0; `sizes[r]` is the number of rows rank r has."""
+        _contiguous_cpu("shard", shard)
+        if sizes[self.rank] != shard.shape[0]:
+            raise ValueError(f"sizes says {sizes[self.rank]} rows for this rank; shard has {shard.shape[0]}.")
+        row = math.prod(shard.shape[1:])
+        out = shard.new_empty((sum(sizes), *shard.shape[1:]))
+        _core.all_gather(
+            self.core_group, shard.data_ptr(), out.data_ptr(), [size * row for size in sizes], _number_of(shard.dtype)
+        )
+        return out
+
+    def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
+        """Give rows of dim 0 to every rank (`send_sizes[r]` to rank r) and get `receive_sizes[r]` rows from each."""
+        _contiguous_cpu("tensor", tensor)
+        if sum(send_sizes) != tensor.shape[0]:
+            raise ValueError(f"send_sizes adds up to {sum(send_sizes)}; dim 0 of tensor has {tensor.shape[0]} rows.")
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
+        _core.all_to_all(
+            self.core_group,
+            tensor.data_ptr(),
+            out.data_ptr(),
+            [size * row for size in send_sizes],
+            [size * row for size in receive_sizes],
+            _number_of(tensor.dtype),
+        )
+        return out
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Overwrite `tensor` with that of rank `root`."""
+        _contiguous_cpu("tensor", tensor)
+        _core.broadcast(self.core_group, tensor.data_ptr(), tensor.numel(), _number_of(tensor.dtype), root)
+        return tensor
+
+    def ring_shift(self, tensor: Tensor, shift: int = 1) -> Tensor:
+        """Give `tensor` to rank + shift and return that of rank - shift."""
+        _contiguous_cpu("tensor", tensor)
+        out = torch.empty_like(tensor)
+        _core.ring_shift(
+            self.core_group, tensor.data_ptr(), out.data_ptr(), tensor.numel(), _number_of(tensor.dtype), shift
+        )
+        return out
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        _core.barrier(self.core_group)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
+        columns = partial.shape[-1]
+        for name, tensor in (("partial", partial), ("residual", residual)):
+            _same(name, tensor, partial.numel(), partial.dtype)
+        _same("norm_weight", norm_weight, columns, partial.dtype)
+        normed, new_residual = torch.empty_like(partial), torch.empty_like(partial)
+        if partial.numel() == 0:
+            return normed, new_residual
+        _core.all_reduce_rms_norm(
+            self.core_group,
+            partial.data_ptr(),
+            residual.data_ptr(),
+            norm_weight.data_ptr(),
+            normed.data_ptr(),
+            new_residual.data_ptr(),
+            partial.numel() // columns,
+            columns,
+            eps,
+            _number_of(partial.dtype),
+        )
+        return normed, new_residual
+
+
+# What a group has: a transport, or the sentence why there is none. Keyed by the group object: names are reused.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
+
+
+def shm_transport(group: Group) -> ShmTransport | None:
+    """The shared-memory transport of `group`, or None where it cannot be had; the same answer on all its ranks.
+
+    The first call for a group is a rendezvous: every rank of the group must make it.
+    """
+    if group.process_group is None or not settings.shared_memory_allowed():
+        return None
+    found = _transports.get(group.process_group)
+    if found is None:
+        found = _transports[group.process_group] = _rendezvous(group)
+    if isinstance(found, str):
+        return None
+    found.core_group.set_timeout(settings.timeout_seconds())
+    return found
+
+
+def shm_unavailable_reason(group: Group) -> str | None:
+    """Why `shm_transport(group)` is None, as a sentence; None when it is there. Never waits for other ranks."""
+    if not settings.shared_memory_allowed():
+        return "FUSED_TP_SHM=0 turns shared memory off"
+    if _core is None:
+        return _why_no_core
+    if group.process_group is None:
+        return "torch.distributed is not initialised"
+    found = _transports.get(group.process_group)
+    return found if isinstance(found, str) else None
+
+
+def _rendezvous(group: Group) -> ShmTransport | str:
+    process_group = group.process_group
+    assert process_group is not None
+    if group.size > (_core.MAX_RANKS if _core is not None else 64):
+        return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
+    store = dist.distributed_c10d._get_process_group_store(process_group)
+    # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
+    generation = store.add(f"fused_tp/shm/generation/{group.rank}", 1)
+    prefix = f"fused_tp/shm/{generation}"
+
+    def exchange(what: str, mine: bytes) -> list[bytes]:
+        store.set(f"{prefix}/{what}/{group.rank}", mine)
+        return [_get(store, f"{prefix}/{what}/{rank}", group, rank) for rank in range(group.size)]
+
+    core_group, problem = None, ""
+    try:
+        if _core is None:
+            raise RuntimeError(_why_no_core)
+        core_group = _core.Group(group.rank, group.size, _reserve_bytes(), settings.timeout_seconds())
+    except RuntimeError as error:
+        problem = str(error)
+    addresses = exchange("address", core_group.address if core_group is not None else b"")
+    if core_group is not None and all(addresses):
+        try:
+            core_group.connect(addresses)
+        except RuntimeError as error:
+            problem = str(error)
+    # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
+    problems = [text.decode() for text in exchange("problem", problem.encode())]
+    for rank, text in enumerate(problems):
+        if text:
+            return f"rank {rank}: {text}"
+    transport = ShmTransport(core_group)
+    tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
+    # A rank that leaves says so; peers that still wait for it then need not wait for the system to notice.
+    atexit.register(_close, weakref.ref(core_group))
+    return transport
+
+
+def _close(reference: weakref.ref[Any]) -> None:
+    core_group = reference()
+    if core_group is not None:
+        core_group.close()
+
+
+def _get(store: dist.Store, key: str, group: Group, rank: int) -> bytes:
+    seconds = settings.timeout_seconds()
+    begin = time.perf_counter()
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError as error:
+        raise CollectiveTimeoutError(
+            f"Rank {rank} did not join the shared-memory rendezvous of group {group.name!r} within {seconds} s "
+            f"(FUSED_TP_TIMEOUT); all ranks of a group must call its ops. This is rank {group.rank}."
+        ) from error
+    finally:
+        tracing.add_wait(time.perf_counter() - begin)
+    return store.get(key)
