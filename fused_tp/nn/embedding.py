@@ -1,0 +1,162 @@
+"""An embedding table cut by vocabulary over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053).
+
+Each rank looks up the tokens whose rows it has and gives zeros for the others; the sum over ranks has one term that is
+not zero, so it is exact in every dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fused_tp.nn.linear import check_positive
+from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter, shard_rows
+from fused_tp.ops.collectives import all_reduce, reduce_scatter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """nn.Embedding whose vocabulary is cut over `mesh`.
+
+    Shapes on a rank: ids [...] (integers, the same on all ranks) -> [..., embedding_dim]; with `sequence_parallel` this
+    rank's part of that along `sequence_dim` (of the output). Any vocabulary size works: rows are cut as DTensor's Shard
+    does, the last ranks may hold fewer or none. The weight is a DTensor, Shard(0).
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: as in nn.Embedding, with sizes of the full table.
+        mesh: the 1-D DeviceMesh of the tensor parallel ranks.
+        sequence_parallel: return only this rank's part of the sequence (a reduce-scatter instead of an all-reduce).
+        sequence_dim: which dim of the output is the sequence; used only with `sequence_parallel`.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: sizes below 1, padding_idx out of range, a sequence_dim that the output does not have.
+        IndexError: an id outside [0, num_embeddings), on CPU; on a GPU a device assertion, as in nn.Embedding.
+
+    Example:
+        >>> embed = VocabParallelEmbedding(32_000, 512, mesh=mesh)
+        >>> hidden = embed(ids)             # [batch, seq] -> [batch, seq, 512] on every rank
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("num_embeddings", num_embeddings)
+        check_positive("embedding_dim", embedding_dim)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx is {padding_idx}; it must be one of the {num_embeddings} embeddings.")
+        self.mesh = check_mesh(mesh)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        self.weight = empty_parameter((num_embeddings, embedding_dim), mesh, Shard(0), device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
+    ) -> VocabParallelEmbedding:
+        """The same table over `mesh`, of an nn.Embedding that every rank has. Each rank copies its rows; nothing is sent.
+
+        Raises:
+            TypeError: `embedding` is no nn.Embedding or its weight is a DTensor.
+            ValueError: it uses max_norm, scale_grad_by_freq or sparse, which need all rows or all tokens in one place.
+
+        Example:
+            >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"{cls.__name__}.from_embedding takes an nn.Embedding, not {type(embedding).__name__}.")
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, name):
+                raise ValueError(f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} cannot do.")
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+            dtype=embedding.weight.dtype,
+        )
+        layer.weight = shard_parameter(embedding.weight, mesh, Shard(0), memo)
+        return layer.train(embedding.training)
+
+    from_module = from_embedding
+
+    def reset_parameters(self) -> None:
+        """Draws the table from N(0, 1) with a zero row at `padding_idx`, as nn.Embedding does."""
+        if self.weight.is_meta:
+            return
+        full = torch.empty(self.weight.shape, device=self.weight.device, dtype=self.weight.dtype).normal_()
+        if self.padding_idx is not None:
+            full[self.padding_idx].zero_()
+        copy_full_(self.weight, full)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self._check_ids(ids)
+        weight = local(self.weight)
+        assert weight is not None
+        start, stop = shard_rows(self.num_embeddings, self.mesh)
+        elsewhere = (ids < start) | (ids >= stop)
+        rows = (ids - start).masked_fill(elsewhere, 0)
+        if start == stop:
+            # No rows at all. A row of zeros stands in, so that the output still hangs on the weight: a rank without an
+            # autograd node would be missing in the collective of the backward.
+            weight = F.pad(weight, (0, 0, 0, 1))
+        padding_idx = self.padding_idx
+        padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+        partial = F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter(partial, self.sequence_dim, group=self.mesh)
+        return all_reduce(partial, group=self.mesh)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+        ndim = ids.ndim + 1
+        if self.sequence_parallel and (not -ndim <= self.sequence_dim < ndim or self.sequence_dim % ndim == ndim - 1):
+            raise ValueError(
+                f"ids has shape {tuple(ids.shape)} and sequence_dim is {self.sequence_dim}; under sequence_parallel it "
+                f"must name a dim of the output {(*ids.shape, self.embedding_dim)} before the last one."
+            )
+        if ids.is_meta or ids.numel() == 0:
+            return
+        inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+        if ids.is_cpu and not torch.compiler.is_compiling():
+            if not inside:
+                raise IndexError(
+                    f"ids holds {int(ids.min())} to {int(ids.max())}; the {self.num_embeddings} embeddings are numbered from 0."
+                )
+        else:
+            # Reading the answer would stop the CPU until the GPU gets there.
+            torch._assert_async(inside, f"ids must be in [0, {self.num_embeddings})")
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, tp={self.mesh.size()}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )

@@ -1,0 +1,345 @@
+"""Linear layers cut over a tensor parallel mesh, after Megatron-LM (https://arxiv.org/abs/1909.08053), with sequence
+parallelism after https://arxiv.org/abs/2205.05198. W ranks, M tokens, weights [out, in] as in `nn.Linear`.
+
+| layer  | sequence_parallel | x on a rank   | weight on a rank | y on a rank   | forward               | dX                    |
+|--------|-------------------|---------------|------------------|---------------|-----------------------|-----------------------|
+| column | no                | [M, in]       | [out / W, in]    | [M, out / W]  | local matmul          | matmul_all_reduce     |
+| column | yes               | [M / W, in]   | [out / W, in]    | [M, out / W]  | all_gather_matmul     | matmul_reduce_scatter |
+| row    | no                | [M, in / W]   | [out, in / W]    | [M, out]      | matmul_all_reduce     | local matmul          |
+| row    | yes               | [M, in / W]   | [out, in / W]    | [M / W, out]  | matmul_reduce_scatter | all_gather_matmul     |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter
+from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fused_tp.ops.collectives import gather, scatter
+
+if TYPE_CHECKING:
+    from fused_tp.nn.share_gather import SharedGather
+
+
+class _ParallelLinear(nn.Module):
+    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _weight_dim: int  # of [out, in], cut over the mesh
+    _bias_placement: Shard | Replicate
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        check_positive("in_features", in_features)
+        check_positive("out_features", out_features)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating point type, not {dtype}.")
+        self.mesh = check_mesh(mesh)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        shape = (out_features, in_features)
+        self.weight = empty_parameter(shape, mesh, Shard(self._weight_dim), device=device, dtype=dtype)
+        if bias:
+            self.bias = empty_parameter((out_features,), mesh, self._bias_placement, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weights from the distribution of a full-size nn.Linear: U(-1/sqrt(in), 1/sqrt(in)).
+
+        With equal random states on all ranks the weights are those that nn.Linear would draw, whatever the mesh size.
+        That needs the full weight for a moment; on the meta device nothing is drawn. A replicated bias is broadcast.
+        """
+        if self.weight.is_meta:
+            return
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                full = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
+                copy_full_(parameter, full.uniform_(-bound, bound))
+
+    def _take_parameters(self, linear: nn.Linear, memo: Memo | None) -> None:
+        self.weight = shard_parameter(linear.weight, self.mesh, Shard(self._weight_dim), memo)
+        if linear.bias is not None:
+            self.bias = shard_parameter(linear.bias, self.mesh, self._bias_placement, memo)
+        self.train(linear.training)
+
+    def _check_input(self, x: Tensor, features: int, what: str) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a Tensor, not {type(x).__name__}.")
+        if not x.is_floating_point():
+            raise TypeError(f"x must have a floating point dtype, not {x.dtype}.")
+        if x.ndim == 0 or x.shape[-1] != features:
+            raise ValueError(f"x has shape {tuple(x.shape)}; its last dim must be {features} ({what}).")
+        if self.sequence_parallel:
+            check_sequence_dim(x, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"tp={self.mesh.size()}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """nn.Linear whose output features are cut over `mesh`: y_shard = x @ w_shard^T + b_shard.
+
+    Shapes on a rank: x [..., in_features] (with `sequence_parallel` this rank's part of it along `sequence_dim`)
+    -> [..., out_features / W] with the whole sequence, or [..., out_features] with `gather_output`. Counts that W does
+    not divide are cut as DTensor's Shard does (torch.chunk). Parameters are DTensors: weight and bias Shard(0).
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer; device defaults
+            to the mesh's.
+        mesh: the 1-D DeviceMesh of the tensor parallel ranks, such as mesh["tp"] of a larger mesh.
+        sequence_parallel: x is cut along `sequence_dim`; the gather runs with the matmul (`all_gather_matmul`).
+        gather_output: return all output features on all ranks.
+        sequence_dim: which dim of x is the sequence; used only with `sequence_parallel`.
+
+    Raises:
+        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of other width or dtype; before anything is
+            sent.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        >>> up = ColumnParallelLinear(512, 2048, mesh=mesh)
+        >>> down = RowParallelLinear(2048, 512, mesh=mesh)
+        >>> y = down(torch.relu(up(x)))     # x, y: [..., 512] on every rank
+    """
+
+    _weight_dim = 0
+    _bias_placement = Shard(0)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output = gather_output
+        self._shared: SharedGather | None = None  # set by share_gather, and this layer's index in it
+        self._shared_index = 0
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
+    ) -> ColumnParallelLinear:
+        """The same layer over `mesh`, of an nn.Linear that every rank has. Each rank copies its rows; nothing is sent.
+
+        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint). Pass one `memo`
+        to all conversions of a model to keep tied weights tied.
+
+        Raises:
+            TypeError: `linear` is no nn.Linear or its weight is a DTensor.
+
+        Example:
+            >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
+        """
+        check_linear(linear, cls.__name__)
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            gather_output=gather_output,
+            sequence_dim=sequence_dim,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        layer._take_parameters(linear, memo)
+        return layer
+
+    def forward(self, x: Tensor, *, gather_size: int | None = None) -> Tensor:
+        """y_shard for x. `gather_size`: length of the whole sequence, needed where the ranks' parts differ in length."""
+        if self._shared is not None:
+            return self._shared.output_of(self._shared_index, x, gather_size)
+        return column_forward([self], x, gather_size)[0]
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank multiplies with."""
+        weight = local(self.weight)
+        assert weight is not None
+        return weight, local(self.bias)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """nn.Linear whose input features are cut over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
+
+    Shapes on a rank: x [..., in_features / W] (all in_features with `input_is_parallel=False`) -> [..., out_features],
+    with `sequence_parallel` this rank's part of that along `sequence_dim`. Parameters are DTensors: weight Shard(1), bias
+    Replicate with a complete gradient on every rank.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer.
+        mesh: the 1-D DeviceMesh of the tensor parallel ranks.
+        sequence_parallel: y is cut along `sequence_dim`; the reduction runs with the matmul (`matmul_reduce_scatter`).
+        input_is_parallel: x holds only this rank's features, as a column-parallel layer leaves it.
+        sequence_dim: which dim of y is the sequence; used only with `sequence_parallel`.
+
+    Raises:
+        TypeError, ValueError: as ColumnParallelLinear; also for `sequence_parallel` without `input_is_parallel`.
+
+    Example: see ColumnParallelLinear.
+    """
+
+    _weight_dim = 1
+    _bias_placement = Replicate()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if sequence_parallel and not input_is_parallel:
+            # x cut by sequence and y cut by sequence would be a plain linear layer with a needless all-to-all.
+            raise ValueError(
+                "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of its own "
+                "features. Feed it from a column-parallel layer, or turn sequence_parallel off."
+            )
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
+    ) -> RowParallelLinear:
+        """The same layer over `mesh`, of an nn.Linear that every rank has; see ColumnParallelLinear.from_linear.
+
+        Example:
+            >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
+        """
+        check_linear(linear, cls.__name__)
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            input_is_parallel=input_is_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        layer._take_parameters(linear, memo)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight)
+        assert weight is not None
+        if self.input_is_parallel:
+            self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
+        else:
+            self._check_input(x, self.in_features, "in_features")
+            x = scatter(x, -1, group=self.mesh)
+        if self.sequence_parallel:
+            return matmul_reduce_scatter(x, weight, local(self.bias), group=self.mesh, scatter_dim=self.sequence_dim)
+        return matmul_all_reduce(x, weight, local(self.bias), group=self.mesh)
+
+
+def column_forward(
+    layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None
+) -> list[Tensor]:
+    """The outputs of column-parallel layers that read the same x, by one op: x travels once for all of them."""
+    first = layers[0]
+    first._check_input(x, first.in_features, "in_features")
+    weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
+    outputs: Sequence[Tensor]
+    if first.sequence_parallel:
+        outputs = all_gather_matmul(
+            x, list(weights), list(biases), group=first.mesh, gather_dim=first.sequence_dim, gather_size=gather_size
+        )
+    else:
+        outputs = column_parallel_matmul(x, list(weights), list(biases), group=first.mesh)
+    return [
+        gather(y, -1, group=layer.mesh, gather_size=layer.out_features) if layer.gather_output else y
+        for layer, y in zip(layers, outputs, strict=True)
+    ]
+
+
+def check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+
+
+def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
+    if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; under sequence_parallel it must name a dim "
+            "of x before the last one."
+        )
+
+
+def check_linear(linear: nn.Linear, to: str) -> None:
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"{to}.from_linear takes an nn.Linear, not {type(linear).__name__}.")

@@ -1,0 +1,140 @@
+"""Parameters cut over a tensor parallel mesh: DTensors that hold exactly what `torch.distributed.tensor` would hold.
+
+Everything here is local. A rank slices its own copy of a weight (or draws the same full weight as its peers) instead of
+receiving it, so a model is converted without a byte being sent and without an order of conversion that ranks must keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_tp.runtime.partition import shard_range
+
+Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
+"""Parameters already converted, by the one they came from. Passing the same memo to several `from_*` keeps tied weights
+tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weights alive; a dict does."""
+
+
+def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` if layers can be cut over it: a 1-D DeviceMesh that has this rank.
+
+    Raises:
+        TypeError: it is no DeviceMesh.
+        ValueError: it has more than one dim, or this rank is not in it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a 1-D DeviceMesh, not {type(mesh).__name__}; make one with "
+            'init_device_mesh(device_type, (world_size,), mesh_dim_names=("tp",)) or DeviceMesh.from_group.'
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass the tensor parallel one, such as mesh[{names[-1]!r}].")
+    if mesh.get_coordinate() is None:
+        raise ValueError("mesh does not contain this rank; only its members can build layers on it.")
+    return mesh
+
+
+def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Start and stop of this rank's part of a dim of `size`."""
+    return shard_range(size, mesh.size(), mesh.get_local_rank())
+
+
+def local_slice(full: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """A copy of this rank's part of `full`; a copy, so that the full storage can be freed."""
+    if isinstance(placement, Shard):
+        start, stop = shard_rows(full.shape[placement.dim], mesh)
+        full = full.narrow(placement.dim, start, stop - start)
+    return full.detach().clone(memory_format=torch.contiguous_format)
+
+
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
+    """The DTensor of global `shape` whose part on this rank is `local`. Sends nothing, unlike distribute_tensor."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def empty_parameter(
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    placement: Placement,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
+    local_shape = list(shape)
+    if isinstance(placement, Shard):
+        start, stop = shard_rows(shape[placement.dim], mesh)
+        local_shape[placement.dim] = stop - start
+    local = torch.empty(local_shape, device=device or mesh.device_type, dtype=dtype)
+    return nn.Parameter(as_dtensor(local, mesh, placement, shape))
+
+
+def shard_parameter(
+    parameter: Tensor, mesh: DeviceMesh, placement: Placement, memo: Memo | None = None
+) -> nn.Parameter:
+    """`parameter`, of which every rank has the same full copy, as a DTensor parameter on `mesh`.
+
+    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, uninitialised.
+
+    Raises:
+        TypeError: `parameter` is a DTensor already.
+        ValueError: it was converted before, by `memo`, to another placement (tied weights must be cut alike).
+
+    Example:
+        >>> weight = shard_parameter(linear.weight, mesh, Shard(0))   # [out, in] -> local [out / W, in]
+    """
+    if isinstance(parameter, DTensor):
+        raise TypeError(
+            f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}); convert modules "
+            "that are still whole, tensor parallelism first and fully_shard after it."
+        )
+    known = None if memo is None else memo.get(parameter)
+    if known is not None:
+        if not isinstance(known, DTensor) or known.placements != (placement,):
+            raise ValueError(
+                f"this weight is shared with a module that cuts it as {getattr(known, 'placements', None)}, and "
+                f"{(placement,)} is asked for here; tied weights must be cut alike (an embedding by vocabulary goes "
+                "with a column-parallel output layer). Untie them or convert only one."
+            )
+        return known
+    if parameter.is_meta:
+        made = empty_parameter(tuple(parameter.shape), mesh, placement, dtype=parameter.dtype)
+        made.requires_grad_(parameter.requires_grad)
+    else:
+        local = local_slice(parameter, mesh, placement)
+        dtensor = as_dtensor(local, mesh, placement, parameter.shape)
+        made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    if memo is not None:
+        memo[parameter] = made
+    return made
+
+
+@torch.no_grad()
+def copy_full_(parameter: Tensor, full: Tensor) -> None:
+    """Writes this rank's part of `full` into a parameter of any placement (also on the 2-D mesh that FSDP2 makes).
+
+    Parts come from this rank's own `full`. What is replicated everywhere is broadcast from the mesh's first rank, as
+    ranks whose random states differ would otherwise train different copies.
+    """
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    replicated = all(isinstance(placement, Replicate) for placement in parameter.placements)
+    source = 0 if replicated else None
+    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=source)
+    parameter.to_local().copy_(shard.to_local())
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """This rank's part of a parameter; its gradient comes back as a DTensor of the parameter's placement."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
