@@ -1,0 +1,28 @@
+"""fused_tp: tensor and context parallelism whose communication hides behind its compute.
+
+Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with.
+"""
+
+from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.ops.collectives import all_gather, all_reduce, copy_to_group, gather, reduce_scatter, scatter
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "FusedTPError",
+    "PeerLostError",
+    "RankMismatchError",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "column_parallel_matmul",
+    "copy_to_group",
+    "gather",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+    "scatter",
+]

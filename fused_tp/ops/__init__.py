@@ -1,0 +1,1 @@
+"""The public ops, one file each: checks, custom op, fake, autograd formula."""

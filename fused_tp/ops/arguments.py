@@ -1,0 +1,112 @@
+"""Checks of what callers pass: every complaint names the argument, says what it was and what is needed.
+
+They run before anything is sent, so a bad call on one rank never leaves the others with half an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fused_tp.runtime.partition import shard_range
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
+    """A local floating-point tensor with at least `least_dims` dims."""
+    if isinstance(t, DTensor):
+        raise TypeError(f"{name} is a DTensor; pass this rank's part of it, {name}.to_local().")
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
+    if t.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {t.dtype}; the op takes float16, bfloat16, float32 and float64.")
+    if t.ndim < least_dims:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it needs at least {least_dims} dims.")
+
+
+def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
+    """A tensor with the dtype and on the device of another."""
+    check_tensor(name, t)
+    if t.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}, but {like_name} has {like.dtype}; convert one of them.")
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
+
+
+def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
+    """A tensor of exactly `shape`; `why` says where that comes from."""
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {why}.")
+
+
+def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
+    """`weight` [N, K] and `bias` [N] or None that fit `x` [..., K]. `suffix` tells the members of a list apart."""
+    check_like(f"weight{suffix}", weight, x_name, x)
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight{suffix} has shape {tuple(weight.shape)}; it must be [out, {x.shape[-1]}], "
+            f"because {x_name} has shape {tuple(x.shape)}."
+        )
+    if bias is not None:
+        check_like(f"bias{suffix}", bias, x_name, x)
+        check_shape(f"bias{suffix}", bias, weight.shape[:1], f"one for each row of weight{suffix}")
+
+
+def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
+    """Weight and bias as lists of equal length, as callers may give one weight or several that read the same input."""
+    if not isinstance(weight, (list, tuple)):
+        if isinstance(bias, (list, tuple)):
+            raise TypeError(f"bias is a {type(bias).__name__}, but weight is a single tensor; pass one bias or None.")
+        return [weight], [bias]
+    if not weight:
+        raise ValueError("weight is an empty list; pass at least one weight.")
+    if bias is None:
+        return list(weight), [None] * len(weight)
+    if not isinstance(bias, (list, tuple)) or len(bias) != len(weight):
+        given = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
+        raise ValueError(f"bias is {given}, but weight is a list of {len(weight)}; pass a list with a bias or None for each.")
+    return list(weight), list(bias)
+
+
+def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
+    """`dim` as a non-negative dim of `t` that is not the last: the last is what the matmul reduces or makes."""
+    check_int(name, dim)
+    if not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"{name}={dim} is out of range for {t_name} of shape {tuple(t.shape)}.")
+    dim %= t.ndim
+    if dim == t.ndim - 1:
+        raise ValueError(f"{name}={dim} is the last dim of {t_name}, its features; pass a dim of tokens, 0 to {t.ndim - 2}.")
+    return int(dim)
+
+
+def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
+    """`dim` as a non-negative dim of `t`."""
+    check_int(name, dim)
+    if not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"{name}={dim} is out of range for {t_name} of shape {tuple(t.shape)}.")
+    return int(dim % t.ndim)
+
+
+def check_int(name: str, value: Any) -> None:
+    """An integer; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
+
+
+def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:
+    """Length over all ranks of a dim of which this rank holds `length`; `given` None means equal lengths."""
+    if given is None:
+        return length * world_size
+    check_int(name, given)
+    start, stop = shard_range(given, world_size, rank) if given >= 0 else (0, -1)
+    if stop - start != length:
+        raise ValueError(
+            f"{name}={given} cut over {world_size} ranks as torch.chunk does gives rank {rank} {max(0, stop - start)}, "
+            f"but {what} holds {length}."
+        )
+    return int(given)

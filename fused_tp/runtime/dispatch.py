@@ -1,0 +1,127 @@
+"""The dispatch table: which schedule for which op, dtype, shape, group size, transport and architecture.
+
+The shipped table is `dispatch.json` beside this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
+writes. All ranks must read the same table, and the choice depends only on what all ranks know: a dim that is cut over
+the ranks may differ by one between them, and takes no part.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_tp.runtime import settings
+
+SHIPPED = Path(__file__).with_name("dispatch.json")
+_RULE_KEYS = frozenset({"schedule", "max_m", "max_bytes", "dtypes", "world_sizes"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule's name and the rule of the table that chose it."""
+
+    schedule: str
+    rule: str
+
+
+@lru_cache(maxsize=None)
+def _arch_of_cuda(index: int | None) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def arch_of(device: torch.device) -> str:
+    """`cpu`, or `sm_90` and the like. All devices of a group are taken to be alike."""
+    return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
+
+
+def choose(
+    op: str,
+    dtype: torch.dtype,
+    m: int,
+    k: int | None,
+    n: int | None,
+    world_size: int,
+    transport: str,
+    arch: str,
+) -> Choice:
+    """The table's schedule for one call.
+
+    Args:
+        op: name of the op.
+        m: rows (tokens) over all ranks.
+        k: reduction dim; None where it is cut over the ranks (row-parallel ops).
+        n: columns; None where they are cut over the ranks (column-parallel ops).
+        world_size: size of the group.
+        transport: "shm", or the torch.distributed backend.
+        arch: as `arch_of` says.
+
+    Example:
+        >>> choose("matmul_all_reduce", torch.float32, 1, None, 4096, 2, "gloo", "cpu").schedule
+        'plain'
+    """
+    return _choose(settings.table_path(), op, dtype, m, k, n, world_size, transport, arch)
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    path: str | None,
+    op: str,
+    dtype: torch.dtype,
+    m: int,
+    k: int | None,
+    n: int | None,
+    world_size: int,
+    transport: str,
+    arch: str,
+) -> Choice:
+    columns = n if k is None else k  # of the tensor that is the same on all ranks
+    moved = m * (columns or 0) * dtype.itemsize
+    keys: list[str] = []
+    level: Any = load_table(path)
+    for key in (arch, transport, op):
+        key = key if key in level else "default"
+        if key not in level:
+            raise ValueError(f"The dispatch table has neither an entry nor a default below {'/'.join(keys) or 'arch'}.")
+        keys.append(key)
+        level = level[key]
+    name = str(dtype).removeprefix("torch.")
+    for rule in level:
+        if (
+            m <= rule.get("max_m", m)
+            and moved <= rule.get("max_bytes", moved)
+            and name in rule.get("dtypes", (name,))
+            and world_size in rule.get("world_sizes", (world_size,))
+        ):
+            limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key != "schedule") or "every size"
+            return Choice(rule["schedule"], f"{'/'.join(keys)}: {limits}")
+    raise ValueError(
+        f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end the list with a rule without limits."
+    )
+
+
+@lru_cache(maxsize=4)
+def load_table(path: str | None = None) -> dict[str, Any]:
+    """Read and check a table; None is the shipped one.
+
+    Raises:
+        ValueError: the file is missing or not a dispatch table; says where.
+    """
+    file = SHIPPED if path is None else Path(path)
+    try:
+        table = json.loads(file.read_text())["arch"]
+        for transports in table.values():
+            for ops in transports.values():
+                for rules in ops.values():
+                    for rule in rules:
+                        unknown = set(rule) - _RULE_KEYS
+                        if unknown or "schedule" not in rule:
+                            raise ValueError(f"rule {rule} needs a schedule and may have {sorted(_RULE_KEYS)}")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
+    return dict(table)

@@ -1,0 +1,115 @@
+"""The ranks an op runs over: one description for ProcessGroup, 1-D DeviceMesh and "the whole world".
+
+Custom ops carry a group as its name (a string goes through `torch.compile`, a ProcessGroup does not); `group_by_name`
+is the way back. Both directions are a dict lookup, since every op call pays for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
+
+SINGLE_NAME = ""  # torch.distributed never gives a group the empty name
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share an op.
+
+    Attributes:
+        process_group: torch.distributed's group; None when torch.distributed is not initialised (a world of one).
+        name: torch.distributed's name of the group.
+        rank: this process's rank in the group.
+        size: how many ranks it has.
+        ranks: their global ranks, by group rank.
+    """
+
+    process_group: ProcessGroup | None
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
+
+_groups: dict[str, Group] = {}
+
+
+def _describe(process_group: ProcessGroup) -> Group:
+    name = process_group.group_name
+    known = _groups.get(name)
+    # The name alone does not identify a group: destroy_process_group() and a second init reuse names.
+    if known is not None and known.process_group is process_group:
+        return known
+    group = Group(
+        process_group=process_group,
+        name=name,
+        rank=process_group.rank(),
+        size=process_group.size(),
+        ranks=tuple(dist.get_process_group_ranks(process_group)),
+    )
+    _groups[name] = group
+    return group
+
+
+def _process_group(group: GroupLike) -> ProcessGroup | None:
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"group is a DeviceMesh with {group.ndim} dims {names}; pass a 1-D mesh, such as mesh[{names[-1]!r}]."
+            )
+        return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group does not contain this rank; only its members may call the op.")
+    raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}.")
+
+
+def resolve_group(group: GroupLike) -> Group:
+    """Describe `group`; None is the whole world, or this one process where torch.distributed is not initialised.
+
+    Raises:
+        TypeError: `group` is none of ProcessGroup, DeviceMesh, None.
+        ValueError: a mesh of more than one dim, or a group that this rank is not in.
+
+    Example:
+        >>> resolve_group(None).size    # torch.distributed not initialised
+        1
+    """
+    process_group = _process_group(group)
+    return SINGLE if process_group is None else _describe(process_group)
+
+
+def group_identity(group: GroupLike) -> tuple[str, int, int]:
+    """Name, size and own rank of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
+    process_group = _process_group(group)
+    if process_group is None:
+        return SINGLE_NAME, 1, 0
+    return process_group.group_name, process_group.size(), process_group.rank()
+
+
+def group_by_name(name: str) -> Group:
+    """The group that a custom op's name argument stands for.
+
+    Raises:
+        RuntimeError: there is no such group (any more).
+    """
+    if name == SINGLE_NAME:
+        return SINGLE
+    try:
+        process_group = _resolve_process_group(name)
+    except RuntimeError as error:
+        raise RuntimeError(f"There is no process group named {name!r} any more; was it destroyed?") from error
+    return _describe(process_group)

@@ -1,0 +1,56 @@
+"""Settings, read from the environment at every call so that a program can change them while it runs."""
+
+from __future__ import annotations
+
+import os
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+_ON = frozenset({"1", "true", "on", "yes"})
+_OFF = frozenset({"0", "false", "off", "no", ""})
+
+
+def _switch(name: str, default: bool) -> bool:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    lowered = text.strip().lower()
+    if lowered in _ON:
+        return True
+    if lowered in _OFF:
+        return False
+    raise ValueError(f"{name} is {text!r}; set it to 1 or 0.")
+
+
+def timeout_seconds() -> float:
+    """Longest time any wait for a peer may take, in seconds (`FUSED_TP_TIMEOUT`, default 600)."""
+    text = os.environ.get("FUSED_TP_TIMEOUT")
+    if text is None:
+        return DEFAULT_TIMEOUT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError(f"FUSED_TP_TIMEOUT is {text!r}; set it to a positive number of seconds.")
+    return seconds
+
+
+def check_ranks() -> bool:
+    """Whether ranks compare op, shapes and dtypes before every op on torch.distributed (`FUSED_TP_CHECK=1`)."""
+    return _switch("FUSED_TP_CHECK", default=False)
+
+
+def shared_memory_allowed() -> bool:
+    """Whether ranks on one host may use the CPU shared-memory transport (`FUSED_TP_SHM=0` turns it off)."""
+    return _switch("FUSED_TP_SHM", default=True)
+
+
+def forced_schedule() -> str | None:
+    """The schedule that every op must use (`FUSED_TP_SCHEDULE`), or None to let the dispatch table choose."""
+    return os.environ.get("FUSED_TP_SCHEDULE") or None
+
+
+def table_path() -> str | None:
+    """A dispatch table to use in place of the shipped one (`FUSED_TP_TABLE`), as `fused-tp bench --tune` writes."""
+    return os.environ.get("FUSED_TP_TABLE") or None

@@ -1,0 +1,145 @@
+"""The plain schedule: compute, then one collective. What overlap is measured against, and what wins on small shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules.base import Product
+from fused_tp.schedules.layout import from_rank_major, row_sizes, to_rank_major
+from fused_tp.schedules.local import sum_of_products
+from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.transport.base import After, Pending
+from fused_tp.transport.torch_dist import TorchDist
+
+
+class Collective:
+    """Every op over one group as compute followed by a torch.distributed collective.
+
+    `meanwhile` still runs while the collective is under way: a gradient that needs nothing from the peers is free.
+    """
+
+    name = "plain"
+
+    def __init__(self, transport: TorchDist) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        sizes = self._shard_sizes(x_shard, gather_dim, gather_size)
+        shape = list(x_shard.shape)
+        shape[gather_dim] = sum(sizes)
+        self._check("all_gather", (*shape, gather_dim), x_shard)
+        # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
+        block = prod(shape[:gather_dim]) * max(sizes) * prod(shape[gather_dim + 1 :])
+        flat = x_shard.reshape(-1)
+        if flat.numel() < block:
+            flat = torch.nn.functional.pad(flat, (0, block - flat.numel()))
+        moving = self.transport.all_gather("all_gather", flat)
+
+        def finish() -> Tensor:
+            gathered = moving.wait()
+            if prod(shape[:gather_dim]) == 1 or prod(shape) == 0:
+                return gathered[: prod(shape)].view(shape)
+            per_index = block // max(sizes) if block else 0
+            blocks = gathered.view(self.world_size, -1)
+            return from_rank_major([b[: per_index * n] for b, n in zip(blocks, sizes, strict=True)], shape, gather_dim)
+
+        return After(finish)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
+        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
+        rows = to_rank_major(last, scatter_dim, sizes)
+        shape = list(partial.shape)
+        shape[scatter_dim] = sizes[self.rank]
+        counts = row_sizes(last.shape, scatter_dim, sizes)
+        return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), counts).wait().view(shape)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self._check("all_reduce", partial.shape, partial)
+        x = partial.contiguous()
+        if x is partial and self.transport.reduces_in_place:
+            x = x.clone()
+        return self.transport.all_reduce("all_reduce", x).wait()
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
+        outputs = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        return outputs, x if return_gathered else None
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        rows, counts, shape = self._scattered_rows(products, scatter_dim)
+        moving = self.transport.reduce_scatter("matmul_reduce_scatter", sum_of_products(rows), counts, bias)
+        if meanwhile is not None:
+            meanwhile()
+        return moving.wait().view(shape)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        x, w = products[0]
+        self._check("matmul_all_reduce", (*x.shape[:-1], w.shape[0]), x)
+        moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
+        if meanwhile is not None:
+            meanwhile()
+        return moving.wait()
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+    # -- shared with the pipelined schedule ---------------------------------------------------------------------------
+
+    def _shard_sizes(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> list[int]:
+        if gather_size is None:
+            return [x_shard.shape[gather_dim]] * self.world_size
+        return shard_sizes(gather_size, self.world_size)
+
+    def _scattered_rows(
+        self, products: Sequence[Product], scatter_dim: int
+    ) -> tuple[list[Product], list[int], list[int]]:
+        """The products on rank-major rows, how many rows each rank gets, and the shape of this rank's result."""
+        x, w = products[0]
+        shape = [*x.shape[:-1], w.shape[0]]
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
+        sizes = shard_sizes(shape[scatter_dim], self.world_size)
+        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
+        counts = row_sizes(shape, scatter_dim, sizes)
+        shape[scatter_dim] = sizes[self.rank]
+        return rows, counts, shape
+
+    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        self.transport.check(op, dims, x.dtype, x.device)

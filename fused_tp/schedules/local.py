@@ -1,0 +1,79 @@
+"""A group of one: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.base import Product
+from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.transport.base import Done, Pending
+
+
+def sum_of_products(products: Sequence[Product], bias: Tensor | None = None) -> Tensor:
+    """sum_i x_i @ w_i^T + bias, keeping the leading dims of x."""
+    (x, w), *others = products
+    out = torch.nn.functional.linear(x, w, bias)
+    if others:
+        rows = out.view(-1, out.shape[-1])
+        for x, w in others:
+            rows.addmm_(x.reshape(-1, x.shape[-1]), w.t())
+    return out
+
+
+class Local:
+    """What every schedule comes to on one rank."""
+
+    name = "local"
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        return Done(x_shard)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        return partial.clone()
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial.clone()
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        outputs = [torch.nn.functional.linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)]
+        return outputs, x_shard.clone() if return_gathered else None
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        out = sum_of_products(products, bias)
+        if meanwhile is not None:
+            meanwhile()
+        return out
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(partial, residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(torch.nn.functional.linear(x, weight), residual, norm_weight, eps)

@@ -1,0 +1,85 @@
+"""What schedules ask of a transport, and the one rule of arithmetic that all transports share: the order of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """A movement that has been started. `wait` finishes it, within the deadline, and may be called once."""
+
+    def wait(self) -> T_co: ...
+
+
+class Done(Pending[T_co]):
+    """A result that is there already."""
+
+    def __init__(self, value: T_co) -> None:
+        self._value = value
+
+    def wait(self) -> T_co:
+        return self._value
+
+
+class After(Pending[T_co]):
+    """What `finish` makes of a result once it is there."""
+
+    def __init__(self, finish: Callable[[], T_co]) -> None:
+        self._finish = finish
+
+    def wait(self) -> T_co:
+        return self._finish()
+
+
+class Workspace(Protocol):
+    """Memory of every rank for one op, readable and writable by all. Leaving the context ends the op on this rank."""
+
+    def __enter__(self) -> Workspace: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor: ...
+
+    def signal(self, stage: int) -> None: ...
+
+    def wait(self, rank: int, stage: int) -> None: ...
+
+    def wait_all(self, stage: int) -> None: ...
+
+
+class OneSided(Protocol):
+    """A transport whose ranks read each other's memory in place."""
+
+    rank: int
+    world_size: int
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+    def begin(self, op: str, dims: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Workspace: ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums over ranks are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Sum of `terms` [W, ...] over dim 0, plus `bias`, accumulated in rank order and rounded once to terms' dtype.
+
+    One term after the other, and not `terms.sum(0)`: that may split the terms over several accumulators, in an order
+    that depends on the shape, and then two ranks that sum different slices would round differently. `terms` may be
+    overwritten.
+    """
+    dtype = terms.dtype
+    total = terms[0].to(accumulate_dtype(dtype))
+    for term in terms[1:]:
+        total.add_(term)
+    if bias is not None:
+        total.add_(bias)
+    return total.to(dtype)

@@ -1,0 +1,280 @@
+"""Plain torch.distributed: works on every group. Every movement is asynchronous, every wait has a deadline.
+
+Where the backend is NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that
+depends on the position in the ring, so with gloo (and any other backend) the terms are exchanged instead and summed
+here: in rank order, in float32 or float64.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.runtime.group import Group
+from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
+
+# Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
+# and an all-gather (two steps, 2/W of the bytes).
+ONE_SHOT_BYTES = 64 * 1024
+
+_SIGNATURE_BYTES = 512
+_TIMED_OUT = ("timed out", "timeout")
+_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
+
+
+class TorchDist:
+    """One group's movements over torch.distributed.
+
+    Tensors that move are contiguous and are cut along dim 0. Shards follow `torch.chunk`, so all but the last non-empty
+    one have equal length; that is why a gather of padded shards leaves the real rows next to each other.
+    """
+
+    def __init__(self, group: Group, device_type: str) -> None:
+        if group.process_group is None:
+            raise ValueError("torch.distributed is not initialised: there is no group to communicate in.")
+        self.group = group
+        self.rank = group.rank
+        self.world_size = group.size
+        self.backend = backend_of(group, device_type)
+        self.reduces_in_place = self.backend == "nccl"
+        self.calls = 0
+        self.broken: str | None = None
+
+    # -- starting and waiting -----------------------------------------------------------------------------------------
+
+    def _start(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
+        if self.broken is not None:
+            raise FusedTPError(
+                f"Group {self.group.name!r} is unusable since an earlier failure: {self.broken} "
+                "Destroy the process group and make a new one."
+            )
+        self.calls += 1
+        call = self.calls
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self._failure(op, call, error) from error
+        return After(lambda: self._wait(op, call, work))
+
+    def _wait(self, op: str, call: int, work: Any) -> None:
+        # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
+        begun = time.perf_counter()
+        try:
+            if self.backend == "nccl":
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=settings.timeout_seconds()))
+        except RuntimeError as error:
+            raise self._failure(op, call, error) from error
+        finally:
+            tracing.add_wait(time.perf_counter() - begun)
+
+    def _failure(self, op: str, call: int, error: RuntimeError) -> FusedTPError:
+        where = f"{op} (call {call} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
+        reason = str(error).splitlines()[0]
+        text = reason.lower()
+        kind: type[FusedTPError] = FusedTPError
+        sentence = f"{where} failed: {reason}"
+        if any(word in text for word in _LOST):
+            kind, sentence = PeerLostError, f"{where} lost a peer: {reason}"
+        elif any(word in text for word in _TIMED_OUT):
+            kind = CollectiveTimeoutError
+            sentence = (
+                f"{where} waited {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT) and some peer had not arrived; "
+                f"torch.distributed does not tell which. {self.backend} says: {reason}"
+            )
+        self.broken = sentence
+        return kind(sentence)
+
+    def check(self, op: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """With FUSED_TP_CHECK=1, compare what all ranks are about to do.
+
+        Raises:
+            RankMismatchError: on every rank, naming both sides, when they differ.
+        """
+        if not settings.check_ranks():
+            return
+        text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
+        # The checksum is of all of it; only what fits is shown.
+        signature = zlib.crc32(text).to_bytes(4, "little") + text
+        mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8)
+        mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
+        everyone = self.all_gather("check", mine.to(device)).wait().view(self.world_size, -1).cpu()
+        for rank, theirs in enumerate(everyone):
+            if not torch.equal(theirs, everyone[0]):
+                first, other = (bytes(t.tolist())[4:].rstrip(b"\0").decode(errors="replace") for t in (everyone[0], theirs))
+                raise RankMismatchError(
+                    f"The ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
+                    "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
+                )
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
+        """Everyone's `x` [n, ...], all of one shape, one after the other: [W * n, ...]."""
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        if out.numel() == 0:
+            return Done(out)
+        moving = self._start(
+            op, lambda: dist.all_gather_into_tensor(out, x, group=self.group.process_group, async_op=True)
+        )
+
+        def finish() -> Tensor:
+            moving.wait()
+            return out
+
+        return After(finish)
+
+    def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
+        """Rows [sum(send_sizes), ...] go to the ranks in turn; returns the rows received, by source rank."""
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        moving = self._start(
+            op,
+            lambda: dist.all_to_all_single(
+                out, x, list(recv_sizes), list(send_sizes), group=self.group.process_group, async_op=True
+            ),
+        )
+
+        def finish() -> Tensor:
+            moving.wait()
+            return out
+
+        return After(finish)
+
+    def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
+        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel."""
+        group = self.group.process_group
+        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+
+        def launch() -> _Works:
+            ops = []
+            if x.numel():
+                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
+            if out.numel():
+                ops.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
+            return _Works(dist.batch_isend_irecv(ops) if ops else [])
+
+        moving = self._start(op, launch)
+
+        def finish() -> Tensor:
+            moving.wait()
+            return out
+
+        return After(finish)
+
+    def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
+        """This rank's rows of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""
+        own = sizes[self.rank]
+        if self.backend == "nccl" and len(set(sizes)) == 1:
+            out = x.new_empty((own, *x.shape[1:]))
+            moving = self._start(
+                op, lambda: dist.reduce_scatter_tensor(out, x, group=self.group.process_group, async_op=True)
+            )
+
+            def finish() -> Tensor:
+                moving.wait()
+                return out if bias is None else out.add_(bias)
+
+            return After(finish)
+        terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
+        return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
+
+    def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
+        """The sum over ranks of `x` [..., n] (which may be overwritten), plus `bias` [n]; the same bits on every rank."""
+        first = self.all_reduce_steps(op, x, bias)
+        return After(lambda: first.wait().wait())
+
+    def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
+        """`all_reduce` in the two steps it may take, so that a caller can have the next sum's first step under way."""
+        if self.backend == "nccl":
+            moving = self._start(op, lambda: dist.all_reduce(x, group=self.group.process_group, async_op=True))
+
+            def finish() -> Pending[Tensor]:
+                moving.wait()
+                return Done(x if bias is None else x.add_(bias))
+
+            return After(finish)
+        if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
+            terms = self.all_gather(op, x.unsqueeze(0))
+            return After(lambda: Done(sum_in_rank_order(terms.wait(), bias)))
+        return self._two_shot(op, x, bias)
+
+    def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
+        # Cut by elements, not by rows: a sum of few long rows is shared out as evenly as one of many short rows.
+        count = x.numel()
+        chunk = -(-count // self.world_size)
+        flat = x.view(-1)
+        if chunk * self.world_size != count:
+            flat = torch.nn.functional.pad(flat, (0, chunk * self.world_size - count))
+        if bias is not None:
+            # The bias of this rank's elements, so that sum and bias are rounded together.
+            offset = self.rank * chunk % bias.numel()
+            bias = bias.repeat(-(-(offset + chunk) // bias.numel()))[offset : offset + chunk]
+        mine = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
+
+        def second() -> Pending[Tensor]:
+            total = self.all_gather(op, mine.wait())
+            return After(lambda: total.wait()[:count].view_as(x))
+
+        return After(second)
+
+    def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
+        """Element-wise maximum over ranks, in place."""
+        self._start(
+            op, lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group.process_group, async_op=True)
+        ).wait()
+        return x
+
+
+class _Works:
+    """Several pieces of work that are waited for together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+
+
+_transports: dict[tuple[str, str], TorchDist] = {}
+_backends: dict[tuple[str, str], tuple[Group, str]] = {}
+
+
+def backend_of(group: Group, device_type: str) -> str:
+    """Name of the backend that moves `group`'s tensors on `device_type`.
+
+    Raises:
+        ValueError: the group has none.
+    """
+    known = _backends.get((group.name, device_type))
+    if known is not None and known[0] is group:
+        return known[1]
+    config = dist.get_backend_config(group.process_group)
+    backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}
+    if device_type not in backends:
+        raise ValueError(
+            f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
+            f"make the group with a backend for {device_type}."
+        )
+    _backends[group.name, device_type] = (group, backends[device_type])
+    return backends[device_type]
+
+
+def torch_dist(group: Group, device_type: str) -> TorchDist:
+    """The transport of `group` for tensors on `device_type`, made once."""
+    known = _transports.get((group.name, device_type))
+    if known is not None and known.group is group:
+        return known
+    made = TorchDist(group, device_type)
+    _transports[group.name, device_type] = made
+    return made
