@@ -1,0 +1,61 @@
+# Everything from a fresh clone: each target makes .venv and installs into it what constraints.txt pins.
+#   make demo     train and sample a small model on 1, 2, ... ranks of this machine; report in out/demo
+#   make test     all tests (those that need a GPU are skipped, with that reason, where there is none)
+#   make lint     ruff, mypy, import-linter, clang-format       make format   rewrite to what lint wants
+#   make bench    measure on this machine, into out/bench       make soak     many random ops for SOAK_MINUTES
+PYTHON ?= python3
+EXTRAS ?= test,dev,bench
+VENV ?= .venv
+SOAK_MINUTES ?= 10
+ARGS ?=
+
+export FUSED_TP_REQUIRE_NATIVE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# For packages that pip builds: without it their build environments may take another torch than the pinned one.
+export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+BUILD_TOOLS := setuptools wheel pybind11 ninja
+
+.PHONY: all install demo test lint format bench soak clean
+all: test
+
+install: $(STAMP)
+
+# --no-build-isolation: the compiler flags then name the same include folders each time, and only what changed compiles.
+$(STAMP): setup.py pyproject.toml constraints.txt $(CSRC)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(BUILD_TOOLS)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/fused-tp demo --out out/demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+bench: $(STAMP)
+	$(BIN)/fused-tp bench --out out/bench $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info fused_tp/_core*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +
