@@ -1,7 +1,26 @@
 """Layers whose parameters are DTensors on a tensor parallel mesh."""
 
+from fused_tp.nn.attention import ParallelAttention
+from fused_tp.nn.checkpoint import gather_state_dict
 from fused_tp.nn.embedding import VocabParallelEmbedding
-from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.kv_cache import KVCache
+from fused_tp.nn.linear import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear
+from fused_tp.nn.mlp import ParallelMLP
+from fused_tp.nn.norm import reduce_grad, sequence_parallel_
+from fused_tp.nn.rotary import RotaryEmbedding
 from fused_tp.nn.share_gather import share_gather
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "share_gather"]
+__all__ = [
+    "ColumnParallelLinear",
+    "KVCache",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RepeatedColumnLinear",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "gather_state_dict",
+    "reduce_grad",
+    "sequence_parallel_",
+    "share_gather",
+]

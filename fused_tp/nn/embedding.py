@@ -118,45 +118,59 @@ class VocabParallelEmbedding(nn.Module):
         self._check_ids(ids)
         weight = local(self.weight)
         assert weight is not None
-        start, stop = shard_rows(self.num_embeddings, self.mesh)
-        elsewhere = (ids < start) | (ids >= stop)
-        rows = (ids - start).masked_fill(elsewhere, 0)
-        if start == stop:
-            # No rows at all. A row of zeros stands in, so that the output still hangs on the weight: a rank without an
-            # autograd node would be missing in the collective of the backward.
-            weight = F.pad(weight, (0, 0, 0, 1))
-        padding_idx = self.padding_idx
-        padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-        partial = F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+        partial = lookup_partial(ids, weight, self.num_embeddings, self.padding_idx, self.mesh)
         if self.sequence_parallel:
             return reduce_scatter(partial, self.sequence_dim, group=self.mesh)
         return all_reduce(partial, group=self.mesh)
 
     def _check_ids(self, ids: Tensor) -> None:
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+        check_integer_ids(ids)
         ndim = ids.ndim + 1
         if self.sequence_parallel and (not -ndim <= self.sequence_dim < ndim or self.sequence_dim % ndim == ndim - 1):
             raise ValueError(
                 f"ids has shape {tuple(ids.shape)} and sequence_dim is {self.sequence_dim}; under sequence_parallel it "
                 f"must name a dim of the output {(*ids.shape, self.embedding_dim)} before the last one."
             )
-        if ids.is_meta or ids.numel() == 0:
-            return
-        inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
-        if ids.is_cpu and not torch.compiler.is_compiling():
-            if not inside:
-                raise IndexError(
-                    f"ids holds {int(ids.min())} to {int(ids.max())}; the {self.num_embeddings} embeddings are numbered from 0."
-                )
-        else:
-            # Reading the answer would stop the CPU until the GPU gets there.
-            torch._assert_async(inside, f"ids must be in [0, {self.num_embeddings})")
+        check_ids_inside(ids, self.num_embeddings)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return (
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, tp={self.mesh.size()}, "
             f"sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def lookup_partial(
+    ids: Tensor, weight: Tensor, num_embeddings: int, padding_idx: int | None, mesh: DeviceMesh
+) -> Tensor:
+    """ids [...] -> [..., dim]: the embeddings of the ids whose rows are in `weight` [rows of this rank, dim], else zeros."""
+    start, stop = shard_rows(num_embeddings, mesh)
+    elsewhere = (ids < start) | (ids >= stop)
+    rows = (ids - start).masked_fill(elsewhere, 0)
+    if start == stop:
+        # No rows at all. A row of zeros stands in, so that the output still hangs on the weight: a rank without an
+        # autograd node would be missing in the collective of the backward.
+        weight = F.pad(weight, (0, 0, 0, 1))
+    padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+    return F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def check_integer_ids(ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+
+
+def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:
+    """Raises IndexError for ids outside the table; where reading the answer would stop the CPU or break the graph, a
+    device assertion does."""
+    if ids.is_meta or ids.numel() == 0:
+        return
+    inside = ((ids >= 0) & (ids < num_embeddings)).all()
+    if not ids.is_cpu or torch.compiler.is_compiling():
+        torch._assert_async(inside, f"ids must be in [0, {num_embeddings})")
+    elif not inside:
+        raise IndexError(
+            f"ids holds {int(ids.min())} to {int(ids.max())}; the {num_embeddings} embeddings are numbered from 0."
         )

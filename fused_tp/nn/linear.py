@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter
-from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.collectives import gather, scatter
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 if TYPE_CHECKING:
     from fused_tp.nn.share_gather import SharedGather
@@ -33,7 +37,7 @@ class _ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _weight_dim: int  # of [out, in], cut over the mesh
+    _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 
     def __init__(
@@ -59,7 +63,7 @@ class _ParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
         shape = (out_features, in_features)
-        self.weight = empty_parameter(shape, mesh, Shard(self._weight_dim), device=device, dtype=dtype)
+        self.weight = empty_parameter(shape, mesh, self._weight_placement, device=device, dtype=dtype)
         if bias:
             self.bias = empty_parameter((out_features,), mesh, self._bias_placement, device=device, dtype=dtype)
         else:
@@ -81,7 +85,7 @@ class _ParallelLinear(nn.Module):
                 copy_full_(parameter, full.uniform_(-bound, bound))
 
     def _take_parameters(self, linear: nn.Linear, memo: Memo | None) -> None:
-        self.weight = shard_parameter(linear.weight, self.mesh, Shard(self._weight_dim), memo)
+        self.weight = shard_parameter(linear.weight, self.mesh, self._weight_placement, memo)
         if linear.bias is not None:
             self.bias = shard_parameter(linear.bias, self.mesh, self._bias_placement, memo)
         self.train(linear.training)
@@ -129,8 +133,8 @@ class ColumnParallelLinear(_ParallelLinear):
         >>> y = down(torch.relu(up(x)))     # x, y: [..., 512] on every rank
     """
 
-    _weight_dim = 0
-    _bias_placement = Shard(0)
+    _weight_placement: Shard | Replicate = Shard(0)
+    _bias_placement: Shard | Replicate = Shard(0)
 
     def __init__(
         self,
@@ -229,7 +233,7 @@ class RowParallelLinear(_ParallelLinear):
     Example: see ColumnParallelLinear.
     """
 
-    _weight_dim = 1
+    _weight_placement = Shard(1)
     _bias_placement = Replicate()
 
     def __init__(
@@ -325,6 +329,107 @@ def column_forward(
         gather(y, -1, group=layer.mesh, gather_size=layer.out_features) if layer.gather_output else y
         for layer, y in zip(layers, outputs, strict=True)
     ]
+
+
+class RepeatedColumnLinear(ColumnParallelLinear):
+    """A column-parallel layer cut into fewer parts than there are ranks: W / parts neighbouring ranks compute each part.
+
+    For key and value projections with fewer heads than ranks. Shapes on a rank: x as in ColumnParallelLinear ->
+    [..., out_features / parts]. The parameters are whole on every rank (Replicate), so that a checkpoint holds each part
+    once, and their gradients, of which every rank has a term, are summed inside the backward: these weights are small.
+
+    Args: as ColumnParallelLinear, and
+        parts: into how many parts the output features are cut; it divides W and out_features.
+
+    Raises: as ColumnParallelLinear; ValueError for `parts` that do not divide W and out_features.
+
+    Example:
+        >>> k_proj = RepeatedColumnLinear(512, 2 * 64, parts=2, mesh=mesh)      # 2 KV heads over 4 ranks
+    """
+
+    _weight_placement = Replicate()
+    _bias_placement = Replicate()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: int,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive("parts", parts)
+        if check_mesh(mesh).size() % parts or out_features % parts:
+            raise ValueError(
+                f"parts is {parts}; it must divide the {mesh.size()} ranks of the mesh and the {out_features} out_features."
+            )
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.parts = parts
+
+    @classmethod
+    def from_linear(  # type: ignore[override]  # `parts` has no default, and there is no gathered output
+        cls,
+        linear: nn.Linear,
+        *,
+        parts: int,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
+    ) -> RepeatedColumnLinear:
+        """The same layer over `mesh`, of an nn.Linear that every rank has; see ColumnParallelLinear.from_linear."""
+        check_linear(linear, cls.__name__)
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            parts=parts,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        layer._take_parameters(linear, memo)
+        return layer
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        size = self.out_features // self.parts
+        start = self.mesh.get_local_rank() // (self.mesh.size() // self.parts) * size
+        weight = reduce_grad(self.weight, self.mesh).narrow(0, start, size)
+        bias = None if self.bias is None else reduce_grad(self.bias, self.mesh).narrow(0, start, size)
+        return weight, bias
+
+
+def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
+    """The outputs of projections that read the same x: by one op where all are plain column-parallel layers.
+
+    A layer that something has been attached to or put in the place of (hooks, adapters, fully_shard) is called.
+    """
+    plain = [
+        layer
+        for layer in layers
+        if type(layer) in (ColumnParallelLinear, RepeatedColumnLinear)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in layer.__dict__
+    ]
+    if len(plain) == len(layers):
+        return column_forward(cast("list[ColumnParallelLinear]", plain), x, gather_size)
+    return [layer(x) if gather_size is None else layer(x, gather_size=gather_size) for layer in layers]
 
 
 def check_positive(name: str, value: int) -> None:

@@ -1,0 +1,347 @@
+"""torch's own tensor parallel styles, with the collective run together with the matmul.
+
+Drop-in for `torch.distributed.tensor.parallel`: same names of keywords, same defaults, same parameters (DTensors), same
+outputs and gradients; a plan for `parallelize_module` may mix both kinds. What is different is how a linear layer runs:
+
+| style               | input_layouts | output_layouts | torch                         | here                     |
+|---------------------|---------------|----------------|-------------------------------|--------------------------|
+| FusedColwise        | Replicate     | Shard(-1)      | matmul; backward: all-reduce  | column_parallel_matmul   |
+| FusedColwise        | Shard(seq)    | Shard(-1)      | all-gather, then matmul       | all_gather_matmul        |
+| FusedRowwise        | Shard(-1)     | Replicate      | matmul, then all-reduce       | matmul_all_reduce        |
+| FusedRowwise        | Shard(-1)     | Shard(seq)     | matmul, then reduce-scatter   | matmul_reduce_scatter    |
+
+Other layouts are brought to one of these by DTensor's redistribute. A module keeps its identity and its hooks: its class
+becomes a subclass of what it was, with another forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup_partial
+from fused_tp.nn.norm import sequence_parallel_
+from fused_tp.nn.sharding import as_dtensor, check_mesh
+from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.ops.collectives import all_reduce, reduce_scatter
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+class FusedColwiseParallel(ParallelStyle):
+    """`ColwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
+
+    Args:
+        input_layouts: placement of the module's input where that is a plain tensor, default Replicate(). Shard(d) of a dim
+            before the last (the sequence) is gathered while the matmul runs.
+        output_layouts: placement of the output, default Shard(-1).
+        use_local_output: return a torch.Tensor instead of a DTensor.
+
+    Raises:
+        TypeError: another kind of module, or a layout that is no Placement.
+        ValueError: a subclass with a forward of its own, parameters that are DTensors already, a partial output layout.
+
+    Example:
+        >>> plan = {"up": FusedColwiseParallel(), "down": FusedRowwiseParallel()}
+        >>> parallelize_module(mlp, mesh["tp"], plan)
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = (_placement("input_layouts", input_layouts, Replicate()),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, Shard(-1)),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh)
+        kind = _kind(module, type(self).__name__)
+        if kind is nn.Linear:
+            cuts: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+            return _convert(module, device_mesh, self, cuts, _ColwiseLinear)
+        return _convert(module, device_mesh, self, {"weight": Shard(1)}, _ColwiseEmbedding)
+
+    def __repr__(self) -> str:
+        return _repr(self)
+
+
+class FusedRowwiseParallel(ParallelStyle):
+    """`RowwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
+
+    Args:
+        input_layouts: placement of the module's input where that is a plain tensor, default Shard(-1), the features that a
+            column-wise layer leaves. As in torch it must be given for an embedding whose ids are Replicate().
+        output_layouts: placement of the output, default Replicate(). Shard(d) of a dim before the last (the sequence) is
+            reduce-scattered while the matmul runs.
+        use_local_output: return a torch.Tensor instead of a DTensor.
+
+    Raises: as FusedColwiseParallel; IndexError for ids outside an embedding's table.
+
+    Example: see FusedColwiseParallel.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = (_placement("input_layouts", input_layouts, Shard(-1)),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, Replicate()),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh)
+        kind = _kind(module, type(self).__name__)
+        if kind is nn.Linear:
+            cuts: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+            return _convert(module, device_mesh, self, cuts, _RowwiseLinear)
+        return _convert(module, device_mesh, self, {"weight": Shard(0)}, _RowwiseEmbedding)
+
+    def __repr__(self) -> str:
+        return _repr(self)
+
+
+class FusedSequenceParallel(ParallelStyle):
+    """`SequenceParallel` for norms and dropout: the module runs on this rank's part of the sequence, as plain tensors.
+
+    torch runs each step of the norm as DTensor operations; here it runs at once on the local part, and the gradients of
+    its (replicated) parameters are summed over the ranks inside the backward.
+
+    Args:
+        sequence_dim: of the input, default 1.
+        use_local_output: return a torch.Tensor instead of a DTensor, default False as in torch.
+
+    Raises:
+        ValueError: a module with submodules.
+        TypeError: parameters that are DTensors already; an input that is no Tensor.
+
+    Example:
+        >>> parallelize_module(block, mesh["tp"], {"norm": FusedSequenceParallel(use_local_output=True)})
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sequence_parallel_(module, check_mesh(device_mesh))
+        sharding = self.sequence_sharding[0]
+
+        def take_local(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = inputs[0] if inputs else None
+            if not isinstance(x, Tensor):
+                raise TypeError(f"the first input of {type(module).__name__} must be a Tensor, not {type(x).__name__}.")
+            if isinstance(x, DTensor):
+                # of unequal parts the total length is known only here
+                x = x.redistribute(placements=[sharding]).to_local()
+            return (x, *inputs[1:])
+
+        def give_dtensor(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            return DTensor.from_local(output, device_mesh, [sharding], run_check=False)
+
+        module.register_forward_pre_hook(take_local)
+        if not self.use_local_output:
+            module.register_forward_hook(give_dtensor)
+        return module
+
+    def __repr__(self) -> str:
+        return f"FusedSequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+
+
+# ---- what the modules become ----------------------------------------------------------------------------------------
+
+
+class _Styled(nn.Module):
+    """Mixed into the class of a module that a style was applied to."""
+
+    _style: FusedColwiseParallel | FusedRowwiseParallel
+    _style_mesh: DeviceMesh
+
+    def _as_dtensor(self, x: Tensor) -> DTensor:
+        if isinstance(x, DTensor):
+            return x
+        return DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
+
+    def _input_layout(self, x: Tensor) -> Placement:
+        layout = x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0]
+        return _positive(layout, x.ndim)
+
+    def _output_layout(self, ndim: int) -> Placement:
+        return _positive(self._style.output_layouts[0], ndim)
+
+    def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
+        """y, this rank's part of an output of global `shape` in `layout`, as the style's user wants it."""
+        wanted = self._output_layout(y.ndim)
+        if layout == wanted and self._style.use_local_output:
+            return y
+        out = as_dtensor(y, self._style_mesh, layout, shape)
+        if layout != wanted:
+            out = out.redistribute(placements=[wanted])
+        return out.to_local() if self._style.use_local_output else out
+
+    def _parameter(self, name: str) -> Tensor | None:
+        parameter = getattr(self, name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _ColwiseLinear(_Styled):
+    def forward(self, x: Tensor) -> Tensor:
+        linear = cast(nn.Linear, self)
+        _check_floating(x, linear)
+        weight, bias = cast(Tensor, self._parameter("weight")), self._parameter("bias")
+        layout = self._input_layout(x)
+        if isinstance(layout, Shard) and layout.dim < x.ndim - 1:
+            gather_size = x.shape[layout.dim] if isinstance(x, DTensor) else None
+            x = _local(x)
+            _check_width(x, linear.in_features)
+            y = all_gather_matmul(
+                x, weight, bias, group=self._style_mesh, gather_dim=layout.dim, gather_size=gather_size
+            )
+        else:
+            x = _local(x) if layout == Replicate() else self._as_dtensor(x).redistribute(placements=[Replicate()]).to_local()
+            _check_width(x, linear.in_features)
+            y = column_parallel_matmul(x, weight, bias, group=self._style_mesh)
+        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
+
+
+class _ColwiseEmbedding(_Styled):
+    def forward(self, ids: Tensor) -> Tensor:
+        embedding = cast(nn.Embedding, self)
+        check_integer_ids(ids)
+        if self._input_layout(ids) != Replicate():
+            ids = self._as_dtensor(ids).redistribute(placements=[Replicate()])
+        y = F.embedding(_local(ids), cast(Tensor, self._parameter("weight")), embedding.padding_idx)
+        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
+
+
+class _RowwiseLinear(_Styled):
+    def forward(self, x: Tensor) -> Tensor:
+        linear = cast(nn.Linear, self)
+        _check_floating(x, linear)
+        weight, bias = cast(Tensor, self._parameter("weight")), self._parameter("bias")
+        if self._input_layout(x) != Shard(x.ndim - 1):
+            x = self._as_dtensor(x).redistribute(placements=[Shard(x.ndim - 1)])
+        x = _local(x)
+        _check_width(x, weight.shape[1])
+        wanted = self._output_layout(x.ndim)
+        shape = (*x.shape[:-1], linear.out_features)
+        if isinstance(wanted, Shard) and wanted.dim < x.ndim - 1:
+            y = matmul_reduce_scatter(x, weight, bias, group=self._style_mesh, scatter_dim=wanted.dim)
+            return self._give(y, wanted, shape)
+        y = matmul_all_reduce(x, weight, bias, group=self._style_mesh)
+        return self._give(y, Replicate(), shape)
+
+
+class _RowwiseEmbedding(_Styled):
+    def forward(self, ids: Tensor) -> Tensor:
+        embedding = cast(nn.Embedding, self)
+        check_integer_ids(ids)
+        if self._input_layout(ids) != Replicate():
+            ids = self._as_dtensor(ids).redistribute(placements=[Replicate()])
+        ids = _local(ids)
+        check_ids_inside(ids, embedding.num_embeddings)
+        weight = cast(Tensor, self._parameter("weight"))
+        partial = lookup_partial(ids, weight, embedding.num_embeddings, embedding.padding_idx, self._style_mesh)
+        wanted = self._output_layout(partial.ndim)
+        if isinstance(wanted, Shard) and wanted.dim < partial.ndim - 1:
+            y = reduce_scatter(partial, wanted.dim, group=self._style_mesh)
+            return self._give(y, wanted, tuple(partial.shape))
+        return self._give(all_reduce(partial, group=self._style_mesh), Replicate(), tuple(partial.shape))
+
+
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _convert(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    style: FusedColwiseParallel | FusedRowwiseParallel,
+    cuts: dict[str, Placement],
+    behaviour: type[_Styled],
+) -> nn.Module:
+    for name, placement in cuts.items():
+        parameter = getattr(module, name)
+        if parameter is None:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one tensor "
+                "parallel style to a module, before fully_shard."
+            )
+        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+    kind = type(module)
+    if (behaviour, kind) not in _classes:
+        _classes[behaviour, kind] = type(behaviour.__name__.lstrip("_"), (behaviour, kind), {})
+    styled = cast(_Styled, module)
+    styled._style = style
+    styled._style_mesh = mesh
+    module.__class__ = _classes[behaviour, kind]
+    return module
+
+
+def _kind(module: nn.Module, style: str) -> type[nn.Module]:
+    for kind in (nn.Linear, nn.Embedding):
+        if isinstance(module, kind):
+            if type(module).forward is not kind.forward and not isinstance(module, _Styled):
+                raise ValueError(
+                    f"{type(module).__name__} is a {kind.__name__} with a forward of its own, which {style} would replace."
+                )
+            if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+                raise ValueError(f"{style} cannot do max_norm, scale_grad_by_freq or sparse of an nn.Embedding.")
+            return kind
+    raise TypeError(f"{style} applies to nn.Linear and nn.Embedding, not to {type(module).__name__}.")
+
+
+def _placement(name: str, given: Placement | None, default: Placement) -> Placement:
+    if given is None:
+        return default
+    if not isinstance(given, Placement):
+        raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), not {type(given).__name__}.")
+    if name == "output_layouts" and isinstance(given, Partial):
+        raise ValueError("output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul.")
+    return given
+
+
+def _positive(layout: Placement, ndim: int) -> Placement:
+    return Shard(layout.dim % ndim) if isinstance(layout, Shard) else layout
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _check_floating(x: Tensor, linear: nn.Linear) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input of {type(linear).__name__} must be a Tensor, not {type(x).__name__}.")
+    if not x.is_floating_point() or x.ndim == 0:
+        raise TypeError(f"the input must be floating point with one or more dims, got {x.dtype} {tuple(x.shape)}.")
+
+
+def _check_width(x: Tensor, width: int) -> None:
+    if x.shape[-1] != width:
+        raise ValueError(f"the input has shape {tuple(x.shape)} on this rank; its last dim must be {width}.")
+
+
+def _repr(style: FusedColwiseParallel | FusedRowwiseParallel) -> str:
+    return (
+        f"{type(style).__name__}(input_layouts={style.input_layouts}, output_layouts={style.output_layouts}, "
+        f"use_local_output={style.use_local_output})"
+    )

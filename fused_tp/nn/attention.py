@@ -1,0 +1,429 @@
+"""Self-attention with heads cut over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053), with grouped
+query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sequences cut for ring attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.nn.kv_cache import KVCache
+from fused_tp.nn.linear import (
+    ColumnParallelLinear,
+    RepeatedColumnLinear,
+    RowParallelLinear,
+    check_positive,
+    column_outputs,
+)
+from fused_tp.nn.local_attention import local_attention
+from fused_tp.nn.norm import sequence_parallel_
+from fused_tp.nn.sharding import Memo, check_mesh
+from fused_tp.runtime.group import GroupLike
+
+Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class ParallelAttention(nn.Module):
+    """Multi-head self-attention, each rank of `mesh` with its part of the heads.
+
+    Shapes on a rank: x [batch, seq, hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's
+    part of the sequence (dim 1); with `cp_group` they are the part that `shard_sequence(..., group=cp_group)` gives, and
+    the ranks of `mesh` cut that again. Query, key and value projections share one gather. Submodules q_proj, k_proj,
+    v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
+
+    Args:
+        hidden_size, num_heads: of the full layer. num_heads must be a multiple of the number of ranks W.
+        num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated over
+            neighbouring ranks when W is a multiple of them.
+        head_dim: default hidden_size / num_heads.
+        bias, out_bias: of the q, k, v projections and of o_proj (default: as bias).
+        qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
+        rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
+        causal: a token sees itself and those before it.
+        scale: of the scores, default head_dim ** -0.5.
+        dropout: of the attention weights, while training; independent of W where ranks have equal random states.
+        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout`. Gradients of the
+            parameters are this rank's part of the sequence's: reduce them over cp_group as over data parallel ranks.
+        mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
+
+    Raises:
+        ValueError: head counts that W does not divide (the message names those that work), and what forward says.
+        TypeError: as the linear layers.
+
+    Example:
+        >>> attention = ParallelAttention(512, 8, num_kv_heads=2, causal=True, rope=RotaryEmbedding(64), mesh=mesh)
+        >>> y = attention(x)                # [batch, seq, 512]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        mesh: DeviceMesh,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        rope: Rope | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        cp_group: GroupLike = None,
+        cp_layout: str = "zigzag",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("hidden_size", hidden_size)
+        check_positive("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive("num_kv_heads", num_kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; pass head_dim.")
+            head_dim = hidden_size // num_heads
+        check_positive("head_dim", head_dim)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
+        world_size = check_mesh(mesh).size()
+        check_heads(num_heads, num_kv_heads, world_size)
+        self.mesh = mesh
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rope = rope
+        self.causal = causal
+        self.scale = scale
+        self.dropout = dropout
+        self.sequence_parallel = sequence_parallel
+        self.cp_group = cp_group
+        self.cp_layout = cp_layout
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": 1,
+            "device": device,
+            "dtype": dtype,
+        }
+        kv_size = num_kv_heads * head_dim
+        self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **options)
+        if num_kv_heads % world_size == 0:
+            self.k_proj = ColumnParallelLinear(hidden_size, kv_size, bias, **options)
+            self.v_proj = ColumnParallelLinear(hidden_size, kv_size, bias, **options)
+        else:
+            self.k_proj = RepeatedColumnLinear(hidden_size, kv_size, bias, parts=num_kv_heads, **options)
+            self.v_proj = RepeatedColumnLinear(hidden_size, kv_size, bias, parts=num_kv_heads, **options)
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, hidden_size, bias if out_bias is None else out_bias, **options
+        )
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if qk_norm:
+            where = device or mesh.device_type
+            # A rank sees its own heads only, so the weights' gradients are terms of a sum over ranks.
+            self.q_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
+            self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        rope: Rope | None = None,
+        causal: bool | None = None,
+        num_heads: int | None = None,
+        sequence_parallel: bool = False,
+        cp_group: GroupLike = None,
+        cp_layout: str = "zigzag",
+        memo: Memo | None = None,
+    ) -> ParallelAttention:
+        """The same attention over `mesh`, of an nn.MultiheadAttention or a module with nn.Linear layers q_proj, k_proj,
+        v_proj and o_proj (Llama, Qwen; q_norm and k_norm over head_dim are taken along). Nothing is sent.
+
+        Of nn.MultiheadAttention the packed in_proj_weight becomes q_proj, k_proj and v_proj. `num_heads` defaults to the
+        module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its is_causal,
+        else False. Rotary embeddings live outside such modules: pass `rope`, or there is none.
+
+        Raises:
+            TypeError: layers that are no nn.Linear.
+            ValueError: an nn.MultiheadAttention that is not batch_first or has other key sizes, bias_k or add_zero_attn;
+                missing layers or head counts; a config that speaks of rotary embeddings, but no `rope`.
+
+        Example:
+            >>> block.attention = ParallelAttention.from_module(nn.MultiheadAttention(512, 8, batch_first=True), mesh=mesh)
+        """
+        shared: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
+        shared |= {"cp_group": cp_group, "cp_layout": cp_layout}
+        if isinstance(module, nn.MultiheadAttention):
+            return _from_multihead(cls, module, bool(causal), num_heads, shared)
+        return _from_projections(cls, module, causal, num_heads, shared, memo)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
+        """Attention of x to itself, and to what `kv_cache` holds.
+
+        Args:
+            positions: of the tokens, [seq] or [batch, seq], for `rope`; default: counted on from the cache's length, with
+                cp_group this rank's places in the sequence. Under sequence_parallel those of the whole sequence.
+            attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
+                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for all.
+            kv_cache: keys and values are appended to it; for generation under no_grad.
+            seq_len: length of the whole sequence over the tensor parallel ranks, needed under sequence_parallel where
+                they hold unequal parts.
+
+        Raises:
+            ValueError: x that is not 3-D or of other width; a mask that does not fit; a mask or cache with cp_group.
+        """
+        self._check_input(x, attention_mask, kv_cache)
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim))
+            for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, seq_len)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q, k, self._positions(q, kv_cache) if positions is None else positions)
+        dropout_p = self.dropout if self.training else 0.0
+        if self.cp_group is not None:
+            from fused_tp.ops.ring_attention import ring_attention
+
+            out = ring_attention(
+                q,
+                k,
+                v,
+                group=self.cp_group,
+                causal=self.causal,
+                scale=self.scale,
+                layout=self.cp_layout,
+                dropout_p=dropout_p,
+            )
+        else:
+            if kv_cache is not None:
+                k, v = kv_cache.append(k, v)
+            out = local_attention(
+                q,
+                k,
+                v,
+                mask=self._local_mask(attention_mask, q, k),
+                causal=self.causal,
+                scale=self.scale,
+                dropout_p=dropout_p,
+                first_head=self._first_head(),
+            )
+        return cast(Tensor, self.o_proj(out.flatten(-2)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, causal={self.causal}, "
+            f"dropout={self.dropout}"
+        )
+
+    def _first_head(self) -> int:
+        return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
+
+    def _positions(self, q: Tensor, kv_cache: KVCache | None) -> Tensor:
+        if self.cp_group is not None:
+            from fused_tp.ops import sequence_positions
+            from fused_tp.runtime.group import group_name_and_size
+
+            size = group_name_and_size(self.cp_group)[1]
+            return sequence_positions(q.shape[1] * size, group=self.cp_group, layout=self.cp_layout).to(q.device)
+        seen = 0 if kv_cache is None else kv_cache.length
+        return torch.arange(seen, seen + q.shape[1], device=q.device)
+
+    def _check_input(self, x: Tensor, attention_mask: Tensor | None, kv_cache: KVCache | None) -> None:
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
+        if self.cp_group is not None and (attention_mask is not None or kv_cache is not None):
+            name = "attention_mask" if attention_mask is not None else "kv_cache"
+            raise ValueError(f"{name} cannot be used with cp_group: ring attention has each rank see a part of the keys only.")
+        if attention_mask is not None:
+            if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+                raise TypeError(
+                    f"attention_mask must be bool (True: may attend) or floating point (added), not {attention_mask.dtype}; "
+                    "a mask of ones and zeros is mask.bool()."
+                )
+            if attention_mask.ndim not in (2, 3, 4):
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; it must be [batch, kv_len], "
+                    "[batch, seq, kv_len] or [batch, heads, seq, kv_len]."
+                )
+
+    def _local_mask(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """`mask` as [batch, this rank's heads, q_len, kv_len], dims of 1 left as they are."""
+        if mask is None:
+            return None
+        if mask.ndim == 2:
+            mask = mask[:, None, None, :]
+        elif mask.ndim == 3:
+            mask = mask[:, None]
+        full = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+        if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
+            raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
+        return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
+
+
+def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
+    """Raises ValueError, naming the group sizes that work, where heads cannot be cut over `world_size` ranks."""
+    if num_heads % num_kv_heads:
+        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; it must divide num_heads {num_heads}: one of {divisors}.")
+
+    def works(size: int) -> bool:
+        return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+
+    if not works(world_size):
+        sizes = [size for size in range(1, num_heads + 1) if works(size)]
+        raise ValueError(
+            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be cut over {world_size} ranks: every rank needs "
+            f"equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes that work: {sizes}."
+        )
+
+
+def _from_multihead(
+    cls: type[ParallelAttention],
+    module: nn.MultiheadAttention,
+    causal: bool,
+    num_heads: int | None,
+    shared: dict[str, Any],
+) -> ParallelAttention:
+    if num_heads not in (None, module.num_heads):
+        raise ValueError(f"num_heads is {num_heads}, but the nn.MultiheadAttention has {module.num_heads}.")
+    if not module.batch_first:
+        raise ValueError("the nn.MultiheadAttention has batch_first=False; ParallelAttention takes [batch, seq, hidden].")
+    if not module._qkv_same_embed_dim:
+        raise ValueError(
+            f"the nn.MultiheadAttention has kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is self-attention, "
+            f"where both are embed_dim={module.embed_dim}."
+        )
+    for name in ("bias_k", "bias_v"):
+        if getattr(module, name) is not None:
+            raise ValueError(f"the nn.MultiheadAttention has {name} (add_bias_kv=True), which ParallelAttention lacks.")
+    if module.add_zero_attn:
+        raise ValueError("the nn.MultiheadAttention has add_zero_attn=True, which ParallelAttention lacks.")
+    hidden = module.embed_dim
+    weights = module.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    projections = [_plain_linear(w, b) for w, b in zip(weights, biases, strict=True)]
+    made = cls(
+        hidden,
+        module.num_heads,
+        bias=module.in_proj_bias is not None,
+        out_bias=module.out_proj.bias is not None,
+        causal=causal,
+        dropout=module.dropout,
+        device="meta",
+        dtype=module.in_proj_weight.dtype,
+        **shared,
+    )
+    # The slices of the packed weight are views made for this call, so they cannot be tied to anything: no memo.
+    return _take(made, [*projections, module.out_proj], None).train(module.training)
+
+
+def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An nn.Linear around existing tensors, without memory of its own."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return linear
+
+
+def _from_projections(
+    cls: type[ParallelAttention],
+    module: nn.Module,
+    causal: bool | None,
+    num_heads: int | None,
+    shared: dict[str, Any],
+    memo: Memo | None,
+) -> ParallelAttention:
+    kind = type(module).__name__
+    projections = []
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        layer = getattr(module, name, None)
+        if layer is None:
+            raise ValueError(f"{kind} has no {name}; ParallelAttention knows nn.MultiheadAttention and q/k/v/o_proj.")
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(f"{kind}.{name} is a {type(layer).__name__}, not an nn.Linear.")
+        projections.append(layer)
+    q_proj, k_proj, v_proj, o_proj = projections
+    config = getattr(module, "config", None)
+    if shared["rope"] is None and any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
+        raise ValueError(
+            f"the config of {kind} has rotary embeddings, which live outside the module; pass rope=, such as "
+            "RotaryEmbedding(head_dim, theta)."
+        )
+    width = q_proj.out_features
+    head_dim = getattr(module, "head_dim", None)
+    if num_heads is None:
+        num_heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    if num_heads is None and head_dim is not None:
+        num_heads = width // head_dim
+    if num_heads is None or width % num_heads:
+        raise ValueError(
+            f"the number of heads of {kind} is not known, or does not divide q_proj's {width} features (found {num_heads}); "
+            "pass num_heads."
+        )
+    head_dim = width // num_heads
+    biases = [layer.bias is not None for layer in (q_proj, k_proj, v_proj)]
+    if len(set(biases)) > 1:
+        raise ValueError(f"q_proj, k_proj, v_proj of {kind} must all have a bias or none; found {biases}.")
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    for norm in norms:
+        weight = getattr(norm, "weight", None)
+        if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
+            raise ValueError(f"q_norm and k_norm of {kind} must be norms over head_dim {head_dim} with a weight.")
+    if (norms[0] is None) != (norms[1] is None):
+        raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention has both or none.")
+    dropout = getattr(module, "attention_dropout", 0.0)
+    known = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb")
+    for name, child in module.named_children():
+        if isinstance(child, nn.Dropout):
+            dropout = child.p
+        elif name not in known and not isinstance(child, nn.Identity):
+            raise ValueError(
+                f"{kind} has a submodule {name} ({type(child).__name__}) that ParallelAttention would drop; convert its linear "
+                "layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+            )
+    made = cls(
+        q_proj.in_features,
+        num_heads,
+        k_proj.out_features // head_dim,
+        head_dim,
+        bias=biases[0],
+        out_bias=o_proj.bias is not None,
+        causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
+        scale=getattr(module, "scaling", None),
+        dropout=dropout if isinstance(dropout, float) else 0.0,
+        device="meta",
+        dtype=q_proj.weight.dtype,
+        **shared,
+    )
+    if norms[0] is not None and norms[1] is not None:
+        made.q_norm, made.k_norm = (sequence_parallel_(copy.deepcopy(norm), made.mesh) for norm in norms)
+    return _take(made, projections, memo).train(module.training)
+
+
+def _take(made: ParallelAttention, projections: list[nn.Linear], memo: Memo | None) -> ParallelAttention:
+    """Gives `made`, built on the meta device, the weights of q, k, v and o projections."""
+    for name, linear in zip(("q_proj", "k_proj", "v_proj", "o_proj"), projections, strict=True):
+        getattr(made, name)._take_parameters(linear, memo)
+    return made

@@ -1,0 +1,192 @@
+"""The feed-forward part of a transformer block over a tensor parallel mesh: a column- and a row-parallel layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear, check_positive, column_outputs
+from fused_tp.nn.sharding import Memo
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+# (gate, up, down) as models call them; without a gate, (None, up, down).
+_NAMES: list[tuple[str | None, str, str]] = [
+    ("gate_proj", "up_proj", "down_proj"),
+    (None, "up_proj", "down_proj"),
+    (None, "fc1", "fc2"),
+    (None, "c_fc", "c_proj"),
+]
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
+
+
+class ParallelMLP(nn.Module):
+    """down(act(up(x))), or gated down(act(gate(x)) * up(x)), with the intermediate features cut over `mesh`.
+
+    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's part
+    along `sequence_dim`. Gate and up share one gather. Any intermediate size works.
+
+    Args:
+        hidden_size, intermediate_size: of the full layer.
+        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function.
+        gated: SwiGLU-like (https://arxiv.org/abs/2002.05202), with a third weight `gate_proj`.
+        bias, device, dtype: of all linear layers, as in nn.Linear.
+        mesh: the 1-D DeviceMesh of the tensor parallel ranks.
+
+    Raises:
+        TypeError, ValueError: as the linear layers; an activation of another name.
+
+    Example:
+        >>> mlp = ParallelMLP(512, 1408, activation="silu", gated=True, bias=False, mesh=mesh)
+        >>> y = mlp(x)                      # [batch, seq, 512]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        mesh: DeviceMesh,
+        activation: str | Activation = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("hidden_size", hidden_size)
+        check_positive("intermediate_size", intermediate_size)
+        self.activation = _activation(activation)
+        self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
+
+        def column() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                hidden_size,
+                intermediate_size,
+                bias,
+                mesh=mesh,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=sequence_dim,
+                device=device,
+                dtype=dtype,
+            )
+
+        if gated:
+            self.gate_proj = column()
+        self.up_proj = column()
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        activation: str | Activation | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
+    ) -> ParallelMLP:
+        """The same MLP over `mesh`, of a module with nn.Linear layers gate_proj/up_proj/down_proj (Llama),
+        up_proj/down_proj, fc1/fc2 (OPT, ViT) or c_fc/c_proj (GPT). They keep their names; nothing is sent.
+
+        `activation` defaults to the module's own act_fn, activation_fn, act or activation.
+
+        Raises:
+            TypeError: the layers are no nn.Linear.
+            ValueError: other names, other submodules than these (they would be lost), or no activation found.
+
+        Example:
+            >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
+        """
+        names = _find_names(module)
+        known = {name for name in names if name} | set(_ACTIVATION_NAMES)
+        for name, child in module.named_children():
+            inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+            if name not in known and not inert:
+                raise ValueError(
+                    f"{type(module).__name__} has a submodule {name} ({type(child).__name__}) that {cls.__name__} would "
+                    "drop; convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                )
+        if activation is None:
+            found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
+            activation = next(found, None)
+        if activation is None:
+            raise ValueError(
+                f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}; pass activation=."
+            )
+        mlp = cls.__new__(cls)
+        nn.Module.__init__(mlp)
+        mlp.activation = _activation(activation)
+        mlp._names = names
+        options = {"mesh": mesh, "sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "memo": memo}
+        for name in names[:2]:
+            if name is not None:
+                mlp.add_module(name, ColumnParallelLinear.from_linear(_linear(module, name), **options))
+        mlp.add_module(names[2], RowParallelLinear.from_linear(_linear(module, names[2]), **options))
+        return mlp.train(module.training)
+
+    def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
+        """`seq_len`: length of the whole sequence under `sequence_parallel`, needed where ranks hold unequal parts."""
+        gate_name, up_name, down_name = self._names
+        down = cast(nn.Module, getattr(self, down_name))
+        if gate_name is None:
+            (up,) = column_outputs([getattr(self, up_name)], x, seq_len)
+            return down(self.activation(up))
+        gate, up = column_outputs([getattr(self, gate_name), getattr(self, up_name)], x, seq_len)
+        return down(self.activation(gate) * up)
+
+
+def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
+    for names in _NAMES:
+        if all(hasattr(module, name) for name in names if name is not None):
+            return names
+    known = "; ".join("/".join(name for name in names if name) for names in _NAMES)
+    raise ValueError(
+        f"{type(module).__name__} has none of the layers that ParallelMLP knows ({known}); convert its linear layers one "
+        "by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
+    )
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    linear = getattr(module, name)
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(
+            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, in]; "
+            "convert it to nn.Linear first."
+        )
+    return linear
+
+
+def _activation(activation: str | Activation) -> Activation:
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}.")
+        return ACTIVATIONS[activation]
+    if not callable(activation):
+        raise TypeError(f"activation must be a name or a function, not {type(activation).__name__}.")
+    return activation
