@@ -11,8 +11,6 @@ ARGS ?=
 
 export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# For packages that pip builds: without it their build environments may take another torch than the pinned one.
-export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -24,11 +22,12 @@ all: test
 
 install: $(STAMP)
 
-# --no-build-isolation: the compiler flags then name the same include folders each time, and only what changed compiles.
+# --no-build-isolation: no build environment can then take another torch than the pinned one, and the compiler flags name
+# the same include folders each time, so that only what changed compiles.
 $(STAMP): setup.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(BUILD_TOOLS)
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $@
 
 demo: $(STAMP)
