@@ -244,7 +244,7 @@ void bind_kernels(py::module_& m) {
   m.def(
       "reduce_rows",
       [](Address destination, size_t destination_stride, const std::vector<Address>& sources,
-         const std::vector<size_t>& source_strides, size_t rows, size_t columns, int dtype, int op) {
+         const std::vector<size_t>& source_strides, size_t rows, size_t columns, int dtype, int op, Address copy) {
         const DType type = to_dtype(dtype);
         const ReduceOp reduction = to_reduce_op(op);
         require(!sources.empty() && sources.size() == source_strides.size(), "one row stride is needed per source");
@@ -254,11 +254,14 @@ void bind_kernels(py::module_& m) {
         for (size_t row = 0; row < rows; ++row) {
           for (size_t s = 0; s < sources.size(); ++s)
             at[s] = pointer<const char>(sources[s]) + row * source_strides[s] * size;
-          kernels().reduce(pointer<char>(destination) + row * destination_stride * size, at.data(),
-                           static_cast<int>(at.size()), columns, type, reduction);
+          char* to = pointer<char>(destination) + row * destination_stride * size;
+          kernels().reduce(to, at.data(), static_cast<int>(at.size()), columns, type, reduction);
+          if (copy != 0) std::memcpy(pointer<char>(copy) + row * columns * size, to, columns * size);
         }
       },
-      "destination[row, :] = op over s of sources[s][row, :]; strides in elements.");
+      py::arg("destination"), py::arg("destination_stride"), py::arg("sources"), py::arg("source_strides"),
+      py::arg("rows"), py::arg("columns"), py::arg("dtype"), py::arg("op") = 0, py::arg("copy") = 0,
+      "destination[row, :] = op over s of sources[s][row, :]; strides in elements. `copy`, dense, gets the same.");
   m.def(
       "rms_norm_rows",
       [](const std::vector<Address>& partials, Address residual, Address weight, Address normed, Address new_residual,

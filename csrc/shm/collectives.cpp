@@ -118,14 +118,14 @@ void all_reduce(Group& group, const void* in, void* out, size_t count, DType dty
   const Signature signature =
       make_signature("all_reduce", dtype, {static_cast<int64_t>(count), static_cast<int64_t>(op)});
   if (count * size <= kOneShotBytes) {
-    const auto call = group.begin(signature, count * size);
+    const auto call = group.begin(signature, count * size, false);
     all_reduce_one_shot(group, *call, in, out, count, dtype, op);
     call->end();
     return;
   }
   const size_t ranks = static_cast<size_t>(group.size());
   const size_t block = chunk_elements(ceil_div(count, ranks), ranks, size);
-  const auto call = group.begin(signature, 2 * (ranks + 1) * block * size);
+  const auto call = group.begin(signature, 2 * (ranks + 1) * block * size, false);
   all_reduce_two_shot(group, *call, in, out, count, block, dtype, op);
   call->end();
 }
@@ -140,7 +140,7 @@ void reduce_scatter(Group& group, const void* in, void* out, const std::vector<s
   const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
   const auto call = group.begin(make_signature("reduce_scatter", dtype,
                                                {static_cast<int64_t>(offsets.back()), static_cast<int64_t>(op)}),
-                                2 * static_cast<size_t>(ranks) * block * size);
+                                2 * static_cast<size_t>(ranks) * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
   auto workspace = [&](int r, size_t k, int b) {
@@ -170,7 +170,7 @@ void all_gather(Group& group, const void* in, void* out, const std::vector<size_
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, 1, size);
   const auto call = group.begin(make_signature("all_gather", dtype, {static_cast<int64_t>(offsets.back())}),
-                                2 * block * size);
+                                2 * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
   auto workspace = [&](int r, size_t k) { return call->workspace(r) + (k % 2) * block * size; };
@@ -196,7 +196,7 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   const auto receive_offsets = offsets_of(receive_counts);
   // The workspace starts with the table of send offsets, so that peers find their part.
   const size_t table = round_up(send_offsets.size() * sizeof(size_t), kLine);
-  const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size);
+  const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size, false);
   std::memcpy(call->workspace(me), send_offsets.data(), send_offsets.size() * sizeof(size_t));
   copy(call->workspace(me) + table, in, send_offsets.back() * size);
   call->signal(1);
@@ -240,7 +240,7 @@ void ring_shift(Group& group, const void* in, void* out, size_t count, DType dty
   const size_t bytes = count * element_size(dtype);
   const int ranks = group.size();
   const int from = ((group.rank() - shift) % ranks + ranks) % ranks;
-  const auto call = group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes);
+  const auto call = group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes, false);
   copy(call->workspace(group.rank()), in, bytes);
   call->signal(1);
   if (from != group.rank()) call->wait(from, 1);
@@ -264,7 +264,7 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
   };
   std::array<const void*, kMaxRanks> partials;
   if (a.rows * row_bytes <= kOneShotBytes) {
-    const auto call = group.begin(signature, a.rows * row_bytes);
+    const auto call = group.begin(signature, a.rows * row_bytes, false);
     copy(call->workspace(me), a.partial, a.rows * row_bytes);
     call->signal(1);
     call->wait_all(1);
@@ -281,7 +281,7 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
   const size_t chunk = block * static_cast<size_t>(ranks);
   const size_t chunks = ceil_div(a.rows, chunk);
   const size_t half = (chunk + block) * row_bytes;
-  const auto call = group.begin(signature, 2 * half);
+  const auto call = group.begin(signature, 2 * half, false);
   auto begin_of = [&](size_t k, int b) { return std::min(a.rows, k * chunk + static_cast<size_t>(b) * block); };
   auto length_of = [&](size_t k, int b) { return std::min(a.rows, begin_of(k, b) + block) - begin_of(k, b); };
   auto workspace = [&](int r, size_t k, int b) {

@@ -37,6 +37,7 @@ struct alignas(kLine) Slot {
   uint64_t signature_hash;
   uint64_t workspace_offset;
   uint64_t workspace_bytes;
+  uint64_t all_ended;  // when the call began, the owner had ended all calls up to this one
   // A line of its own: peers look at it when they reuse the slot, not while the call runs.
   alignas(kLine) std::atomic<uint64_t> ended;  // number of the last call of this slot that the owner has ended
   alignas(kLine) Signature signature;

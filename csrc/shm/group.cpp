@@ -61,7 +61,7 @@ int open_pidfd(int pid) {
 // sleep, so that a long wait costs nothing. With more ranks than cores spinning only delays the rank waited for.
 class Backoff {
  public:
-  explicit Backoff(int ranks) : crowded_(ranks > ::sysconf(_SC_NPROCESSORS_ONLN)) {}
+  explicit Backoff(bool crowded) : crowded_(crowded) {}
 
   // True when so much time has passed that the slow checks are worth their cost.
   bool step() {
@@ -96,6 +96,7 @@ class Backoff {
 Group::Group(int rank, int size, size_t reserve_bytes, double timeout_seconds, std::function<void()> interrupted)
     : rank_(rank),
       size_(size),
+      crowded_(size > ::sysconf(_SC_NPROCESSORS_ONLN)),  // asked once: it reads a file
       timeout_seconds_(timeout_seconds),
       interrupted_(std::move(interrupted)),
       segments_(static_cast<size_t>(size)),
@@ -186,7 +187,7 @@ void Group::wait_until(const std::function<bool()>& done, const std::function<bo
     ~CountWait() { total += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()); }
   } count{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
-  Backoff backoff(size_);
+  Backoff backoff(crowded_);
   while (!done()) {
     if (!backoff.step()) continue;
     check();
@@ -234,6 +235,14 @@ void Group::wait_signal(uint32_t* word, uint32_t target, int source) {
   wait_until(done, [&](int r) { return r == source; }, [] {}, signature, last_call_ + kSlots);
 }
 
+uint64_t Group::all_ended_by_me() {
+  const ControlBlock& mine = control(rank_);
+  while (own_ended_ < last_call_ &&
+         mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_relaxed) >= own_ended_ + 1)
+    ++own_ended_;
+  return own_ended_;
+}
+
 void Group::recycle() {
   while (!to_recycle_.empty()) {
     const HeapWorkspace oldest = to_recycle_.front();
@@ -244,7 +253,7 @@ void Group::recycle() {
   }
 }
 
-std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes) {
+std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish) {
   std::lock_guard<std::mutex> lock(mutex_);
   throw_if_unusable();
   const uint64_t number = last_call_ + 1;
@@ -252,7 +261,9 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes) {
   if (number > kSlots) {
     const uint64_t before = number - kSlots;
     auto ended = [&](int r) {
-      return control(r).slots[slot_index].ended.load(std::memory_order_acquire) >= before;
+      // What a peer said when it began a later call often answers this without touching its memory.
+      return known_ended_[r].load(std::memory_order_relaxed) >= before ||
+             control(r).slots[slot_index].ended.load(std::memory_order_acquire) >= before;
     };
     if (!ended(rank_))
       throw GroupError(std::to_string(kSlots) + " calls of this group are in flight on rank " + std::to_string(rank_) +
@@ -276,7 +287,8 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes) {
   slot.workspace_bytes = bytes;
   slot.signature = signature;
   slot.signature_hash = hash_signature(signature);
-  slot.progress.store(number << kStageBits, std::memory_order_release);
+  slot.all_ended = all_ended_by_me();
+  if (publish) slot.progress.store(number << kStageBits, std::memory_order_release);
   return std::make_unique<Call>(shared_from_this(), number, slot_index);
 }
 
@@ -303,6 +315,8 @@ void Call::verify(int rank) {
   const Slot& mine = group_->control(group_->rank()).slots[slot_];
   const Slot& theirs = group_->control(rank).slots[slot_];
   verified_ |= 1ull << rank;
+  // Monotonic per rank, and any older value is still true, so a racing store of another thread does no harm.
+  group_->known_ended_[rank].store(theirs.all_ended, std::memory_order_relaxed);
   if (mine.signature_hash == theirs.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
@@ -354,6 +368,8 @@ void Call::signal(uint32_t stage) {
 
 void Call::end() {
   if (ended_) return;
+  if (!reached(group_->rank(), 0))  // begun unpublished and nothing signalled: there was nothing to move
+    group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
   wait_all(0);
   abandon();
 }

@@ -68,8 +68,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void set_timeout(double seconds) { timeout_seconds_ = seconds; }
   double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
 
-  // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ.
-  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes);
+  // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ. With
+  // `publish` false peers see the call only at its first signal: one transfer of the slot's line less.
+  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true);
 
   // Waits, bounded by the deadline, until `done` is true. `missing` tells for each rank whether it still lacks;
   // `check` looks for other reasons never to succeed.
@@ -93,9 +94,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void check_peers(const Signature& signature, uint64_t number);
   [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
   void recycle();
+  uint64_t all_ended_by_me();
 
   int rank_;
   int size_;
+  bool crowded_;  // more ranks than cores
   double timeout_seconds_;
   std::function<void()> interrupted_;
   std::vector<std::shared_ptr<Segment>> segments_;
@@ -103,6 +106,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Heap> heap_;
   std::mutex mutex_;  // order of calls
   uint64_t last_call_ = 0;
+  uint64_t own_ended_ = 0;  // this rank has ended all calls up to here
+  std::atomic<uint64_t> known_ended_[kMaxRanks] = {};  // and rank r has, as far as this rank has heard
   struct HeapWorkspace {
     uint64_t number;
     size_t offset;

@@ -13,6 +13,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.gemm import linear
 from fused_tp.schedules.select import select_schedule
 
 
@@ -71,7 +72,7 @@ def _backward(ctx: Any, d_output: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs
     return (
-        d_output @ weight if needs_x else None,
+        linear(d_output, weight.t()) if needs_x else None,
         deliver(weight_grad(d_output, x), ctx.main_grads[0]) if needs_weight else None,
         bias_grad(d_output) if needs_bias else None,
         None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.layout import from_rank_major, row_sizes, to_rank_major
-from fused_tp.schedules.local import sum_of_products
+from fused_tp.schedules.gemm import linear, sum_of_products
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.torch_dist import TorchDist
@@ -84,7 +84,7 @@ class Collective:
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
-        outputs = [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         return outputs, x if return_gathered else None
 
     def matmul_reduce_scatter(

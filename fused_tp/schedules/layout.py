@@ -26,10 +26,15 @@ def row_sizes(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]
     return [others * size for size in sizes]
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """`x` [..., n] as [rows, n]; unlike reshape(-1, n) also where there is nothing in it."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
 def to_rank_major(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """`x` [..., n] as contiguous rank-major rows [rows, n]."""
     if prod(x.shape[:dim]) == 1:
-        return x.reshape(-1, x.shape[-1]).contiguous()
+        return as_rows(x).contiguous()
     out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
     start = 0
     for offset, size in zip(rank_offsets(sizes), sizes, strict=True):

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from fused_tp.schedules.base import Product
+from fused_tp.schedules.gemm import linear, sum_of_products
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import Done, Pending
-
-
-def sum_of_products(products: Sequence[Product], bias: Tensor | None = None) -> Tensor:
-    """sum_i x_i @ w_i^T + bias, keeping the leading dims of x."""
-    (x, w), *others = products
-    out = torch.nn.functional.linear(x, w, bias)
-    if others:
-        rows = out.view(-1, out.shape[-1])
-        for x, w in others:
-            rows.addmm_(x.reshape(-1, x.shape[-1]), w.t())
-    return out
 
 
 class Local:
@@ -47,7 +36,7 @@ class Local:
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        outputs = [torch.nn.functional.linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)]
+        outputs = [linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)]
         return outputs, x_shard.clone() if return_gathered else None
 
     def matmul_reduce_scatter(
@@ -76,4 +65,4 @@ class Local:
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(torch.nn.functional.linear(x, weight), residual, norm_weight, eps)
+        return add_rms_norm(linear(x, weight), residual, norm_weight, eps)

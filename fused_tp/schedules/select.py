@@ -111,4 +111,4 @@ def _no_shared_memory(group: Group, device: torch.device) -> str:
     return str(import_module("fused_tp.transport.shm").shm_unavailable_reason(group))
 
 
-_HAS_SHM = find_spec("fused_tp.transport.shm") is not None
+_HAS_SHM = find_spec("fused_tp.transport.shm") is not None and find_spec("fused_tp.schedules.one_sided") is not None

@@ -54,7 +54,8 @@ _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 _DEFAULT_RESERVE_BYTES = 32 << 30
 
 
-def _number_of(dtype: torch.dtype) -> int:
+def dtype_number(dtype: torch.dtype) -> int:
+    """The native core's number of `dtype`; TypeError where it has none."""
     try:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
@@ -125,7 +126,7 @@ class Workspace:
 
 
 def _contiguous_cpu(name: str, tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}; shared-memory collectives take CPU tensors.")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first.")
@@ -157,7 +158,7 @@ class ShmTransport:
 
     def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int) -> Workspace:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
-        return Workspace(self.core_group.begin(op, _number_of(dtype), dims, nbytes), self.core_group)
+        return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes), self.core_group)
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks into `out` (default: a new tensor; may be `tensor` itself).
@@ -178,7 +179,7 @@ class ShmTransport:
             tensor.data_ptr(),
             out.data_ptr(),
             tensor.numel(),
-            _number_of(tensor.dtype),
+            dtype_number(tensor.dtype),
             _REDUCE_NUMBERS[op],
         )
         return out
@@ -195,7 +196,7 @@ class ShmTransport:
             tensor.data_ptr(),
             out.data_ptr(),
             [size * row for size in sizes],
-            _number_of(tensor.dtype),
+            dtype_number(tensor.dtype),
             _REDUCE_NUMBERS[op],
         )
         return out
@@ -208,7 +209,7 @@ class ShmTransport:
         row = math.prod(shard.shape[1:])
         out = shard.new_empty((sum(sizes), *shard.shape[1:]))
         _core.all_gather(
-            self.core_group, shard.data_ptr(), out.data_ptr(), [size * row for size in sizes], _number_of(shard.dtype)
+            self.core_group, shard.data_ptr(), out.data_ptr(), [size * row for size in sizes], dtype_number(shard.dtype)
         )
         return out
 
@@ -225,14 +226,14 @@ class ShmTransport:
             out.data_ptr(),
             [size * row for size in send_sizes],
             [size * row for size in receive_sizes],
-            _number_of(tensor.dtype),
+            dtype_number(tensor.dtype),
         )
         return out
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         """Overwrite `tensor` with that of rank `root`."""
         _contiguous_cpu("tensor", tensor)
-        _core.broadcast(self.core_group, tensor.data_ptr(), tensor.numel(), _number_of(tensor.dtype), root)
+        _core.broadcast(self.core_group, tensor.data_ptr(), tensor.numel(), dtype_number(tensor.dtype), root)
         return tensor
 
     def ring_shift(self, tensor: Tensor, shift: int = 1) -> Tensor:
@@ -240,7 +241,7 @@ class ShmTransport:
         _contiguous_cpu("tensor", tensor)
         out = torch.empty_like(tensor)
         _core.ring_shift(
-            self.core_group, tensor.data_ptr(), out.data_ptr(), tensor.numel(), _number_of(tensor.dtype), shift
+            self.core_group, tensor.data_ptr(), out.data_ptr(), tensor.numel(), dtype_number(tensor.dtype), shift
         )
         return out
 
@@ -269,7 +270,7 @@ class ShmTransport:
             partial.numel() // columns,
             columns,
             eps,
-            _number_of(partial.dtype),
+            dtype_number(partial.dtype),
         )
         return normed, new_residual
 
