@@ -171,9 +171,9 @@ void bind_group(py::module_& m) {
            py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("put_signal", [](Group& group, Address word) { group.put_signal(pointer<uint32_t>(word)); })
       .def("wait_signal",
-           [](Group& group, Address word, uint32_t target, int source) {
+           [](Group& group, Address word, uint32_t target, int source, double timeout_seconds) {
              py::gil_scoped_release release;
-             group.wait_signal(pointer<uint32_t>(word), target, source);
+             group.wait_signal(pointer<uint32_t>(word), target, source, timeout_seconds);
            })
       .def("begin",
            [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {

@@ -178,7 +178,8 @@ void Group::check_peers(const Signature& signature, uint64_t number) {
 }
 
 void Group::wait_until(const std::function<bool()>& done, const std::function<bool(int)>& missing,
-                       const std::function<void()>& check, const Signature& signature, uint64_t number) {
+                       const std::function<void()>& check, const Signature& signature, uint64_t number,
+                       double timeout_seconds) {
   if (done()) return;
   const auto begin = Clock::now();
   struct CountWait {
@@ -199,10 +200,10 @@ void Group::wait_until(const std::function<bool()>& done, const std::function<bo
       next_interrupt_check = now + std::chrono::milliseconds(100);
       interrupted_();
     }
-    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds_) continue;
+    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds) continue;
     std::ostringstream text;
     text << describe(signature) << ", call " << number << ", on rank " << rank_ << " of " << size_
-         << ": waited " << timeout_seconds_ << " s (FUSED_TP_TIMEOUT) for rank";
+         << ": waited " << timeout_seconds << " s (FUSED_TP_TIMEOUT) for rank";
     const char* separator = " ";
     for (int r = 0; r < size_; ++r)
       if (missing(r)) {
@@ -221,7 +222,7 @@ void Group::put_signal(uint32_t* word) {
   reinterpret_cast<std::atomic<uint32_t>*>(word)->fetch_add(1, std::memory_order_release);
 }
 
-void Group::wait_signal(uint32_t* word, uint32_t target, int source) {
+void Group::wait_signal(uint32_t* word, uint32_t target, int source, double timeout_seconds) {
   throw_if_unusable();
   auto done = [&] {
     const uint32_t value = reinterpret_cast<std::atomic<uint32_t>*>(word)->load(std::memory_order_acquire);
@@ -232,7 +233,8 @@ void Group::wait_signal(uint32_t* word, uint32_t target, int source) {
   signature.n_dims = 1;
   signature.dims[0] = source;
   // A number that no rank has ended: every peer matters to this wait.
-  wait_until(done, [&](int r) { return r == source; }, [] {}, signature, last_call_ + kSlots);
+  wait_until(done, [&](int r) { return r == source; }, [] {}, signature, last_call_ + kSlots,
+             timeout_seconds > 0 ? timeout_seconds : timeout_seconds_);
 }
 
 uint64_t Group::all_ended_by_me() {
@@ -273,7 +275,7 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
         if (!ended(r)) return false;
       return true;
     };
-    wait_until(all_ended, [&](int r) { return !ended(r); }, [] {}, signature, before);
+    wait_until(all_ended, [&](int r) { return !ended(r); }, [] {}, signature, before, timeout_seconds_);
   }
   recycle();
   Slot& slot = control(rank_).slots[slot_index];
@@ -338,7 +340,8 @@ void Call::wait(int rank, uint32_t stage) {
                          std::to_string(number_) + ", because of an error of its own");
     };
     group_->wait_until([&] { return reached(rank, stage); },
-                       [&](int r) { return !reached(r, stage); }, check, signature, number_);
+                       [&](int r) { return !reached(r, stage); }, check, signature, number_,
+                       group_->timeout_seconds_);
   }
   verify(rank);
 }

@@ -75,7 +75,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Waits, bounded by the deadline, until `done` is true. `missing` tells for each rank whether it still lacks;
   // `check` looks for other reasons never to succeed.
   void wait_until(const std::function<bool()>& done, const std::function<bool(int)>& missing,
-                  const std::function<void()>& check, const Signature& signature, uint64_t number);
+                  const std::function<void()>& check, const Signature& signature, uint64_t number,
+                  double timeout_seconds);
 
   Heap& heap() { return *heap_; }
   const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
@@ -85,7 +86,8 @@ class Group : public std::enable_shared_from_this<Group> {
   // Counting signals between pairs of ranks, on words that the caller keeps in shared memory (a signal pad). Each put
   // adds one; wait returns once the word has reached `target` (modulo 2^32).
   void put_signal(uint32_t* word);
-  void wait_signal(uint32_t* word, uint32_t target, int source);
+  // A deadline of 0 s is the group's own.
+  void wait_signal(uint32_t* word, uint32_t target, int source, double timeout_seconds);
 
  private:
   friend class Call;
