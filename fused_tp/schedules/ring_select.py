@@ -1,0 +1,66 @@
+"""Which ring serves a group: the same table, settings and names as for every other op."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fused_tp.runtime.group import Group
+from fused_tp.schedules.ring_collective import CollectiveRing
+from fused_tp.schedules.ring_local import LocalRing
+from fused_tp.schedules.ring_one_sided import OneSidedRing
+from fused_tp.schedules.ring_send_recv import SendRecvRing
+from fused_tp.schedules.ring_state import RingCall
+from fused_tp.schedules.select import select_schedule
+from fused_tp.transport.shm import shm_transport
+from fused_tp.transport.torch_dist import torch_dist
+
+OP = "ring_attention"
+
+
+class Ring(Protocol):
+    """How keys get to queries and their gradients back.
+
+    Tensors are [B, S, H, D] as in `fused_tp.ring_attention`, last dim dense. `dims` is what all ranks must agree on.
+    """
+
+    name: str
+
+    def forward(
+        self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, Dv], lse [B, H, S])."""
+        ...
+
+    def backward(
+        self,
+        call: RingCall,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dims: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), in the shapes and dtypes of q, k, v."""
+        ...
+
+
+def select_ring(group: Group, k: Tensor, v: Tensor, seq_len: int) -> Ring:
+    """The ring for one call, by the size of all K/V, which is what a plain schedule would gather.
+
+    Raises:
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
+    """
+    columns = k.shape[2] * (k.shape[3] + v.shape[3])
+    name = select_schedule(OP, group, k.dtype, k.device, seq_len * k.shape[0], None, columns).name
+    if name == "local":
+        return LocalRing()
+    if name == "one_sided":
+        shared = shm_transport(group)
+        assert shared is not None, "select_schedule has just found it"
+        return OneSidedRing(shared)
+    transport = torch_dist(group, k.device.type)
+    return CollectiveRing(transport) if name == "plain" else SendRecvRing(transport)
