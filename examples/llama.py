@@ -36,8 +36,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}: RoPE needs an even "
-                f"head size, so hidden_size must be a multiple of {2 * self.num_attention_heads}."
+                f"hidden_size is {self.hidden_size} and num_attention_heads {self.num_attention_heads}: RoPE needs an "
+                f"even head size, so hidden_size must be a multiple of {2 * self.num_attention_heads}."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -91,7 +91,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps) over the last dim, in fp32 inside (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dim, in fp32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Llama(nn.Module):
     def generate(
         self, tokens: Tensor, max_new_tokens: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Continue `tokens` [batch, seq] by `max_new_tokens`, one at a time through a KV cache; greedy at temperature 0."""
+        """Continue `tokens` [batch, seq] by `max_new_tokens`, through a KV cache; greedy at temperature 0."""
         cache = KVCache()
         new = tokens
         for _ in range(max_new_tokens):

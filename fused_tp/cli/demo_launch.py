@@ -1,0 +1,57 @@
+"""Start the demo's ranks, or join those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fused_tp.cli.demo_settings import DemoSettings, under_torchrun
+from fused_tp.runtime.settings import timeout_seconds
+
+RankMain = Callable[[DemoSettings], None]
+
+
+def launch(rank_main: RankMain, settings: DemoSettings) -> None:
+    """Run `rank_main(settings)` on settings.ranks ranks; returns when all have ended, raises when one has failed.
+
+    Under torchrun this process is one of the ranks. Otherwise the ranks are started here, on this host, and this
+    process holds their store, so that nobody can take its port between picking and using it.
+    """
+    if under_torchrun():
+        _run_rank(rank_main, settings, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
+        return
+    if sys.platform == "linux":
+        # Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_spawned, args=(rank_main, settings, store.port), nprocs=settings.ranks)
+
+
+def _spawned(rank: int, rank_main: RankMain, settings: DemoSettings, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
+    _run_rank(rank_main, settings, rank, rank, store)
+
+
+def _run_rank(
+    rank_main: RankMain, settings: DemoSettings, rank: int, local_rank: int, store: dist.Store | None
+) -> None:
+    torch.set_num_threads(settings.threads)
+    backend = "gloo"
+    if settings.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_seconds())
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=timeout)
+    try:
+        rank_main(settings)
+    finally:
+        dist.destroy_process_group()
