@@ -149,7 +149,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         weight_grads[i] = deliver(d, ctx.main_grads[i])
     bias_owners = [i for i, has in enumerate(ctx.has_bias) if has]
     bias_grads = [
-        bias_grad(grads[i]) if needs and grads[i] is not None else None
+        bias_grad(d) if needs and (d := grads[i]) is not None else None
         for i, needs in zip(bias_owners, ctx.needs_bias, strict=True)
     ]
     return d_x if needs_x else None, weight_grads, bias_grads, None, None, None, None, None
@@ -183,9 +183,7 @@ def _compute_grads(
     with span("fused_tp::all_gather_matmul_backward"):
         if needs_x and d_outputs:
             products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-            d_x = schedule.matmul_reduce_scatter(
-                products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads
-            )
+            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
         else:
             compute_weight_grads()
         if needs_x and d_gathered is not None:

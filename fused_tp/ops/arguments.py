@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from fused_tp.runtime.partition import shard_range
 
@@ -19,10 +19,11 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
     """A local floating-point tensor with at least `least_dims` dims."""
-    if isinstance(t, DTensor):
-        raise TypeError(f"{name} is a DTensor; pass this rank's part of it, {name}.to_local().")
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
+    if type(t) is not Tensor and type(t) is not Parameter:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
+        if hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
+            raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
     if t.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {t.dtype}; the op takes float16, bfloat16, float32 and float64.")
     if t.ndim < least_dims:
@@ -69,7 +70,9 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
         return list(weight), [None] * len(weight)
     if not isinstance(bias, (list, tuple)) or len(bias) != len(weight):
         given = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
-        raise ValueError(f"bias is {given}, but weight is a list of {len(weight)}; pass a list with a bias or None for each.")
+        raise ValueError(
+            f"bias is {given}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
+        )
     return list(weight), list(bias)
 
 
@@ -80,7 +83,9 @@ def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
         raise ValueError(f"{name}={dim} is out of range for {t_name} of shape {tuple(t.shape)}.")
     dim %= t.ndim
     if dim == t.ndim - 1:
-        raise ValueError(f"{name}={dim} is the last dim of {t_name}, its features; pass a dim of tokens, 0 to {t.ndim - 2}.")
+        raise ValueError(
+            f"{name}={dim} is the last dim of {t_name}, its features; pass a dim of tokens, 0 to {t.ndim - 2}."
+        )
     return int(dim)
 
 

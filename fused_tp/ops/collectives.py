@@ -87,7 +87,7 @@ def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
         y = my_own_part(copy_to_group(x, group=mesh["tp"]))
     """
     check_tensor("x", x, least_dims=0)
-    result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])  # type: ignore[no-untyped-call]
+    result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])
     return result
 
 
@@ -99,7 +99,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     """
     check_tensor("x", x)
     name, size, rank = group_identity(group)
-    result: Tensor = _Scatter.apply(x, any_dim("dim", dim, "x", x), name, size, rank)  # type: ignore[no-untyped-call]
+    result: Tensor = _Scatter.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
     return result
 
 
@@ -115,7 +115,7 @@ def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | No
     dim = any_dim("dim", dim, "x_shard", x_shard)
     name, size, rank = group_identity(group)
     total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    result: Tensor = _Gather.apply(x_shard, dim, total, name, size, rank)  # type: ignore[no-untyped-call]
+    result: Tensor = _Gather.apply(x_shard, dim, total, name, size, rank)
     return result
 
 

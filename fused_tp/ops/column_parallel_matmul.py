@@ -25,7 +25,7 @@ def column_parallel_matmul(
     *,
     group: GroupLike,
 ) -> Any:
-    """y = x @ weight^T + bias for x that all ranks hold; in backward dx is a `matmul_all_reduce`, dW computed meanwhile.
+    """y = x @ weight^T + bias for x that all ranks hold; backward sums dx over ranks and computes dW meanwhile.
 
     Several weights that read the same input (q, k, v; gate, up) share one sum in backward.
 
@@ -45,7 +45,7 @@ def column_parallel_matmul(
     Example:
         gate, up = column_parallel_matmul(x, [w_gate, w_up], group=mesh["tp"])
 
-    Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+    Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
     weights, biases = as_lists(weight, bias)
     dtype = autocast_dtype(x)
@@ -121,9 +121,7 @@ def _compute_grads(
         compute_weight_grads()
         return [x.new_empty(0), *d_weights]
     rows = prod(x.shape[:-1])
-    schedule = select_schedule(
-        "matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1]
-    )
+    schedule = select_schedule("matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1])
     products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
     with span("fused_tp::column_parallel_matmul_backward"):
         d_x = schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads)

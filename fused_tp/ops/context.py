@@ -23,7 +23,8 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 def main_grads(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor] | None]:
     """(weight, its main_grad) where it has one. Looked up in forward: unpacked saved tensors lose Python attributes."""
-    return [(w, w.main_grad) if getattr(w, "main_grad", None) is not None else None for w in weights]
+    grads = [getattr(w, "main_grad", None) for w in weights]
+    return [None if grad is None else (w, grad) for w, grad in zip(weights, grads, strict=True)]
 
 
 def deliver(weight_grad: Tensor, target: tuple[Tensor, Tensor] | None) -> Tensor | None:
@@ -39,5 +40,5 @@ def deliver(weight_grad: Tensor, target: tuple[Tensor, Tensor] | None) -> Tensor
     main_grad.add_(weight_grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  # Tensor does not declare it
     return torch.zeros_like(weight)

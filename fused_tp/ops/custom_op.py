@@ -1,9 +1,9 @@
 """A differentiable op under both of torch's doors: `torch.library` for compilers, `autograd.Function` for eager code.
 
-`torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) must see one op with
-a schema, a fake and an autograd formula: a `torch.library` op. In eager mode that door costs 17 us a call where nothing
-needs a gradient and 52 us where something does (list arguments, torch 2.13, one x86 core), against 7 us for a whole
-decode-sized `F.linear`. So plain tensors in eager mode go straight to the implementation, or through an
+`torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) must see one op
+with a schema, a fake and an autograd formula: a `torch.library` op. In eager mode that door costs 17 us a call where
+nothing needs a gradient and 52 us where something does (list arguments, torch 2.13, one x86 core), against 7 us for a
+whole decode-sized `F.linear`. So plain tensors in eager mode go straight to the implementation, or through an
 `autograd.Function` around the very same implementation and formula (12 us). `torch.library.custom_op` was measured too:
 4 to 6 us more than `Library.define` + `impl` for the same.
 """
@@ -51,6 +51,7 @@ class CustomOp:
             torch.library.register_autograd(
                 f"fused_tp::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
             )
+        self.returns_list = schema.endswith("[]")
         self.overload = getattr(torch.ops.fused_tp, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -79,14 +80,12 @@ class CustomOp:
             else:
                 lengths.append(-1)
                 flat.append(arg)
-        outputs = _Eager.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-        return list(outputs) if _Eager.returns_list.get(self.name) else outputs
+        outputs = _Eager.apply(self, lengths, *flat)
+        return list(outputs) if self.returns_list else outputs
 
 
 class _Eager(torch.autograd.Function):
     """Autograd tracks tensors that are arguments themselves, not those in lists: lists travel flattened."""
-
-    returns_list: dict[str, bool] = {}
 
     @staticmethod
     def forward(ctx: Any, op: CustomOp, lengths: list[int], *flat: Any) -> Any:
@@ -95,13 +94,12 @@ class _Eager(torch.autograd.Function):
         assert op.setup_context is not None
         op.setup_context(ctx, args, output)
         ctx.op, ctx.lengths = op, lengths
-        is_list = _Eager.returns_list[op.name] = isinstance(output, list)
-        return tuple(output) if is_list else output
+        return tuple(output) if op.returns_list else output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         op = ctx.op
-        result = op.backward(ctx, list(grads)) if _Eager.returns_list[op.name] else op.backward(ctx, *grads)
+        result = op.backward(ctx, list(grads)) if op.returns_list else op.backward(ctx, *grads)
         flat: list[Any] = [None, None]
         for value, length in zip(result, ctx.lengths, strict=True):
             if length < 0:

@@ -38,7 +38,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     Example:
         y = matmul_all_reduce(hidden, w_down, group=mesh["tp"])
 
-    Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+    Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
     dtype = autocast_dtype(x)
     if dtype is not None:

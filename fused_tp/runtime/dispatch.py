@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Choice:
     rule: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def _arch_of_cuda(index: int | None) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
@@ -101,7 +101,7 @@ def _choose(
             limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key != "schedule") or "every size"
             return Choice(rule["schedule"], f"{'/'.join(keys)}: {limits}")
     raise ValueError(
-        f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end the list with a rule without limits."
+        f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end it with a rule without limits."
     )
 
 

@@ -60,14 +60,14 @@ def _describe(process_group: ProcessGroup) -> Group:
     return group
 
 
-def _process_group(group: GroupLike) -> ProcessGroup | None:
+def _process_group(group: object) -> ProcessGroup | None:
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
+            names: tuple[object, ...] = group.mesh_dim_names or tuple(range(group.ndim))
             raise ValueError(
                 f"group is a DeviceMesh with {group.ndim} dims {names}; pass a 1-D mesh, such as mesh[{names[-1]!r}]."
             )
@@ -109,7 +109,7 @@ def group_by_name(name: str) -> Group:
     if name == SINGLE_NAME:
         return SINGLE
     try:
-        process_group = _resolve_process_group(name)
+        process_group = _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName is str, and not in torch 2.10
     except RuntimeError as error:
         raise RuntimeError(f"There is no process group named {name!r} any more; was it destroyed?") from error
     return _describe(process_group)

@@ -1,10 +1,10 @@
-"""How a tensor dim is cut over the ranks: as DTensor's `Shard` does (`torch.chunk`), so the last ranks may hold less."""
+"""How a tensor dim is cut over the ranks: as DTensor's `Shard` does (`torch.chunk`), the last ranks may hold less."""
 
 from __future__ import annotations
 
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Start and stop of `rank`'s part of a dim of `size`: chunks of ceil(size / world_size), the last ones short or empty.
+    """Start and stop of `rank`'s part of a dim of `size`: ceil(size / world_size) long, the last ones short or empty.
 
     >>> [shard_range(7, 4, r) for r in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 7)]

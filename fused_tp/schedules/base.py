@@ -68,7 +68,7 @@ class Schedule(Protocol):
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(new_residual) * norm_weight, new_residual), new_residual = residual + sum of `partial` over ranks."""
+        """(rms_norm(new_residual) * norm_weight, new_residual) for new_residual = residual + sum of `partial`."""
         ...
 
     def matmul_all_reduce_rms_norm(

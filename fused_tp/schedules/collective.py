@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
-from fused_tp.schedules.layout import from_rank_major, row_sizes, to_rank_major
 from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.layout import from_rank_major, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.torch_dist import TorchDist

@@ -11,17 +11,18 @@ from fused_tp.transport.base import accumulate_dtype
 def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, new_residual) for new_residual = residual + total, normed = new_residual / rms(new_residual) * weight.
 
-    The norm is taken of the rounded new_residual, because that is what backward has and what the next layer sees.
+    The norm is taken of the rounded new_residual, because that is what backward has and what the next layer sees. It is
+    computed in float32 (float64 for float64) and rounded once.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     new_residual = residual + total
-    return torch.nn.functional.rms_norm(new_residual, norm_weight.shape, norm_weight, eps), new_residual
+    h = new_residual.to(accumulate_dtype(new_residual.dtype))
+    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * scale * norm_weight).to(new_residual.dtype), new_residual
 
 
-def rms_norm_backward(
-    d_normed: Tensor, new_residual: Tensor, norm_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of (new_residual, norm_weight) for normed = h * rsqrt(mean(h^2) + eps) * weight, in float32 or float64."""
+def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """d(new_residual), d(norm_weight) of normed = h * rsqrt(mean(h^2) + eps) * weight, in float32 or float64."""
     dtype = accumulate_dtype(new_residual.dtype)
     h, d = new_residual.to(dtype), d_normed.to(dtype)
     scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)

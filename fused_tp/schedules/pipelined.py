@@ -16,8 +16,8 @@ from torch import Tensor
 from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective
-from fused_tp.schedules.layout import from_rank_major, rank_offsets
 from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.layout import from_rank_major, rank_offsets
 from fused_tp.transport.base import Pending
 
 CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides

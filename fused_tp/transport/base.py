@@ -73,11 +73,11 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     """Sum of `terms` [W, ...] over dim 0, plus `bias`, accumulated in rank order and rounded once to terms' dtype.
 
     One term after the other, and not `terms.sum(0)`: that may split the terms over several accumulators, in an order
-    that depends on the shape, and then two ranks that sum different slices would round differently. `terms` may be
-    overwritten.
+    that depends on the shape, and then two ranks that sum different slices would round differently. The result has
+    memory of its own, so that it does not keep all terms alive.
     """
     dtype = terms.dtype
-    total = terms[0].to(accumulate_dtype(dtype))
+    total = terms[0].to(accumulate_dtype(dtype), copy=True)
     for term in terms[1:]:
         total.add_(term)
     if bias is not None:

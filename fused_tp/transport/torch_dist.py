@@ -26,6 +26,10 @@ from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
 # and an all-gather (two steps, 2/W of the bytes).
 ONE_SHOT_BYTES = 64 * 1024
 
+# torch 2.13 has renamed the two; the old names warn, but are what 2.10 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _SIGNATURE_BYTES = 512
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
@@ -111,9 +115,9 @@ class TorchDist:
         everyone = self.all_gather("check", mine.to(device)).wait().view(self.world_size, -1).cpu()
         for rank, theirs in enumerate(everyone):
             if not torch.equal(theirs, everyone[0]):
-                first, other = (bytes(t.tolist())[4:].rstrip(b"\0").decode(errors="replace") for t in (everyone[0], theirs))
+                first, other = (_shown(t) for t in (everyone[0], theirs))
                 raise RankMismatchError(
-                    f"The ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
+                    f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
                     "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
                 )
 
@@ -124,9 +128,7 @@ class TorchDist:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
             return Done(out)
-        moving = self._start(
-            op, lambda: dist.all_gather_into_tensor(out, x, group=self.group.process_group, async_op=True)
-        )
+        moving = self._start(op, lambda: _all_gather(out, x, group=self.group.process_group, async_op=True))
 
         def finish() -> Tensor:
             moving.wait()
@@ -176,9 +178,7 @@ class TorchDist:
         own = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
-            moving = self._start(
-                op, lambda: dist.reduce_scatter_tensor(out, x, group=self.group.process_group, async_op=True)
-            )
+            moving = self._start(op, lambda: _reduce_scatter(out, x, group=self.group.process_group, async_op=True))
 
             def finish() -> Tensor:
                 moving.wait()
@@ -189,7 +189,7 @@ class TorchDist:
         return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
-        """The sum over ranks of `x` [..., n] (which may be overwritten), plus `bias` [n]; the same bits on every rank."""
+        """The sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; the same bits on every rank."""
         first = self.all_reduce_steps(op, x, bias)
         return After(lambda: first.wait().wait())
 
@@ -233,6 +233,10 @@ class TorchDist:
             op, lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group.process_group, async_op=True)
         ).wait()
         return x
+
+
+def _shown(signature: Tensor) -> str:
+    return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
 
 class _Works:
