@@ -44,7 +44,10 @@ class SharedGather:
         """Layer `index`'s output for x: the waiting one where it is still what the layer would compute, else all anew."""
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, gather_size)
-        state = (*_modes(x), gather_size, *_written(x, self.layers))
+        written = _written(x, self.layers)
+        if written is None:
+            return column_forward([self.layers[index]], x, gather_size)[0]
+        state = (*_modes(x), torch.is_inference_mode_enabled(), gather_size, *written)
         parts = self.parts
         if parts is not None and parts.x is x and parts.state == state and index in parts.outputs:
             output = parts.outputs.pop(index)
@@ -74,7 +77,8 @@ def share_gather(layers: Sequence[nn.Module]) -> None:
     """Makes column-parallel layers that a model calls with the same tensor share one gather and one op.
 
     The layers' results do not change, only when they are computed. Works under autograd, no_grad, torch.compile and
-    activation checkpointing. A layer can be in one group only.
+    activation checkpointing; under inference_mode each layer computes for itself, as nobody counts there whether a tensor
+    was written to (generate under no_grad). A layer can be in one group only.
 
     Raises:
         TypeError: something other than ColumnParallelLinear.
@@ -114,24 +118,17 @@ def _modes(x: Tensor) -> tuple[Any, ...]:
     """The autograd and autocast modes that outputs depend on."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, x.requires_grad
+    return torch.is_grad_enabled(), autocast, x.requires_grad
 
 
-def _written(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[int | bool]:
-    """Which tensors the outputs are computed from, and how often they were written to."""
-    written: list[int | bool] = [_version(x)]
-    for layer in layers:
-        for parameter in (layer.weight, layer.bias):
-            if parameter is not None:
-                written += [id(parameter), _version(parameter), parameter.requires_grad]
-    return written
-
-
-def _version(t: Tensor) -> int:
-    """How often `t` was written to, as autograd counts. Inference tensors are not counted."""
-    if isinstance(t, DTensor):
-        t = t._local_tensor  # the counter of the DTensor itself does not move when its local part is written
-    return 0 if t.is_inference() else t._version
+def _written(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[int | bool] | None:
+    """Which tensors the outputs are computed from, and how often they were written to; None where that is not counted."""
+    parameters = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
+    # A DTensor and its local part count apart, and a write through one does not move the counter of the other.
+    tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
+    if any(t.is_inference() for t in tensors):
+        return None
+    return [*(t._version for t in tensors), *map(id, parameters), *(p.requires_grad for p in parameters)]
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------

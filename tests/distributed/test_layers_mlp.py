@@ -1,0 +1,184 @@
+"""ParallelMLP and norms under sequence parallelism against unsharded modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fused_tp.nn import ColumnParallelLinear, ParallelMLP, sequence_parallel_
+from fused_tp.runtime.partition import shard_range
+from tests.reference import seeded
+from tests.workers import device_mesh, run_ranks
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Gated(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.silu, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(6, 13, bias)
+        self.up_proj = nn.Linear(6, 13, bias)
+        self.down_proj = nn.Linear(13, 6, bias)
+        self.act_fn = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, up: str, down: str, act: nn.Module) -> None:
+        super().__init__()
+        self.add_module(up, nn.Linear(6, 10))
+        self.add_module(down, nn.Linear(10, 6))
+        self.activation_fn = act
+        self.names = (up, down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = (getattr(self, name) for name in self.names)
+        return down(self.activation_fn(up(x)))
+
+
+def check(group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **kwargs: Any) -> None:
+    x_full = seeded(2, 7, 6, dtype=torch.float64).requires_grad_()
+    start, stop = shard_range(7, group.size(), group.rank()) if sequence_parallel else (0, 7)
+    x = x_full.detach()[:, start:stop].clone().requires_grad_()
+    y_full, y = full(x_full), sharded(x, **kwargs)
+    grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
+    y_full.backward(grad)
+    y.backward(grad[:, start:stop])
+    torch.testing.assert_close(y, y_full[:, start:stop], **EXACT)
+    assert x_full.grad is not None
+    torch.testing.assert_close(x.grad, x_full.grad[:, start:stop], **EXACT)
+    for (name, mine), (full_name, theirs) in zip(sharded.named_parameters(), full.named_parameters(), strict=True):
+        assert name == full_name
+        assert isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and theirs.grad is not None
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=0)
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
+
+
+def mlp_cases(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [
+        Gated(),
+        Gated(F.relu, bias=True),
+        Plain("fc1", "fc2", nn.GELU()),
+        Plain("c_fc", "c_proj", nn.GELU(approximate="tanh")),
+        Plain("up_proj", "down_proj", nn.ReLU()),
+    ]
+    for module in modules:
+        for sequence_parallel in (False, True):
+            full = copy.deepcopy(module).double()
+            sharded = ParallelMLP.from_module(full, mesh=mesh, sequence_parallel=sequence_parallel)
+            check(group, full, sharded, sequence_parallel, seq_len=7 if sequence_parallel else None)
+    for activation, function in {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}.items():
+        torch.manual_seed(0)
+        mlp = ParallelMLP(6, 13, mesh=mesh, activation=activation, gated=True, bias=False, dtype=torch.float64)
+        full = Gated(function).double()
+        full.load_state_dict({name: p.full_tensor() for name, p in mlp.state_dict().items()})
+        check(group, full, mlp, False)
+    tanh = ParallelMLP(6, 10, mesh=mesh, activation="gelu_tanh", dtype=torch.float64)
+    full = Plain("up_proj", "down_proj", nn.GELU(approximate="tanh")).double()
+    full.load_state_dict({name: p.full_tensor() for name, p in tanh.state_dict().items()})
+    check(group, full, tanh, False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_mlp_equals_the_unsharded(world_size: int) -> None:
+    run_ranks(world_size, mlp_cases)
+
+
+def hooked_projection(group: dist.ProcessGroup) -> None:
+    """Something attached to a projection is not bypassed by the shared gather."""
+    torch.manual_seed(0)
+    full = Gated().double()
+    sharded = ParallelMLP.from_module(full, mesh=device_mesh(group))
+    seen = []
+    sharded.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    check(group, full, sharded, False)
+    assert seen == [1]
+
+
+def test_hooks_of_projections_run() -> None:
+    run_ranks(2, hooked_projection)
+
+
+def norm_cases(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    for make in (nn.LayerNorm, nn.RMSNorm):
+        full = make(6, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in full.parameters():
+                parameter.copy_(seeded(6, dtype=torch.float64, seed=4))
+        sharded = sequence_parallel_(copy.deepcopy(full), mesh)
+        assert isinstance(sharded, make)
+        check(group, full, copy.deepcopy(sharded), True)
+    dropout = nn.Dropout()
+    assert sequence_parallel_(dropout, mesh) is dropout
+    with pytest.raises(ValueError, match="has submodules"):
+        sequence_parallel_(nn.Sequential(nn.LayerNorm(6)), mesh)
+    with pytest.raises(TypeError, match="DTensor already"):
+        sequence_parallel_(sharded, mesh)
+    with pytest.raises(TypeError, match="mesh must be"):
+        sequence_parallel_(nn.LayerNorm(6), group)  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_norms_under_sequence_parallelism(world_size: int) -> None:
+    run_ranks(world_size, norm_cases)
+
+
+def bad_modules(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    with pytest.raises(ValueError, match="activation must be one of gelu"):
+        ParallelMLP(6, 8, mesh=mesh, activation="tanh")
+    with pytest.raises(TypeError, match="activation must be a name or a function"):
+        ParallelMLP(6, 8, mesh=mesh, activation=3)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ValueError, match="intermediate_size must be a positive integer"):
+        ParallelMLP(6, 0, mesh=mesh)
+    with pytest.raises(TypeError, match="mesh must be"):
+        ParallelMLP(6, 8, mesh=group)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ValueError, match="has none of the layers"):
+        ParallelMLP.from_module(nn.Linear(3, 3), mesh=mesh)
+    with pytest.raises(TypeError, match=r"c_fc is a Conv1d"):
+        ParallelMLP.from_module(_with(c_fc=nn.Conv1d(1, 1, 1), c_proj=nn.Linear(3, 3), act=nn.ReLU()), mesh=mesh)
+    with pytest.raises(ValueError, match="pass activation="):
+        ParallelMLP.from_module(_with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3)), mesh=mesh)
+    with pytest.raises(ValueError, match="submodule norm"):
+        ParallelMLP.from_module(_with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), norm=nn.LayerNorm(3)), mesh=mesh)
+    with pytest.raises(ValueError, match="submodule drop"):
+        ParallelMLP.from_module(_with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), drop=nn.Dropout(0.5)), mesh=mesh)
+    with pytest.raises(ValueError, match="last dim must be 6"):
+        ParallelMLP(6, 8, mesh=mesh)(torch.ones(2, 5))
+
+
+def _with(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def test_bad_modules_are_refused() -> None:
+    run_ranks(1, bad_modules)
+
+
+def grad_of_unused_part(group: dist.ProcessGroup) -> None:
+    """A rank without output features still takes part in the backward of its peers."""
+    layer = ColumnParallelLinear(4, 1, mesh=device_mesh(group), dtype=torch.float64)
+    x = seeded(3, 4, dtype=torch.float64).requires_grad_()
+    layer(x).sum().backward()
+    assert isinstance(layer.weight, DTensor)
+    torch.testing.assert_close(x.grad, layer.weight.full_tensor().expand(3, 4), **EXACT)
+
+
+def test_rank_without_features() -> None:
+    run_ranks(3, grad_of_unused_part)

@@ -1,0 +1,264 @@
+"""share_gather: one op for all layers of a group, and never a result that calling the layer would not give."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.nn import ColumnParallelLinear, share_gather
+from fused_tp.runtime.partition import shard_range
+from tests.reference import seeded
+from tests.workers import device_mesh, run_ranks
+
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+
+
+class Counted:
+    """Counts the multi-weight calls that the layers make."""
+
+    def __init__(self) -> None:
+        import sys
+
+        self.module = sys.modules["fused_tp.nn.share_gather"]
+        self.calls: list[int] = []
+
+    def __enter__(self) -> Counted:
+        self.original = self.module.column_forward  # type: ignore[attr-defined]  # a module object
+
+        def counting(layers: Any, x: Tensor, gather_size: int | None = None) -> Any:
+            self.calls.append(len(layers))
+            return self.original(layers, x, gather_size)
+
+        self.module.column_forward = counting  # type: ignore[attr-defined]  # a module object
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.module.column_forward = self.original  # type: ignore[attr-defined]  # a module object
+
+
+class CountingBackend:
+    """torch.compile backend "aot_eager" that counts the calls of column_parallel_matmul in what was traced."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for module in graph.modules():  # the bodies of checkpoints are modules inside
+            if isinstance(module, torch.fx.GraphModule):
+                self.calls += sum("column_parallel_matmul" in str(node.target) for node in module.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+class Projections(nn.Module):
+    def __init__(self, mesh: dist.device_mesh.DeviceMesh | None, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList(nn.Linear(6, out, dtype=torch.float64) for out in (8, 4, 3))
+        if mesh is not None:
+            for i, linear in enumerate(list(self.linears)):
+                assert isinstance(linear, nn.Linear)
+                self.linears[i] = ColumnParallelLinear.from_linear(
+                    linear, mesh=mesh, sequence_parallel=sequence_parallel, gather_output=True
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x) for linear in self.linears)
+        return q.sum(-1) * k.prod(-1) + v.sin().sum(-1)
+
+
+def shared_projections(group: dist.ProcessGroup, sequence_parallel: bool = False) -> Projections:
+    model = Projections(device_mesh(group), sequence_parallel)
+    share_gather(list(model.linears))
+    return model
+
+
+def forward_and_backward(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    full, model = Projections(None), shared_projections(group, sequence_parallel)
+    tokens = 2 * group.size()
+    x_full = seeded(tokens, 6, dtype=torch.float64).requires_grad_()
+    start, stop = shard_range(tokens, group.size(), group.rank()) if sequence_parallel else (0, tokens)
+    full(x_full).sum().backward()
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False), lambda x: checkpoint(model, x, use_reentrant=True)):
+        model.zero_grad()
+        x = x_full.detach()[start:stop].clone().requires_grad_()
+        with Counted() as counted:
+            y = run(x)
+            assert counted.calls == [3]
+            with torch.no_grad():
+                assert torch.equal(model(x), y)
+            y.sum().backward()
+        torch.testing.assert_close(y, full(x_full), **EXACT)
+        assert x_full.grad is not None
+        torch.testing.assert_close(x.grad, x_full.grad[start:stop], **EXACT)
+        for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[operator]  # a DTensor
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_are_those_of_separate_layers(world_size: int, sequence_parallel: bool) -> None:
+    run_ranks(world_size, forward_and_backward, sequence_parallel)
+
+
+def never_stale(group: dist.ProcessGroup) -> None:
+    model = shared_projections(group)
+    alone = Projections(device_mesh(group))  # the same weights, no group
+    q, k, v = model.linears
+    x = seeded(4, 6, dtype=torch.float64)
+
+    def same(i: int, x: Tensor) -> None:
+        assert torch.equal(model.linears[i](x), alone.linears[i](x))
+
+    with Counted() as counted:
+        q(x)
+        x.add_(1)  # written to in place
+        same(1, x)
+        same(2, x)
+        assert counted.calls == [3, 3]
+    with Counted() as counted:  # an equal tensor is not the same tensor
+        x = x.clone()
+        q(x)
+        same(1, x.clone())
+        assert counted.calls == [3, 3]
+    with Counted() as counted:  # a part is handed out once
+        x = x.clone()
+        for _ in range(3):
+            same(0, x)
+        assert counted.calls == [3, 3, 3]
+    x = x.clone()
+    q(x)
+    with torch.no_grad():
+        for projections in (model, alone):
+            projections.linears[1].weight.mul_(2)  # type: ignore[operator]  # a DTensor
+    same(1, x)
+    x = x.clone()
+    with torch.no_grad():
+        q(x)
+    assert k(x).requires_grad  # computed under no_grad, asked for under grad
+    with torch.inference_mode():  # nobody counts writes there
+        y = seeded(4, 6, dtype=torch.float64)
+        q(y)
+        y.add_(1)
+        same(2, y)
+    single = Projections(device_mesh(group)).float()
+    share_gather(list(single.linears))
+    z = seeded(4, 6)
+    single.linears[0](z)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert single.linears[1](z).dtype == torch.bfloat16
+
+
+def test_never_stale() -> None:
+    run_ranks(2, never_stale)
+
+
+def nothing_is_kept(group: dist.ProcessGroup) -> None:
+    model, other = shared_projections(group), shared_projections(group)
+    x = seeded(4, 6, dtype=torch.float64)
+    held = weakref.ref(x)
+    model(x)
+    del x
+    gc.collect()
+    assert held() is None
+    x = seeded(4, 6, dtype=torch.float64)
+    held = weakref.ref(x)
+    model.linears[0](x)  # interrupted: two parts wait
+    other(seeded(4, 6, dtype=torch.float64))  # another group's turn
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_nothing_is_kept_alive() -> None:
+    run_ranks(2, nothing_is_kept)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    full, model = Projections(None), shared_projections(group)
+    x_full = seeded(4, 6, dtype=torch.float64).requires_grad_()
+    full(x_full).sum().backward()
+    body = {
+        "plain": lambda x: model(x),
+        "inside a checkpoint": lambda x: checkpoint(lambda x: model(x * 1.0), x, use_reentrant=False),
+        "input of a checkpoint": lambda x: checkpoint(model, x, use_reentrant=False),
+    }
+    for name, run in body.items():
+        torch._dynamo.reset()
+        model.zero_grad()
+        x = x_full.detach().clone().requires_grad_()
+        counted = CountingBackend()
+        y = torch.compile(run, fullgraph=True, backend=counted)(x)
+        # A checkpointed region may not write to its inputs, so there each layer computes for itself.
+        assert counted.calls == (3 if name == "input of a checkpoint" else 1), name
+        y.sum().backward()
+        torch.testing.assert_close(y, full(x_full), **EXACT)
+        torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
+        for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[operator]  # a DTensor
+
+    torch._dynamo.reset()
+    q, k, _ = model.linears
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def written_between(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + 1
+        first = q(x)
+        x.mul_(2)
+        return first, k(x)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def one(x: Tensor) -> Tensor:
+        return q(x)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def another(x: Tensor) -> Tensor:
+        return k(x)
+
+    with torch.no_grad():
+        x = seeded(4, 6, dtype=torch.float64)
+        first, second = written_between(x)
+        torch.testing.assert_close(first, full.linears[0](x + 1), **EXACT)
+        torch.testing.assert_close(second, full.linears[1]((x + 1) * 2), **EXACT)
+        one(x)  # its parts do not reach another graph, nor code that is not compiled
+        x.add_(1)
+        torch.testing.assert_close(another(x), full.linears[1](x), **EXACT)
+        one(x)
+        x.add_(1)
+        torch.testing.assert_close(k(x), full.linears[1](x), **EXACT)
+
+
+def test_under_compile() -> None:
+    run_ranks(2, compiled)
+
+
+def bad_groups(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    a, b = ColumnParallelLinear(4, 6, mesh=mesh), ColumnParallelLinear(4, 2, mesh=mesh)
+    with pytest.raises(TypeError, match=r"not Linear"):
+        share_gather([a, nn.Linear(4, 6)])
+    with pytest.raises(ValueError, match="two or more different layers"):
+        share_gather([a])
+    with pytest.raises(ValueError, match="two or more different layers"):
+        share_gather([a, a])
+    with pytest.raises(ValueError, match="same in_features"):
+        share_gather([a, ColumnParallelLinear(5, 6, mesh=mesh)])
+    with pytest.raises(ValueError, match="same sequence_parallel"):
+        share_gather([a, ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True)])
+    with pytest.raises(ValueError, match="one dtype"):
+        share_gather([a, ColumnParallelLinear(4, 6, mesh=mesh, dtype=torch.float64)])
+    share_gather([a, b])
+    with pytest.raises(ValueError, match="already"):
+        share_gather([b, ColumnParallelLinear(4, 6, mesh=mesh)])
+
+
+def test_bad_groups_are_refused() -> None:
+    run_ranks(1, bad_groups)
