@@ -74,12 +74,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when it has run, 2 when the arguments do not fit, with a sentence on stderr."""
     try:
         settings = DemoSettings.from_arguments(arguments)
+        # Here, not above: `fused-tp --help` and a wrong argument need not wait for torch.
+        from fused_tp.cli.demo_launch import launch
+        from fused_tp.cli.demo_run import rank_main
+
+        launch(rank_main, settings)
     except ValueError as error:
         print(f"fused-tp demo: {error}", file=sys.stderr)
         return 2
-    # Here, not above: `fused-tp --help` and a wrong argument need not wait for torch.
-    from fused_tp.cli.demo_launch import launch
-    from fused_tp.cli.demo_run import rank_main
-
-    launch(rank_main, settings)
     return 0

@@ -14,11 +14,16 @@ import torch.multiprocessing as mp
 from fused_tp.cli.demo_settings import DemoSettings, under_torchrun
 from fused_tp.runtime.settings import timeout_seconds
 
+REFUSED, REFUSAL = 2, "fused_tp_demo_refusal"  # exit code of a rank that cannot do what it was asked; store key of why
 RankMain = Callable[[DemoSettings], None]
 
 
 def launch(rank_main: RankMain, settings: DemoSettings) -> None:
-    """Run `rank_main(settings)` on settings.ranks ranks; returns when all have ended, raises when one has failed.
+    """Run `rank_main(settings)` on settings.ranks ranks; returns when all have ended.
+
+    Raises:
+        ValueError: what was asked does not fit the model or the text.
+        ProcessRaisedException, ProcessExitedException: a rank has failed.
 
     Under torchrun this process is one of the ranks. Otherwise the ranks are started here, on this host, and this
     process holds their store, so that nobody can take its port between picking and using it.
@@ -30,12 +35,22 @@ def launch(rank_main: RankMain, settings: DemoSettings) -> None:
         # Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_spawned, args=(rank_main, settings, store.port), nprocs=settings.ranks)
+    try:
+        mp.spawn(_spawned, args=(rank_main, settings, store.port), nprocs=settings.ranks)
+    except mp.ProcessExitedException as error:
+        if error.exit_code == REFUSED:
+            raise ValueError(store.get(REFUSAL).decode()) from None
+        raise
 
 
 def _spawned(rank: int, rank_main: RankMain, settings: DemoSettings, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
-    _run_rank(rank_main, settings, rank, rank, store)
+    try:
+        _run_rank(rank_main, settings, rank, rank, store)
+    except ValueError as error:
+        # An argument that does not fit the model or the text, found by every rank alike: a sentence, not a traceback.
+        store.set(REFUSAL, str(error))
+        sys.exit(REFUSED)
 
 
 def _run_rank(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 # Sized so that fifty steps of each of the three runs end in about two minutes on two cores of a server CPU.
 DEFAULT_SIZES = {"hidden": 512, "intermediate": 1408, "layers": 4, "heads": 8, "kv_heads": 4}
-CONFIG_KEYS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 DTYPES = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
 
@@ -79,6 +77,8 @@ class DemoSettings:
             raise ValueError(f"--sample-tokens is {self.sample_tokens}; 0 leaves the sample out, else it is positive.")
         if not self.lr > 0:
             raise ValueError(f"--lr is {self.lr}; it must be positive.")
+        if not self.prompt:
+            raise ValueError("--prompt is empty; a sample starts from at least one token.")
         if self.sample_temperature < 0:
             raise ValueError(f"--sample-temperature is {self.sample_temperature}; 0 is greedy, else it is positive.")
         if self.dtype not in DTYPES:
@@ -113,17 +113,17 @@ class DemoSettings:
                     f"--hf is {self.hf}, which has no config.json: give the folder of a saved transformers model "
                     "(model.save_pretrained(folder))."
                 )
-            config = json.loads((self.hf / "config.json").read_text())
-            heads = config.get("num_attention_heads")
-            kv_heads = config.get("num_key_value_heads") or heads
-        else:
-            heads, kv_heads = self.heads, self.kv_heads
-        for name, count in (("heads", heads), ("kv_heads", kv_heads)):
-            if isinstance(count, int) and count % self.tp:
-                where = f"{CONFIG_KEYS[name]} in {self.hf}" if self.hf else option(name)
-                raise ValueError(
-                    f"{where} is {count}, which --tp {self.tp} does not divide: every rank holds whole heads."
-                )
+            return  # parallelize knows best which models it can cut
+        hidden, heads, kv_heads = self.hidden or 0, self.heads or 0, self.kv_heads or 0
+        if hidden % (2 * heads):
+            raise ValueError(
+                f"--hidden is {hidden}; {heads} heads (--heads) of an even size need a multiple of {2 * heads}."
+            )
+        if heads % kv_heads:
+            raise ValueError(f"--heads is {heads}, which --kv-heads {kv_heads} does not divide.")
+        for name, count in (("--heads", heads), ("--kv-heads", kv_heads)):
+            if count % self.tp:
+                raise ValueError(f"{name} is {count}, which --tp {self.tp} does not divide: a rank holds whole heads.")
 
     def _check_paths(self) -> None:
         if self.data is not None and not self.data.is_file():

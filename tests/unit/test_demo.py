@@ -1,0 +1,222 @@
+"""The demo's parts that need no ranks: its arguments, its text, its baseline switch, its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.cli import demo
+from fused_tp.cli.demo_data import ByteTokenizer, make_batch, make_tokens
+from fused_tp.cli.demo_model import build_model, example_module
+from fused_tp.cli.demo_report import DemoResult, report, shown_steps, verdict
+from fused_tp.cli.demo_sample import Sample, generate_sample
+from fused_tp.cli.demo_settings import DemoSettings
+from fused_tp.cli.demo_train import Run, Trainer, plain_collectives
+from fused_tp.runtime import settings as runtime_settings
+
+TINY = "--layers 1 --hidden 32 --intermediate 48 --heads 2 --kv-heads 1 --batch 2 --seq 16"
+
+
+def parse(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(line.split())
+
+
+def settings_of(line: str) -> DemoSettings:
+    return DemoSettings.from_arguments(parse(line))
+
+
+# ---- arguments ----
+
+
+def test_defaults() -> None:
+    settings = settings_of("")
+    assert (settings.tp, settings.cp, settings.steps, settings.dtype) == (2, 1, 50, "fp32")
+    assert settings.sequence_parallel and settings.loss_parallel
+    assert (settings.hidden, settings.heads) == (512, 8)
+    assert not settings_of("--tp 1").sequence_parallel
+    assert not settings_of("--no-sequence-parallel").sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--tp 0", ["--tp is 0", "at least 1"]),
+        ("--steps 0", ["--steps is 0"]),
+        ("--seq 1", ["--seq is 1"]),
+        ("--lr 0", ["--lr is 0.0"]),
+        ("--dtype int8", ["'int8'", "fp32 or bf16"]),
+        ("--device tpu", ["'tpu'", "cpu or cuda"]),
+        ("--tp 3", ["--heads is 8", "--tp 3"]),
+        ("--tp 8", ["--kv-heads is 4", "--tp 8"]),
+        ("--hidden 500", ["--hidden is 500", "multiple of 16"]),
+        ("--heads 6 --hidden 96", ["--heads is 6", "--kv-heads"]),
+        ("--tp 1 --sequence-parallel", ["--sequence-parallel", "--tp is 1"]),
+        ("--data no/such/file", ["no/such/file", "not a file"]),
+        ("--resume no/such/folder", ["no/such/folder", "no checkpoint"]),
+        ("--hf no/such/folder", ["no/such/folder", "config.json"]),
+        ("--hf no/such/folder --layers 3", ["--layers given with --hf"]),
+        ("--sample-tokens -1", ["--sample-tokens is -1"]),
+        ("--sample-temperature -1", ["--sample-temperature is -1.0"]),
+        ("--prompt=", ["--prompt"]),
+    ],
+)
+def test_bad_arguments_get_a_sentence(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(parse(line)) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("fused-tp demo: ") and message.count("\n") == 1
+    for word in words:
+        assert word in message
+
+
+def test_torchrun_with_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"torchrun started 3 ranks, but --tp 2 x --cp 2 needs 4"):
+        settings_of("--tp 2 --cp 2")
+
+
+# ---- text ----
+
+
+def test_default_text_is_english_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = make_tokens(tokenizer, None, seq=256, vocab_size=256)
+    assert len(tokens) > 100_000 and tokens.max() < 256
+    assert "statement" in tokenizer.decode(tokens[:10_000].tolist())
+    assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("abc" * 100)
+    with pytest.raises(ValueError, match="token 99"):
+        make_tokens(ByteTokenizer(), tmp_path / "text", seq=16, vocab_size=99)
+
+
+def test_batches_depend_on_seed_and_step_only() -> None:
+    tokens = torch.arange(1000)
+
+    def batch(seed: int, step: int) -> torch.Tensor:
+        torch.manual_seed(torch.seed() % 1000)  # the global generator has no say
+        return make_batch(tokens, batch=3, seq=8, seed=seed, step=step)
+
+    assert batch(0, 5).shape == (3, 8)
+    assert torch.equal(batch(0, 5), batch(0, 5))
+    assert not torch.equal(batch(0, 5), batch(0, 6)) and not torch.equal(batch(0, 5), batch(1, 5))
+    assert torch.equal(make_batch(tokens[:8], batch=1, seq=8, seed=0, step=0), tokens[None, :8])
+
+
+def test_text_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("Too short.")
+    with pytest.raises(ValueError, match="10 tokens, fewer than one row of 256"):
+        make_tokens(ByteTokenizer(), tmp_path / "text", seq=256, vocab_size=256)
+
+
+# ---- training ----
+
+
+def test_training_the_example_lowers_the_loss_and_repeats() -> None:
+    settings = settings_of(f"{TINY} --tp 1 --lr 1e-2")
+    tokens = make_tokens(ByteTokenizer(), None, seq=settings.seq, vocab_size=256)
+
+    def losses() -> list[float]:
+        trainer = Trainer(build_model(settings), lr=settings.lr, dtype="fp32", device="cpu")
+        run = Run("single", 1, 1)
+        for step in range(8):
+            trainer.timed_step(make_batch(tokens, batch=2, seq=16, seed=0, step=0), step, run)
+        assert len(run.seconds) == len(run.waited) == 8 and min(run.seconds) > 0
+        return run.losses
+
+    first = losses()
+    assert first[-1] < first[0] - 0.5
+    assert losses() == first
+
+
+def test_plain_collectives_puts_the_environment_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "pipelined")
+    monkeypatch.delenv("FUSED_TP_SHM", raising=False)
+    with plain_collectives():
+        assert runtime_settings.forced_schedule() == "plain"
+        assert not runtime_settings.shared_memory_allowed()
+    assert runtime_settings.forced_schedule() == "pipelined"
+    assert "FUSED_TP_SHM" not in os.environ
+
+
+def test_sample_of_the_example() -> None:
+    settings = settings_of(f"{TINY} --tp 1 --sample-tokens 5")
+    model = build_model(settings)
+    sample = generate_sample(model, ByteTokenizer(), settings)
+    assert sample is not None and sample.tokens == 5 and sample.prompt == "The "
+    again = generate_sample(model, ByteTokenizer(), settings)
+    assert again is not None and again.text == sample.text
+    assert generate_sample(model, ByteTokenizer(), replace(settings, sample_tokens=0)) is None
+
+
+def test_example_cache_gives_the_logits_of_the_whole_sequence() -> None:
+    llama = example_module()
+    torch.manual_seed(0)
+    model = llama.Llama(llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2)).double()
+    tokens = torch.randint(256, (2, 13))
+    cache = llama.KVCache()
+    # First tokens, several more, one by one: the three ways a cache is used.
+    parts = [model(part, cache=cache).logits for part in tokens.split([5, 4, 1, 1, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
+    positions = torch.arange(13).expand(2, 13)
+    assert torch.equal(model(tokens, positions=positions).logits, model(tokens).logits)
+
+
+# ---- report ----
+
+
+def make_result(out: Path, **changes: Any) -> DemoResult:
+    steps = 12
+    losses = [5.0 - 0.1 * step for step in range(steps)]
+    near = [loss + 1e-6 for loss in losses]
+    return DemoResult(
+        settings=replace(settings_of(f"--steps {steps}"), out=out),
+        parameters=12_100_000,
+        tokenizer="bytes",
+        steps_in_all=steps,
+        single=Run("single process", 1, 1, losses, [0.9] * steps, [0.0] * steps),
+        threaded=Run("single process, all threads", 1, 2, [1.0] * 6, [0.5] * 6, [0.0] * 6),
+        plain=Run("plain collectives", 2, 1, near, [9.0] + [0.60] * (steps - 1), [0.12] * steps),
+        fused=Run("fused_tp", 2, 1, changes.pop("fused_losses", near), [9.0] + [0.50] * (steps - 1), [0.02] * steps),
+        sample=Sample("The ", "sample [text]", 120, 1.0),
+        **changes,
+    )
+
+
+def test_report_writes_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = make_result(tmp_path / "new" / "folder")
+    report(result)
+    written = json.loads((tmp_path / "new" / "folder" / "demo.json").read_text())
+    fused = written["runs"]["fused_tp"]
+    assert fused["losses"] == result.fused.losses and len(fused["seconds"]) == 12
+    assert fused["step_seconds"] == 0.5 and fused["waited_share"] == pytest.approx(0.04)
+    assert fused["tokens_per_second"] == pytest.approx(4 * 256 / 0.5)
+    assert fused["largest_difference"] == pytest.approx(1e-6, rel=1e-3)
+    assert written["speedup_over_plain"] == pytest.approx(1.2)
+    assert written["machine"]["torch"] == torch.__version__
+    assert (tmp_path / "new" / "folder" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "1.20x as fast" in printed and "sample [text]" in printed and "train alike" in printed
+
+
+def test_runs_that_differ_are_called_out(tmp_path: Path) -> None:
+    assert "train alike" in verdict(make_result(tmp_path))
+    assert "DIFFER" in verdict(make_result(tmp_path, fused_losses=[5.0] * 12))
+    assert "DIFFER" in verdict(make_result(tmp_path, fused_losses=[float("nan")] * 12))
+
+
+def test_shown_steps() -> None:
+    assert shown_steps(1) == [0]
+    assert shown_steps(5) == [0, 1, 2, 3, 4]
+    assert shown_steps(50) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 49]
