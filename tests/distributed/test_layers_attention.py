@@ -1,0 +1,360 @@
+"""ParallelAttention against unsharded attention written out here, and against nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fused_tp.nn import KVCache, ParallelAttention, RotaryEmbedding
+from fused_tp.nn.attention import check_heads
+from fused_tp.runtime.partition import shard_range
+from tests.reference import seeded
+from tests.workers import device_mesh, run_ranks
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+HEADS, HEAD_DIM, HIDDEN, TOKENS = 12, 4, 10, 7
+
+
+class Attention(nn.Module):
+    """What ParallelAttention computes, in the plainest words, with the names of Llama's attention."""
+
+    def __init__(self, kv_heads: int, bias: bool, norms: bool, rope: RotaryEmbedding | None, causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias, dtype=torch.float64)
+        self.k_proj = nn.Linear(HIDDEN, kv_heads * HEAD_DIM, bias, dtype=torch.float64)
+        self.v_proj = nn.Linear(HIDDEN, kv_heads * HEAD_DIM, bias, dtype=torch.float64)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias, dtype=torch.float64)
+        if norms:
+            self.q_norm = nn.RMSNorm(HEAD_DIM, 1e-6, dtype=torch.float64)
+            self.k_norm = nn.RMSNorm(HEAD_DIM, 1e-6, dtype=torch.float64)
+            with torch.no_grad():
+                self.q_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=8))
+                self.k_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=9))
+        self.head_dim, self.kv_heads, self.rope, self.is_causal, self.norms = HEAD_DIM, kv_heads, rope, causal, norms
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: additive or bool, [batch, heads, seq, seq] or broadcastable."""
+        q = self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
+        if self.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q, k, torch.arange(x.shape[1]))
+        k, v = (t.repeat_interleave(HEADS // self.kv_heads, dim=2) for t in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / HEAD_DIM**0.5
+        if self.is_causal:
+            scores = scores.masked_fill(~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        # 0 for rows that see nothing
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e300).detach())
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+        return self.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2))
+
+
+def check(
+    group: dist.ProcessGroup,
+    full: nn.Module,
+    sharded: nn.Module,
+    sequence_parallel: bool = False,
+    mask: Tensor | None = None,
+    full_mask: Tensor | None = None,
+) -> None:
+    x_full = seeded(2, TOKENS, HIDDEN, dtype=torch.float64).requires_grad_()
+    start, stop = shard_range(TOKENS, group.size(), group.rank()) if sequence_parallel else (0, TOKENS)
+    x = x_full.detach()[:, start:stop].clone().requires_grad_()
+    y_full = full(x_full) if full_mask is None else full(x_full, full_mask)
+    y = sharded(x, attention_mask=mask, seq_len=TOKENS if sequence_parallel else None)
+    grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
+    y_full.backward(grad)
+    y.backward(grad[:, start:stop])
+    torch.testing.assert_close(y, y_full[:, start:stop], **EXACT)
+    assert x_full.grad is not None
+    torch.testing.assert_close(x.grad, x_full.grad[:, start:stop], **EXACT)
+    theirs = dict(full.named_parameters())
+    assert {name for name, _ in sharded.named_parameters()} == set(theirs)
+    for name, mine in sharded.named_parameters():
+        assert isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements
+        wanted = theirs[name].grad
+        assert wanted is not None
+        torch.testing.assert_close(mine.full_tensor(), theirs[name], rtol=0, atol=0)
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted, **EXACT)
+    full.zero_grad()
+    sharded.zero_grad()
+
+
+def grouped_query(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    rope = RotaryEmbedding(HEAD_DIM)
+    for kv_heads in (1, 2, 4, 12):
+        if kv_heads % group.size() and group.size() % kv_heads:
+            continue
+        for sequence_parallel in (False, True):
+            for bias, norms, hook, causal in ((True, False, None, False), (False, True, rope, True)):
+                full = Attention(kv_heads, bias, norms, hook, causal)
+                sharded = ParallelAttention.from_module(full, mesh=mesh, rope=hook, sequence_parallel=sequence_parallel)
+                check(group, full, sharded, sequence_parallel)
+                full.zero_grad()
+                made = ParallelAttention(
+                    HIDDEN,
+                    HEADS,
+                    kv_heads,
+                    HEAD_DIM,
+                    mesh=mesh,
+                    bias=bias,
+                    qk_norm=norms,
+                    rope=hook,
+                    causal=causal,
+                    sequence_parallel=sequence_parallel,
+                    dtype=torch.float64,
+                )
+                full.load_state_dict({name: p.full_tensor() for name, p in made.state_dict().items()})
+                check(group, full, made, sequence_parallel)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_attention_equals_the_unsharded(world_size: int) -> None:
+    run_ranks(world_size, grouped_query)
+
+
+def masks(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]).bool()
+    blind = padding.clone()
+    blind[1] = False  # the second text sees nothing: 0, not NaN, also in the gradients
+    per_head = seeded(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, seed=3)
+    pairs = seeded(2, TOKENS, TOKENS, dtype=torch.float64, seed=4) > -0.5
+    for causal in (False, True):
+        full = Attention(4, True, False, None, causal)
+        sharded = ParallelAttention.from_module(full, mesh=mesh)
+        assert sharded.causal == causal
+        check(group, full, sharded, mask=padding, full_mask=padding[:, None, None])
+        check(group, full, sharded, mask=blind, full_mask=blind[:, None, None])
+        check(group, full, sharded, mask=pairs, full_mask=pairs[:, None])
+        check(group, full, sharded, mask=per_head, full_mask=per_head)
+        bias = per_head[:, :1].masked_fill(~pairs[:, None], -torch.inf)
+        check(group, full, sharded, mask=bias, full_mask=bias)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_masks(world_size: int) -> None:
+    run_ranks(world_size, masks)
+
+
+def generation(group: dist.ProcessGroup) -> None:
+    full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True)
+    sharded = ParallelAttention.from_module(full, mesh=device_mesh(group), rope=RotaryEmbedding(HEAD_DIM)).eval()
+    x = seeded(2, 40, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = full(x)
+        for cache in (KVCache(), KVCache(max_length=40)):
+            for _ in range(2):
+                parts = [sharded(x[:, :5], kv_cache=cache), sharded(x[:, 5:8], kv_cache=cache)]
+                parts += [sharded(x[:, i : i + 1], kv_cache=cache) for i in range(8, 40)]
+                torch.testing.assert_close(torch.cat(parts, 1), wanted, **EXACT)
+                assert cache.length == 40
+                cache.reset()
+        padded = torch.ones(2, 8, dtype=torch.bool)
+        padded[0, :3] = False  # a shorter prompt, padded on the left
+        cache = KVCache()
+        sharded(x[:, :7], kv_cache=cache, attention_mask=padded[:, :7])
+        step = sharded(x[:, 7:8], kv_cache=cache, attention_mask=padded)
+        torch.testing.assert_close(step, full(x[:, :8], padded[:, None, None])[:, 7:8], **EXACT)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_generation_with_a_cache(world_size: int) -> None:
+    run_ranks(world_size, generation)
+
+
+def dropped(group: dist.ProcessGroup) -> list[Tensor]:
+    full = Attention(4, True, False, None, True)
+    sharded = ParallelAttention.from_module(full, mesh=device_mesh(group))
+    x = seeded(2, TOKENS, HIDDEN, dtype=torch.float64).requires_grad_()
+    sharded.dropout = 0.4
+    torch.manual_seed(11)
+    y = sharded(x)
+    assert not torch.equal(y, sharded(x))  # other draws
+    y.sum().backward()
+    assert x.grad is not None
+    sharded.eval()
+    torch.testing.assert_close(sharded(x), full(x), **EXACT)
+    return [y.detach(), x.grad]
+
+
+def test_dropout_does_not_depend_on_the_number_of_ranks() -> None:
+    wanted = run_ranks(1, dropped)[0]
+    for world_size in (2, 4):
+        for results in run_ranks(world_size, dropped):
+            for mine, theirs in zip(results, wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def test_dropout_keeps_as_many_as_it_should() -> None:
+    from fused_tp.nn.local_attention import _keep
+
+    torch.manual_seed(0)
+    kept = _keep(torch.Size([2, 8, 128, 128]), 0.25, 0, torch.device("cpu"))
+    # 262,144 draws: a standard deviation of 0.00085
+    assert abs(kept.double().mean().item() - 0.75) < 0.005
+    for dim in range(4):  # no row, column, head or text is favoured: the smallest has 2048 draws, deviation 0.0096
+        rest = [d for d in range(4) if d != dim]
+        assert (kept.double().mean(rest) - 0.75).abs().max() < 0.05
+    later = _keep(torch.Size([2, 4, 128, 128]), 0.25, 4, torch.device("cpu"))
+    assert not torch.equal(later, kept[:, 4:])  # another seed
+    torch.manual_seed(0)
+    assert torch.equal(_keep(torch.Size([2, 4, 128, 128]), 0.25, 4, torch.device("cpu")), kept[:, 4:])
+
+
+def multihead(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    for bias in (True, False):
+        torch.manual_seed(0)
+        full = nn.MultiheadAttention(24, HEADS, bias=bias, batch_first=True, dtype=torch.float64)
+        sharded = ParallelAttention.from_module(full, mesh=mesh)
+        x_full = seeded(2, TOKENS, 24, dtype=torch.float64).requires_grad_()
+        x = x_full.detach().clone().requires_grad_()
+        y_full, y = full(x_full, x_full, x_full, need_weights=False)[0], sharded(x)
+        grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
+        y_full.backward(grad)
+        y.backward(grad)
+        torch.testing.assert_close(y, y_full, **EXACT)
+        torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
+        packed = torch.cat([getattr(sharded, f"{name}_proj").weight.grad.full_tensor() for name in "qkv"])
+        torch.testing.assert_close(packed, full.in_proj_weight.grad, **EXACT)
+        torch.testing.assert_close(sharded.o_proj.weight.grad.full_tensor(), full.out_proj.weight.grad, **EXACT)  # type: ignore[operator, union-attr]  # a DTensor
+    options: list[tuple[dict[str, Any], str]] = [
+        ({}, "batch_first=False"),
+        ({"batch_first": True, "kdim": 12}, "kdim=12"),
+        ({"batch_first": True, "add_bias_kv": True}, "bias_k"),
+        ({"batch_first": True, "add_zero_attn": True}, "add_zero_attn"),
+    ]
+    for option, message in options:
+        with pytest.raises(ValueError, match=message):
+            ParallelAttention.from_module(nn.MultiheadAttention(24, HEADS, **option), mesh=mesh)
+    with pytest.raises(ValueError, match="num_heads is 6"):
+        ParallelAttention.from_module(full, mesh=mesh, num_heads=6)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_from_multihead_attention(world_size: int) -> None:
+    run_ranks(world_size, multihead)
+
+
+def reduced_precision(group: dist.ProcessGroup) -> None:
+    full = Attention(4, True, False, None, True)
+    x = seeded(2, TOKENS, HIDDEN, dtype=torch.bfloat16)
+    wanted = full(x.double())
+    sharded = ParallelAttention.from_module(copy.deepcopy(full).bfloat16(), mesh=device_mesh(group))
+    # Rounded weights, q, k, v, context and sum: a few times 2^-8 of values of order 0.3.
+    torch.testing.assert_close(sharded(x).double(), wanted, rtol=0.05, atol=0.02)
+
+
+def test_bfloat16() -> None:
+    run_ranks(2, reduced_precision)
+
+
+def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:
+    for heads, kv_heads, world_size, message in (
+        (12, 12, 5, r"Group sizes that work: \[1, 2, 3, 4, 6, 12\]"),
+        (12, 2, 3, r"Group sizes that work: \[1, 2, 4, 6, 12\]"),
+        (12, 5, 1, r"num_kv_heads is 5; .* one of \[1, 2, 3, 4, 6, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_heads(heads, kv_heads, world_size)
+
+
+def bad_inputs(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    attention = ParallelAttention(8, 4, mesh=mesh, causal=True)
+    x = torch.ones(2, 3, 8)
+    with pytest.raises(ValueError, match="cannot be cut over 2 ranks"):
+        ParallelAttention(9, 3, mesh=mesh)
+    with pytest.raises(ValueError, match="no multiple of num_heads"):
+        ParallelAttention(9, 4, mesh=mesh)
+    with pytest.raises(ValueError, match="dropout must be in"):
+        ParallelAttention(8, 4, mesh=mesh, dropout=1.0)
+    with pytest.raises(ValueError, match=r"x must be a Tensor \[batch, seq, 8\]"):
+        attention(x[0])
+    with pytest.raises(ValueError, match=r"x must be a Tensor \[batch, seq, 8\]"):
+        attention(torch.ones(2, 3, 9))
+    with pytest.raises(TypeError, match=r"mask\.bool\(\)"):
+        attention(x, attention_mask=torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        attention(x, attention_mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="does not fit"):
+        attention(x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="attention_mask cannot be used with cp_group"):
+        ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="kv_cache cannot be used with cp_group"):
+        ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, kv_cache=KVCache())
+    with pytest.raises(ValueError, match="has no q_proj"):
+        ParallelAttention.from_module(nn.Linear(3, 3), mesh=mesh)
+    with pytest.raises(ValueError, match="pass num_heads"):
+        ParallelAttention.from_module(_llama(), mesh=mesh)
+    with pytest.raises(ValueError, match="submodule extra"):
+        module = _llama()
+        module.extra = nn.Linear(2, 2)
+        ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
+    with pytest.raises(TypeError, match="q_proj is a Identity"):
+        module = _llama()
+        module.q_proj = nn.Identity()
+        ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
+    with pytest.raises(ValueError, match="rotary embeddings"):
+        module = _llama()
+        module.config = type("Config", (), {"rope_theta": 1e4})()
+        ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
+
+    cache = KVCache(max_length=4)
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        attention(x, kv_cache=cache)
+    with torch.no_grad():
+        attention(x, kv_cache=cache)
+        with pytest.raises(ValueError, match="room for max_length=4"):
+            attention(x, kv_cache=cache)
+        with pytest.raises(ValueError, match=r"reset\(\) it"):
+            attention(x[:1, :1], kv_cache=cache)
+    with pytest.raises(ValueError, match="max_length must be a positive integer"):
+        KVCache(0)
+    with pytest.raises(ValueError, match="k and v must be alike"):
+        KVCache().append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5))
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        RotaryEmbedding(5)
+    with pytest.raises(ValueError, match="theta must be positive"):
+        RotaryEmbedding(4, 0.0)
+
+
+def _llama() -> Any:
+    module = nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        module.add_module(name, nn.Linear(8, 8))
+    return module
+
+
+def test_bad_inputs_are_refused() -> None:
+    run_ranks(2, bad_inputs)
+
+
+def test_rotary_embedding_turns_by_position_only() -> None:
+    """The score of q at i and k at j depends on i - j."""
+    rope = RotaryEmbedding(6, theta=100.0)
+    q, k = seeded(1, 1, 2, 6, dtype=torch.float64), seeded(1, 1, 2, 6, dtype=torch.float64, seed=1)
+
+    def score(i: int, j: int) -> Tensor:
+        turned_q, _ = rope(q, q, torch.tensor([i]))
+        turned_k, _ = rope(k, k, torch.tensor([[j]]))
+        return (turned_q * turned_k).sum(-1)
+
+    torch.testing.assert_close(score(5, 3), score(12, 10), rtol=1e-5, atol=1e-5)  # angles are fp32
+    torch.testing.assert_close(score(0, 0), (q * k).sum(-1))
+    assert not torch.allclose(score(5, 3), score(5, 4))
+
+

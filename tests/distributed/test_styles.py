@@ -1,0 +1,288 @@
+"""The fused ParallelStyles against torch's own: same parameters, outputs and gradients, on a small transformer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
+from tests.reference import seeded
+from tests.workers import device_mesh, run_ranks
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v = (nn.Linear(8, 24) for _ in range(3))
+        self.out = nn.Linear(24, 8)
+        self.mlp_norm = nn.RMSNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(-2))
+        return x + self.down(self.up(self.mlp_norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(13, 8, padding_idx=3)
+        self.block = Block()
+        self.head = nn.Linear(8, 13, bias=False)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def styles(fused: bool) -> tuple[Any, Any, Any]:
+    if fused:
+        return FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
+    return ColwiseParallel, RowwiseParallel, SequenceParallel
+
+
+def plan(fused: bool, sequence_parallel: bool) -> dict[str, Any]:
+    col, row, seq = styles(fused)
+    if not sequence_parallel:
+        column: dict[str, Any] = {f"block.{name}": col() for name in ("q", "k", "v", "up")}
+        rows: dict[str, Any] = {f"block.{name}": row() for name in ("out", "down")}
+        ends = {"embed": row(input_layouts=Replicate()), "head": col(output_layouts=Replicate())}
+        return column | rows | ends
+    # the norms' output stays sharded along the sequence; each column-wise layer gathers
+    column = {f"block.{name}": col(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
+    rows = {f"block.{name}": row(output_layouts=Shard(1)) for name in ("out", "down")}
+    norms = {f"block.{name}": seq(use_local_output=True) for name in ("norm", "mlp_norm")}
+    ends = {
+        "embed": row(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": col(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return column | rows | norms | ends
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) or parameter.grad is not None, name
+        grad = parameter.grad
+        assert grad is not None, name
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return grads
+
+
+def small_transformer(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    mesh = device_mesh(group)
+    full = Model()
+    theirs = parallelize_module(copy.deepcopy(full), mesh, plan(False, sequence_parallel))
+    ours = parallelize_module(copy.deepcopy(full), mesh, plan(True, sequence_parallel))
+    ids = torch.randint(13, (2, 4 * group.size()), generator=torch.Generator().manual_seed(1))
+    outputs = [model(ids) for model in (full, theirs, ours)]
+    for y in outputs:
+        y.backward(seeded(*y.shape, dtype=torch.float64, seed=2))
+    torch.testing.assert_close(outputs[2], outputs[0], **EXACT)
+    torch.testing.assert_close(outputs[2], outputs[1], **EXACT)
+    for name, parameter in theirs.named_parameters():
+        mine = ours.get_parameter(name)
+        assert isinstance(parameter, DTensor) == isinstance(mine, DTensor)
+        if isinstance(parameter, DTensor) and isinstance(mine, DTensor):
+            assert mine.placements == parameter.placements, name
+    wanted = {name: p.grad for name, p in full.named_parameters()}
+    for name, grad in full_grads(ours).items():
+        torch.testing.assert_close(grad, wanted[name], msg=lambda m: f"{name}: {m}", **EXACT)  # noqa: B023  # called at once
+    assert isinstance(ours.block.q, nn.Linear) and isinstance(ours.block.norm, nn.LayerNorm)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_small_transformer(world_size: int, sequence_parallel: bool) -> None:
+    run_ranks(world_size, small_transformer, sequence_parallel)
+
+
+def every_layout(group: dist.ProcessGroup) -> None:
+    """One linear layer or embedding under all pairs of layouts, against torch's style of the same name."""
+    mesh = device_mesh(group)
+    layouts = [None, Replicate(), Shard(0), Shard(1), Shard(-1)]
+    for fused, original in ((FusedColwiseParallel, ColwiseParallel), (FusedRowwiseParallel, RowwiseParallel)):
+        for kind in (nn.Linear, nn.Embedding):
+            torch.manual_seed(0)
+            module = kind(12, 6, dtype=torch.float64)
+            for given in layouts:
+                for wanted in layouts:
+                    for local in (True, False):
+                        options = {"input_layouts": given, "output_layouts": wanted, "use_local_output": local}
+                        one_layout(group, mesh, module, fused, original, options)
+
+
+def one_layout(group: Any, mesh: Any, module: nn.Module, fused: Any, original: Any, options: dict[str, Any]) -> None:
+    shape = (2 * group.size(), 4 * group.size(), 12)
+    results = []
+    for style in (original, fused):
+        model = parallelize_module(copy.deepcopy(module), mesh, style(**options))
+        layout = style(**options).input_layouts[0]
+        if isinstance(module, nn.Embedding):
+            x = torch.randint(12, shape[:2], generator=torch.Generator().manual_seed(1))
+        else:
+            x = seeded(*shape, dtype=torch.float64)
+        local = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
+        if local.is_floating_point():
+            local = local.clone().requires_grad_()
+        y = model(local)
+        assert isinstance(y, DTensor) != options["use_local_output"]
+        placements = y.placements if isinstance(y, DTensor) else None
+        y = y.to_local() if isinstance(y, DTensor) else y
+        y.backward(torch.sin(y.detach()))
+        results.append((placements, y, local.grad, full_grads(model)))
+    (their_place, their_y, their_dx, their_grads), (place, y, dx, grads) = results
+    assert place == their_place, options
+    torch.testing.assert_close(y, their_y, msg=lambda m: f"{options}: {m}", **EXACT)
+    if dx is not None:
+        torch.testing.assert_close(dx, their_dx, msg=lambda m: f"{options}: {m}", **EXACT)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, their_grads[name], msg=lambda m: f"{options} {name}: {m}", **EXACT)  # noqa: B023  # called at once
+
+
+def test_every_layout() -> None:
+    run_ranks(2, every_layout)
+
+
+def dtensors_in_and_out(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    torch.manual_seed(0)
+    full = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)).double()
+    model = parallelize_module(
+        copy.deepcopy(full),
+        mesh,
+        {
+            "0": FusedSequenceParallel(),
+            "1": FusedColwiseParallel(use_local_output=False),
+            "3": FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        },
+    )
+    # 4 tokens a rank; torch's own modules in between take DTensors
+    x_full = seeded(2, 4 * group.size(), 6, dtype=torch.float64).requires_grad_()
+    x = distribute_tensor(x_full.detach(), mesh, [Replicate()]).requires_grad_()
+    y_full, y = full(x_full), model(x)
+    assert isinstance(y, DTensor) and y.placements == (Shard(1),)
+    torch.testing.assert_close(y.full_tensor(), y_full, **EXACT)
+    y_full.square().sum().backward()
+    y.square().sum().backward()
+    assert isinstance(x.grad, DTensor)
+    torch.testing.assert_close(x.grad.full_tensor(), x_full.grad, **EXACT)
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, full.get_parameter(name).grad, **EXACT)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dtensors_in_and_out(world_size: int) -> None:
+    run_ranks(world_size, dtensors_in_and_out)
+
+
+def mixed_plan(group: dist.ProcessGroup) -> None:
+    """Ours and torch's in one plan, with torch's PrepareModuleInput in front."""
+    mesh = device_mesh(group)
+    full = Block().double()
+    model = parallelize_module(
+        copy.deepcopy(full),
+        mesh,
+        {
+            "q": FusedColwiseParallel(),
+            "k": ColwiseParallel(),
+            "v": FusedColwiseParallel(),
+            "out": FusedRowwiseParallel(),
+            "up": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True),
+            "down": RowwiseParallel(input_layouts=Replicate()),
+        },
+    )
+    x = seeded(2, 4, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), full(x), **EXACT)
+
+
+def test_a_plan_with_both_kinds() -> None:
+    run_ranks(2, mixed_plan)
+
+
+def sources(group: dist.ProcessGroup) -> None:
+    """Like torch's: rank 0's copy is what counts, or each rank's own with src_data_rank=None."""
+    mesh = device_mesh(group)
+    for source in (0, None):
+        torch.manual_seed(group.rank())
+        linear = nn.Linear(4, 6)
+        mine = linear.weight.detach().clone()
+        linear.bias.requires_grad_(False)
+        parallelize_module(linear, mesh, FusedColwiseParallel(), src_data_rank=source)
+        torch.manual_seed(0)
+        wanted = nn.Linear(4, 6).weight if source == 0 else mine
+        assert isinstance(linear.weight, DTensor)
+        assert torch.equal(linear.weight.to_local(), wanted.chunk(group.size())[group.rank()])
+        assert not linear.bias.requires_grad
+
+
+def test_whose_weights() -> None:
+    run_ranks(2, sources)
+
+
+def bad_inputs(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    for style in (FusedColwiseParallel, FusedRowwiseParallel):
+        with pytest.raises(TypeError, match="input_layouts must be a Placement"):
+            style(input_layouts="replicate")
+        with pytest.raises(ValueError, match="cannot be Partial"):
+            style(output_layouts=Partial())
+        with pytest.raises(TypeError, match=r"nn\.Linear and nn\.Embedding, not to LayerNorm"):
+            parallelize_module(nn.LayerNorm(4), mesh, style())
+        with pytest.raises(ValueError, match="forward of its own"):
+            parallelize_module(_Doubled(4, 4), mesh, style())
+        with pytest.raises(ValueError, match="DTensor already"):
+            parallelize_module(parallelize_module(nn.Linear(4, 4), mesh, style()), mesh, style())
+        with pytest.raises(ValueError, match="max_norm"):
+            parallelize_module(nn.Embedding(4, 4, max_norm=1.0), mesh, style())
+        linear = parallelize_module(nn.Linear(4, 4), mesh, style())
+        with pytest.raises(TypeError, match="must be a Tensor"):
+            linear([1.0])
+        with pytest.raises(TypeError, match="floating point"):
+            linear(torch.ones(2, 4, dtype=torch.int64))
+        with pytest.raises(ValueError, match="last dim must be"):
+            linear(torch.ones(2, 5))
+        embedding = parallelize_module(nn.Embedding(4, 4), mesh, style(input_layouts=Replicate()))
+        with pytest.raises(TypeError, match="ids must be a Tensor of dtype int64"):
+            embedding(torch.ones(2))
+        assert style.__name__ in repr(style())
+    with pytest.raises(IndexError, match="ids holds 4 to 4"):
+        embedding(torch.tensor([4]))
+    with pytest.raises(ValueError, match="has submodules"):
+        parallelize_module(nn.Sequential(nn.LayerNorm(4)), mesh, FusedSequenceParallel())
+    norm = parallelize_module(nn.LayerNorm(4), mesh, FusedSequenceParallel())
+    with pytest.raises(TypeError, match="must be a Tensor, not list"):
+        norm([1.0])
+    with pytest.raises(TypeError, match="DTensor already"):
+        parallelize_module(norm, mesh, FusedSequenceParallel())
+    assert repr(FusedSequenceParallel()) == "FusedSequenceParallel(sequence_dim=1, use_local_output=False)"
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_bad_inputs_are_refused() -> None:
+    run_ranks(2, bad_inputs)
