@@ -80,14 +80,18 @@ class CoreBuild:
         extra = [flag for flags in X86_FLAGS.values() for flag in flags]
         self.x86 = target_is_x86_64(self.compiler) and compiles(self.compiler, extra)
         if target_is_x86_64(self.compiler) and not self.x86:
-            print("fused_tp: this compiler does not know AVX-512 BF16 (GCC 10 and Clang 9 do): building portable kernels.")
+            print(
+                "fused_tp: this compiler does not know AVX-512 BF16 (GCC 10 and Clang 9 do): building portable kernels."
+            )
         user = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
         self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", f"-I{CSRC}", *includes, *user]
         self.link_flags = ["-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
-        return [s for s in sorted(CSRC.glob("bindings.cpp")) + sorted(CSRC.glob("shm/*.cpp")) if self.x86 or not isa_of(s)]
+        return [
+            s for s in sorted(CSRC.glob("bindings.cpp")) + sorted(CSRC.glob("shm/*.cpp")) if self.x86 or not isa_of(s)
+        ]
 
     def compile_command(self, source: Path) -> list[str]:
         return [*self.compiler, *self.flags, *X86_FLAGS.get(isa_of(source), [])]
@@ -108,7 +112,12 @@ class CoreBuild:
 
         # The library is linked inside `folder` and copied, so that a process that has the old one mapped keeps it.
         library = folder / output.name
-        lines = ["rule compile", "  command = $run -MMD -MF $out.d -c $in -o $out", "  depfile = $out.d", "  deps = gcc"]
+        lines = [
+            "rule compile",
+            "  command = $run -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+        ]
         lines += ["rule link", f"  command = {shlex.join(self.compiler)} $in {shlex.join(self.link_flags)} -o $out"]
         objects = []
         for source in self.sources():

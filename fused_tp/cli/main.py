@@ -1,0 +1,94 @@
+"""`fused-tp`: finds the subcommand and hands over to its module.
+
+Each subcommand is a module `fused_tp.cli.<name>` with `add_arguments(parser)` and `main(arguments) -> int` (the exit
+code). Only the one asked for is imported: `fused-tp --help` answers at once and needs no optional dependency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from fused_tp.runtime.errors import FusedTPError
+
+COMMANDS = {
+    "demo": "train a small model on this machine in three ways and compare losses and speed",
+    "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
+    "doctor": "check this installation and say what is missing and how to get it",
+    "explain": "say which schedule an op would run on, and why",
+}
+
+# Which extra brings a module that a subcommand may need.
+_EXTRAS = {
+    "rich": "demo",
+    "matplotlib": "demo",
+    "psutil": "demo",
+    "numpy": "demo",
+    "transformers": "hf",
+    "triton": "triton",
+    "deepspeed": "deepspeed",
+    "megatron": "megatron",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return its exit code.
+
+    0: done; 1: the command found a problem; 2: wrong arguments or a missing dependency; 130: interrupted.
+
+    Example:
+        >>> main(["doctor", "--json"])  # doctest: +SKIP
+        0
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        parser = _parser(name)
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return 2
+        return int(arguments.run(arguments))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        print(f"fused-tp {name} needs {missing}: pip install 'fused-tp[{_EXTRAS[missing]}]'", file=sys.stderr)
+        return 2
+    except FusedTPError as error:
+        print(f"fused-tp {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `fused-tp doctor | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fused-tp", description="Tensor and context parallelism whose communication hides."
+    )
+    parser.add_argument("--version", action="version", version=f"fused-tp {_version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command")
+    for name, help_text in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"fused_tp.cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.main)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("fused-tp")
+    except PackageNotFoundError:
+        return "(not installed: run from its sources)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
