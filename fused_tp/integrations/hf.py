@@ -1,0 +1,250 @@
+"""transformers models: their attention over a ring of ranks, their masks, their loss, the names of their arguments.
+
+transformers looks attention up by name (`AttentionInterface`), so a model is switched by its config, not patched. The
+Ring travels to the attention function as a keyword argument, which transformers' models hand down unread.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_tp.integrations.call import Call, Ring, current_call
+from fused_tp.integrations.loss import GlobalLoss
+from fused_tp.integrations.plan import COLUMN, Style
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.nn import ColumnParallelLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from transformers import PreTrainedModel
+
+RING = "context_parallel"  # the keyword argument that carries the Ring, or None, to the attention function
+# Keyword arguments of attention functions that change the result and that the ring does not compute.
+UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether `model` is a transformers model; imports nothing that is not imported already."""
+    import sys
+
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
+    """Refuse a model whose attention, mask or loss could not be served; before anything is changed.
+
+    Raises:
+        ValueError: with a sentence for each of these.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kind = type(model).__name__
+    is_base = model.base_model is model
+    asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+    if parallelism.cuts_sequence:
+        if not model._supports_attention_backend:
+            raise ValueError(f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs.")
+        implementation = model.config._attn_implementation
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"{kind} uses attn_implementation={implementation!r}, which builds masks of its own; {asked} needs it loaded "
+                "with attn_implementation='sdpa' or another one of transformers' AttentionInterface."
+            )
+        if not is_base and model.loss_type != "ForCausalLM":
+            raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
+    if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim compute the mean cross entropy of "
+            "ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model without labels."
+        )
+    if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
+        head = model.get_output_embeddings()
+        name = next((name for name, module in model.named_modules() if module is head), None)
+        if name is None or plan.get(name) not in COLUMN:
+            asked = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
+            raise ValueError(
+                f"{asked}=True needs the output layer of {kind} ({name!r}) cut by columns; add "
+                f"{{{name or 'lm_head'!r}: 'colwise_gather_output'}} to the plan."
+            )
+
+
+class TransformersSequence(SequenceSharding):
+    """What transformers models call their arguments, and what of them cannot be cut."""
+
+    tokens = ("input_ids", "inputs_embeds")
+    positions = "position_ids"
+    labels = "labels"
+    caches = ("past_key_values",)
+
+    def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
+        super().__init__(model, parallelism)
+        self.is_base = model.base_model is model
+        self.config = model.config
+
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Point the model's attention, masks and loss to ours. Its layers have been replaced."""
+        parallelism = self.parallelism
+        head = model.get_output_embeddings()
+        self.head = head if isinstance(head, ColumnParallelLinear) else None
+        if parallelism.tp_mesh is not None:
+            model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
+        if parallelism.cuts_sequence:
+            model.config._attn_implementation = register_attention(model.config._attn_implementation)
+        if parallelism.computes_loss and not self.is_base:
+            model.loss_function = GlobalLoss(
+                model.loss_function,
+                vocab_mesh=parallelism.tp_mesh if parallelism.loss_parallel else None,
+                cp_mesh=parallelism.cp_mesh,
+                grad_sync=parallelism.grad_sync,
+            )
+
+    def is_cached(self, arguments: dict[str, Any]) -> bool:
+        return super().is_cached(arguments) or arguments.get("use_cache") is True
+
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
+        if not self.parallelism.cuts_sequence:
+            return
+        for name in ("output_hidden_states", "output_attentions"):
+            if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
+                raise ValueError(
+                    f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each rank has "
+                    "only a part. Leave it out."
+                )
+        arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
+        mask = arguments.get("attention_mask")
+        if mask is not None and self.parallelism.cp_mesh is not None:
+            check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
+            arguments["attention_mask"] = None
+
+    def default_positions(self, positions: Tensor) -> Tensor:
+        return positions.unsqueeze(0)
+
+    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+        if not self.parallelism.cuts_sequence:
+            return {}
+        if call is None or call.ring is None:
+            return {RING: None}
+        # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of packed
+        # documents.
+        device = self.parallelism.cp_mesh.device_type if self.parallelism.cp_mesh is not None else None
+        return {RING: call.ring, "attention_mask": torch.ones((1, self.local_len or 0), dtype=torch.bool, device=device)}
+
+    def put_together(self, output: Any, call: Call) -> Any:
+        if not self.parallelism.cuts_sequence:
+            return None
+        key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
+        t = self.whole(output[key], call, tp_sharded=self.is_base and self.tp_sharded)
+        keep = call.logits_to_keep
+        if isinstance(keep, Tensor) or keep != 0:
+            t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
+        if isinstance(output, tuple):
+            return (t, *output[1:])
+        output[key] = t
+        return output
+
+
+def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index: int) -> None:
+    """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right.
+
+    No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what it
+    gives with the mask, so targets there must not count.
+
+    Raises:
+        ValueError: any other mask.
+    """
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; over context parallel ranks only [batch, seq] is served, causal "
+            "attention with padding on the right."
+        )
+    keep = mask.bool()
+    if bool(keep.all()):
+        return
+    if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes no "
+            "padding mask. Pad on the right (tokenizer.padding_side='right')."
+        )
+    if targets is not None and bool((targets[~keep] != ignore_index).any()):
+        raise ValueError(
+            f"labels count at padding positions; over context parallel ranks padding is not masked, so set the labels of "
+            f"padding to {ignore_index}."
+        )
+
+
+def register_attention(implementation: str) -> str:
+    """Make "fused_tp_<implementation>" known to transformers and return that name.
+
+    It is ring attention in forward passes that are cut over context parallel ranks, and `implementation` in all others.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = f"fused_tp_{implementation}"
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, ALL_ATTENTION_FUNCTIONS[implementation]))
+    own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    if own_mask is not None:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(_mask, own_mask))
+    return name
+
+
+def _attention(
+    own: Callable[..., tuple[Tensor, Tensor | None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: q, k, v [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim], None."""
+    if RING not in kwargs:
+        raise ValueError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention function, so attention over "
+            "context or sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
+        )
+    ring: Ring | None = kwargs.pop(RING)
+    if ring is None:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    for name in UNSERVED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {name}, which attention over context parallel ranks does not do.")
+    window = kwargs.get("sliding_window")
+    if window is not None and window < ring.seq_len:
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window of {window} tokens and the sequence {ring.seq_len}; attention over "
+            "context parallel ranks sees all earlier tokens. Use sequences that fit the window, or no cp_dim."
+        )
+    causal = kwargs.get("is_causal")
+    out = ring.attention(
+        query,
+        key,
+        value,
+        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        scale=kwargs.get("scaling"),
+        dropout_p=kwargs.get("dropout", 0.0),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """transformers' mask function, called with keywords: nothing for a ring, else `own` for the whole sequence."""
+    call = current_call.get()
+    if call is None:
+        return own(*args, **kwargs)
+    if call.ring is not None:
+        # Only a mask over all ranks' tokens would mean anything, and it would be seq x seq. What is not plainly causal
+        # (or bidirectional) comes with use_vmap.
+        if kwargs.get("use_vmap"):
+            raise ValueError("The model adds a mask of its own to attention, which context parallel ranks do not serve.")
+        return None
+    # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
+    kwargs["q_length"] = kwargs["kv_length"] = call.seq_len
+    return own(*args, **kwargs)

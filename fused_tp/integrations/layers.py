@@ -1,0 +1,227 @@
+"""Puts fused_tp's layers in the place of a model's own, by plan, and makes what stays whole a DTensor too.
+
+Names stay: a replaced module sits under its old name and calls its parameters as before, so state_dict keys do not
+change. Everything is decided from the plan before the first module is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from fused_tp.integrations.plan import COLUMN, EMBEDDING, GATHERS_OUTPUT, HEAD_PROJECTIONS, ROW, SPLITS_INPUT, Style
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, share_gather
+from fused_tp.nn.norm import reduce_grad
+from fused_tp.nn.sharding import Memo, shard_parameter
+from fused_tp.ops.collectives import scatter
+
+GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
+
+
+class SequenceState(Protocol):
+    """What layers need to know of the forward pass that runs, or ran last (activation checkpointing runs it again)."""
+
+    tp_sharded: bool  # the residual stream is cut along the sequence over the TP ranks
+    local_len: int | None  # tokens on this CP rank, over all its TP ranks
+
+
+def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parallel: bool) -> None:
+    """Refuse what `cut_layers` could not do, before it has done half of it.
+
+    Raises:
+        TypeError: a parameter is a DTensor already.
+        ValueError: tied weights that the plan cuts differently; with `sequence_parallel`, a module that would need the
+            whole sequence.
+    """
+    styles_of: dict[int, dict[str, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        style = plan.get(name)
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise TypeError(
+                    f"model has the DTensor parameter {f'{name}.{key}'!r}; parallelize takes a whole model, before "
+                    "fully_shard or any other sharding."
+                )
+            if not isinstance(style, ParallelStyle):
+                styles_of[id(parameter)][name] = "dim 1" if style in ROW else "dim 0" if style in COLUMN | EMBEDDING else ""
+        if sequence_parallel:
+            _check_runs_on_parts(name, module, style)
+    for styles in styles_of.values():
+        if len(set(styles.values())) > 1:
+            first, second = list(styles)[:2]
+            raise ValueError(
+                f"{first!r} and {second!r} share a weight, and the plan gives them the styles {plan.get(first)!r} and "
+                f"{plan.get(second)!r}; tied weights must be cut alike ('embedding_rowwise' goes with 'colwise_gather_output')."
+            )
+
+
+def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> None:
+    """Between embedding and head each rank has a part of the sequence: only what treats tokens one by one may run there."""
+    kind = type(module).__name__
+    if isinstance(style, ParallelStyle):
+        raise ValueError(
+            f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that parallelize "
+            "knows what each module does with the sequence."
+        )
+    if style in SPLITS_INPUT:
+        raise ValueError(f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False.")
+    owns = any(True for _ in module.parameters(recurse=False))
+    if owns and style is None and "norm" not in kind.lower() and not isinstance(module, nn.Embedding):
+        raise ValueError(
+            f"sequence_parallel=True: {name!r} ({kind}) has parameters and is not in the plan, so whether it may see a part "
+            "of the sequence is not known. Give it a style, or pass sequence_parallel=False."
+        )
+
+
+def cut_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo) -> None:
+    """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, mesh, style)
+        elif style in COLUMN:
+            column = ColumnParallelLinear.from_linear(module, mesh=mesh, gather_output=style in GATHERS_OUTPUT, memo=memo)
+            in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
+            column.register_forward_pre_hook(partial(_take_part, sequence, name if in_attention else ""), with_kwargs=True)
+            _swap(model, module, column)
+        elif style in ROW:
+            split = style in SPLITS_INPUT
+            _swap(model, module, RowParallelLinear.from_linear(module, mesh=mesh, input_is_parallel=not split, memo=memo))
+        elif style in EMBEDDING:
+            _swap(model, module, VocabParallelEmbedding.from_embedding(module, mesh=mesh, memo=memo))
+    attentions = {name.rpartition(".")[0] for name in plan if name.rpartition(".")[2] in HEAD_PROJECTIONS}
+    for name in sorted(attentions):
+        model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
+    _share_gathers(model, plan)
+
+
+def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is. At once, so that the full weight is freed before the next layer is cut."""
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is old:
+                parent._modules[key] = new
+
+
+Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
+
+_PART = "_fused_tp_part"
+
+
+def _show_whole_length(sequence: SequenceState, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
+
+    Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Gathering that
+    input here would work too, and would undo the fusing of gather and matmul in the projections. The stand-in is one NaN,
+    expanded: a module that computes with it, rather than passing it to its projections, says so in every output.
+    """
+    if not sequence.tp_sharded:
+        return None
+    x = args[0] if args else next(iter(kwargs.values()))
+    stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], sequence.local_len, x.shape[-1])
+    setattr(stand_in, _PART, x)
+    if args:
+        return (stand_in, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): stand_in}
+
+
+def _take_part(
+    sequence: SequenceState, attention_projection: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
+    if not sequence.tp_sharded:
+        return None
+    x = args[0]
+    if attention_projection:
+        x = getattr(x, _PART, None)
+        if x is None:
+            raise ValueError(
+                f"sequence_parallel=True needs attention modules that hand their first argument to their projections as it is; "
+                f"{attention_projection!r} was given another tensor."
+            )
+    # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
+    return (x, *args[1:]), {"gather_size": sequence.local_len, **kwargs}
+
+
+def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Let q, k and v, and gate and up, read their common input by one op."""
+    families: dict[tuple[str, bool], list[ColumnParallelLinear]] = defaultdict(list)
+    for name in plan:
+        parent, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(name)
+        if isinstance(layer, ColumnParallelLinear) and leaf in HEAD_PROJECTIONS | GATED_PROJECTIONS:
+            # In cross-attention q reads another tensor than k and v do.
+            if "cross" in parent or "encoder_attn" in parent:
+                continue
+            families[parent, leaf in HEAD_PROJECTIONS].append(layer)
+    for layers in families.values():
+        if len(layers) > 1:
+            share_gather(layers)
+
+
+def replicate_parameters(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo
+) -> None:
+    """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
+
+    FSDP2, clip_grad_norm_ and checkpoints want all parameters of a model on the same mesh. The modules' own forward
+    keeps computing on plain tensors. Where a rank's gradient covers only its heads (style
+    "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
+    """
+    for name, module in model.named_modules():
+        whole = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, DTensor)
+        }
+        if not whole:
+            continue
+        for key, parameter in whole.items():
+            module._parameters[key] = shard_parameter(parameter, mesh, Replicate(), memo)
+        always = plan.get(name) == "replicated_with_grad_allreduce"
+        # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its part.
+        embeds = isinstance(module, nn.Embedding)
+        wrap_forward(module, _on_local_parameters, module, sequence, always, not embeds)
+        if embeds:
+            module.register_forward_hook(partial(_own_part, sequence, mesh))
+
+
+def _own_part(sequence: SequenceState, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return scatter(output, -2, group=mesh) if sequence.tp_sharded else output
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any], *bound: Any) -> None:
+    """Replace `module.forward` by wrapper(*bound, forward, ...). A partial, unlike a closure, survives copy.deepcopy."""
+    forward = module.forward
+    wrapped: Any = partial(wrapper, *bound, forward)
+    wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
+    module.forward = wrapped
+
+
+def _on_local_parameters(
+    module: nn.Module,
+    sequence: SequenceState,
+    always_partial: bool,
+    partial_on_parts: bool,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`forward` with the module's own DTensor parameters replaced by their local tensors while it runs."""
+    held = dict(module._parameters)
+    sum_gradient = always_partial or (partial_on_parts and sequence.tp_sharded)
+    for key, parameter in held.items():
+        if isinstance(parameter, DTensor):
+            local: Any = reduce_grad(parameter, parameter.device_mesh) if sum_gradient else parameter.to_local()
+            module._parameters[key] = local  # not setattr, which refuses a tensor that is no Parameter
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(held)

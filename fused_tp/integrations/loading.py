@@ -1,0 +1,112 @@
+"""Weights into a parallel model, one full tensor at a time, of which each rank keeps its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fused_tp.runtime.partition import shard_range
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
+) -> None:
+    """Load the state of the original, whole model into one that `parallelize` returned (or into any DTensor model).
+
+    Nothing is sent: every rank reads the full tensors and copies its part, so an iterator that reads a file tensor by
+    tensor never holds more than one. Use it for models that were built on the meta device.
+
+    Args:
+        model: the parallel model.
+        state_dict: full tensors by the original model's names, as a dict or an iterable of pairs.
+        strict: raise when a name is missing or unknown. Tied weights need only one of their names.
+
+    Raises:
+        ValueError: a shape that does not fit; with `strict`, missing or unknown names.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> parallelize(model, mesh)
+        >>> with safetensors.safe_open("model.safetensors", "pt") as file:
+        ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
+    """
+    own = model.state_dict(keep_vars=True)
+    unknown, loaded = [], set()
+    for name, full in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
+        if name not in own:
+            unknown.append(name)
+            continue
+        if full.shape != own[name].shape:
+            raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(own[name].shape)}.")
+        _copy_own_part(own[name], full)
+        loaded.add(id(own[name]))
+    missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
+    if strict and (missing or unknown):
+        problems = [f"{what} {names[:5]}{'...' if len(names) > 5 else ''}" for what, names in
+                    (("does not have", missing), ("has unknown", unknown)) if names]
+        raise ValueError(f"state_dict {' and '.join(problems)}; pass strict=False to load what fits.")
+
+
+def _copy_own_part(target: Tensor, full: Tensor) -> None:
+    if not isinstance(target, DTensor):
+        target.copy_(full)
+        return
+    coordinates = target.device_mesh.get_coordinate()
+    assert coordinates is not None  # a rank outside of the mesh has no such model
+    # Mesh dims cut in order, as DTensor does; FSDP2's strided shards are cut the other way round and refused.
+    for mesh_dim, placement in enumerate(target.placements):
+        if type(placement) is Shard:
+            start, stop = shard_range(full.shape[placement.dim], target.device_mesh.size(mesh_dim), coordinates[mesh_dim])
+            full = full.narrow(placement.dim, start, stop - start)
+        elif not placement.is_replicate():
+            raise ValueError(f"Cannot load into a parameter placed as {target.placements}; load before fully_shard.")
+    target.to_local().copy_(full)
+
+
+def check_buffers(model: nn.Module, *, hf: bool) -> None:
+    """Refuse a meta model with buffers that no checkpoint holds and that nobody knows how to compute.
+
+    Raises:
+        ValueError: such a buffer.
+    """
+    for name, module in model.named_modules():
+        for key in module._non_persistent_buffers_set:
+            buffer = module._buffers[key]
+            if buffer is not None and buffer.is_meta and not hf and not hasattr(module, "reset_buffers"):
+                raise ValueError(
+                    f"The buffer {f'{name}.{key}'.lstrip('.')!r} is on the meta device and not persistent, so loading weights "
+                    f"will not set it. Give {type(module).__name__} a method reset_buffers() that computes it, or build the "
+                    "model on a real device."
+                )
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
+    """Give what is still on the meta device memory (parameters: no values), and bring the rest to the device."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device_type)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[parameter]
+        lost = False
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device_type)
+                lost |= key in module._non_persistent_buffers_set
+        if lost and hasattr(module, "reset_buffers"):
+            module.reset_buffers()
+        elif lost and hf:
+            init_weights: Any = model._init_weights
+            init_weights(module)  # transformers' own way to fill such buffers (RoPE frequencies)
+    tensors = (*model.parameters(), *model.buffers())
+    if any(t.device.type != device_type for t in tensors):
+        model.to(device_type)

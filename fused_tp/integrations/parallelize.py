@@ -1,0 +1,136 @@
+"""`parallelize(model, mesh)`: a model as it is, made tensor, sequence and context parallel in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
+from fused_tp.integrations.layers import check_layers, cut_layers, replicate_parameters
+from fused_tp.integrations.loading import check_buffers, materialize
+from fused_tp.integrations.plain import PlainSequence, check_plain_model
+from fused_tp.integrations.plan import Style, check_head_counts, resolve_plan
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_DONE = "_fused_tp_parallelism"
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    tp_dim: str = "tp",
+    cp_dim: str = "cp",
+    plan: str | Mapping[str, Style] = "auto",
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    grad_sync: bool = True,
+) -> Model:
+    """Make `model` compute over the ranks of `mesh`, in place; its callers need not change.
+
+    Every rank calls the model with the same full batch and full labels. Inside, `tp_dim` cuts linear layers and heads
+    (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between them along the sequence over the same
+    ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention (arXiv:2310.01889) between the ranks. The loss
+    is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
+
+    What comes back from a call (tokens [batch, seq]):
+
+    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all ranks
+      compute alike from them has the right gradients.
+    - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
+      `sequence_positions(seq, group=cp, layout="zigzag")`; under `loss_parallel` this rank's part of the vocabulary.
+    - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
+      `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the same.
+
+    Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
+    same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without values:
+    follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
+    `gather_state_dict(model)` gives the original's state back, for `save_pretrained(folder, state_dict=...)` too.
+
+    Gradients: over the TP ranks they are complete after backward in any case. Over the CP ranks each rank's are its own
+    tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each
+    times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
+
+    Args:
+        model: a transformers model or any nn.Module; `fused_tp.integrations.plain` has the contract of the latter.
+        mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
+        tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1.
+        plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one of
+            transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
+            "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only this
+            rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce".
+        sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
+        loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
+        grad_sync: see above.
+
+    Raises:
+        TypeError: an argument of another type; a model that is sharded already.
+        ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP sizes that
+            do not divide the heads, a style or module the plan cannot have, sequence cuts that the model cannot take.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype=torch.bfloat16)
+        >>> parallelize(model, mesh, sequence_parallel=True, loss_parallel=True)
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    tp_mesh, cp_mesh = _find_dims(mesh, tp_dim, cp_dim)
+    if tp_mesh is None and (sequence_parallel or loss_parallel):
+        asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
+        raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
+    if hasattr(model, _DONE):
+        raise TypeError("model has been parallelized already; start from the whole model.")
+    parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
+
+    hf = is_transformers_model(model)
+    has_plan = plan != "auto" or bool(getattr(model, "tp_plan", None))
+    resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
+    check_layers(model, resolved, sequence_parallel=sequence_parallel)
+    check_buffers(model, hf=hf)
+    if tp_mesh is not None:
+        check_head_counts(model, resolved, tp_mesh.size())
+    sequence: SequenceSharding
+    if hf:
+        check_transformers_model(model, resolved, parallelism)
+        sequence = TransformersSequence(model, parallelism)
+    else:
+        check_plain_model(model, resolved, parallelism)
+        sequence = PlainSequence(model, parallelism, resolved)
+
+    if tp_mesh is not None:
+        memo = WeakIdKeyDictionary()
+        cut_layers(model, tp_mesh, resolved, sequence, memo)
+        replicate_parameters(model, tp_mesh, resolved, sequence, memo)
+    materialize(model, mesh.device_type, hf=hf)
+    sequence.adapt(model)
+    if parallelism.cuts_sequence or parallelism.computes_loss:
+        sequence.install(model)
+    setattr(model, _DONE, parallelism)
+    return model
+
+
+def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The 1-D meshes of both dims; None for one that is missing, or for context parallelism over one rank."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh.")
+    names = mesh.mesh_dim_names or ()
+    if tp_dim == cp_dim:
+        raise ValueError(f"tp_dim and cp_dim are both {tp_dim!r}; they must be different dims of the mesh.")
+    if tp_dim not in names and cp_dim not in names:
+        raise ValueError(
+            f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make it with "
+            f"init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= and cp_dim=."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
+    tp_mesh = mesh[tp_dim] if tp_dim in names else None
+    cp_mesh = mesh[cp_dim] if cp_dim in names else None
+    return tp_mesh, cp_mesh if cp_mesh is not None and cp_mesh.size() > 1 else None

@@ -1,0 +1,176 @@
+"""Models in plain torch: what their forward must look like, and their attention over a ring of ranks.
+
+The contract, for sequence and context parallelism only (tensor parallelism needs none of it):
+
+- forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting. Positions
+  are called `positions` or `position_ids`, and every use of a token's place in the text goes by them.
+- Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
+  is_causal=True, or with neither a mask nor is_causal, called below the modules that the plan names layers of.
+- A KV cache, if any, is the argument `cache`, `kv_cache` or `past_key_values`; a forward pass that gets one is not cut.
+- For `labels` with context parallelism or loss_parallel: `self.loss_function(logits, labels, vocab_size, ...)` is the mean
+  cross entropy of token i's logits against label i + 1, as in transformers. It is replaced by the one over all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from fused_tp.integrations.call import Call, Ring
+from fused_tp.integrations.layers import wrap_forward
+from fused_tp.integrations.loss import GlobalLoss
+from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.nn import ColumnParallelLinear
+
+POSITIONS = ("positions", "position_ids")
+CACHES = ("cache", "kv_cache", "past_key_values")
+
+
+def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
+    """Refuse a model that does not keep the contract above as far as it can be seen from outside.
+
+    Raises:
+        ValueError: with a sentence that says what is missing.
+    """
+    kind = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    if parallelism.cuts_sequence and not any(name in parameters for name in POSITIONS):
+        asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+        raise ValueError(
+            f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part of the "
+            "sequence and must be told where in the text it lies."
+        )
+    heads = [name for name, style in plan.items() if isinstance(style, str) and style in GATHERS_OUTPUT]
+    for asked in ("sequence_parallel", "loss_parallel"):
+        if getattr(parallelism, asked) and len(heads) != 1:
+            raise ValueError(
+                f"{asked}=True needs one output layer with the style 'colwise_gather_output' in the plan; it has {len(heads)}."
+            )
+    if parallelism.loss_parallel and not callable(getattr(model, "loss_function", None)):
+        raise ValueError(
+            f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by the "
+            "cross entropy over all ranks' vocabulary; it has none."
+        )
+
+
+class PlainSequence(SequenceSharding):
+    """What a plain model calls its arguments: the first is the tokens."""
+
+    def __init__(self, model: nn.Module, parallelism: Parallelism, plan: Mapping[str, Style]) -> None:
+        super().__init__(model, parallelism)
+        names = list(inspect.signature(model.forward).parameters)
+        self.tokens = (names[0],)
+        self.positions = next((name for name in POSITIONS if name in names), None)
+        self.labels = "labels" if "labels" in names else None
+        self.caches = tuple(name for name in CACHES if name in names)
+        self.plan = plan
+        self.has_loss = callable(getattr(model, "loss_function", None))
+
+    def adapt(self, model: nn.Module) -> None:
+        """Point the model's attention and loss to ours. Its layers have been replaced."""
+        parallelism = self.parallelism
+        heads = [name for name, style in self.plan.items() if isinstance(style, str) and style in GATHERS_OUTPUT]
+        head = model.get_submodule(heads[0]) if len(heads) == 1 else None
+        self.head = head if isinstance(head, ColumnParallelLinear) else None
+        if parallelism.cp_mesh is not None:
+            # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of it.
+            for module in _modules_around_attention(model, self.plan):
+                wrap_forward(module, _with_ring_attention, self)
+        if parallelism.computes_loss and self.has_loss:
+            loss = GlobalLoss(
+                model.loss_function,
+                vocab_mesh=parallelism.tp_mesh if parallelism.loss_parallel else None,
+                cp_mesh=parallelism.cp_mesh,
+                grad_sync=parallelism.grad_sync,
+            )
+            model.loss_function = loss  # type: ignore[assignment]  # an attribute of the user's class, of any type
+
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
+        if targets is not None and not self.has_loss:
+            raise ValueError(
+                "labels were given, but the model has no loss_function attribute to compute a loss over all ranks with. Give it "
+                "one (see fused_tp.integrations.plain), or compute the loss from the logits: call the model without labels."
+            )
+
+    def put_together(self, output: Any, call: Call) -> Any:
+        if call.ring is None:
+            return None  # the head has gathered what the TP ranks had
+        mine = self.local_len
+
+        def whole(value: Any) -> Any:
+            cut = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == mine
+            return self.whole(value, call) if cut else value
+
+        return tree_map(whole, output)
+
+
+def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> list[nn.Module]:
+    """The parents of cut layers; without a plan, every module that has modules of its own."""
+    parents = {name.rpartition(".")[0] for name, style in plan.items() if style not in EMBEDDING | GATHERS_OUTPUT}
+    if parents:
+        return [model.get_submodule(name) for name in sorted(parents)]
+    computes = [m for m in model.modules() if type(m).forward is not nn.Module.forward]
+    return [module for module in computes if any(True for _ in module.children())] or [model]
+
+
+def _with_ring_attention(
+    sequence: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if sequence.ring is None or _in_ring_attention_mode.get():
+        return forward(*args, **kwargs)
+    token = _in_ring_attention_mode.set(True)
+    try:
+        with RingAttentionMode(sequence.ring):
+            return forward(*args, **kwargs)
+    finally:
+        _in_ring_attention_mode.reset(token)
+
+
+# One mode at a time: the ring's own attention calls would be seen by a mode further out.
+_in_ring_attention_mode: ContextVar[bool] = ContextVar("fused_tp_in_ring_attention_mode", default=False)
+
+
+class RingAttentionMode(TorchFunctionMode):
+    """Within it, F.scaled_dot_product_attention is attention over the ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__()
+        self.ring = ring
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                f"scaled_dot_product_attention was called with attn_mask {tuple(attn_mask.shape)}; over context parallel ranks "
+                "only is_causal=True, or no mask at all, is served."
+            )
+        if query.ndim != 4:
+            raise ValueError(
+                f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel ranks it "
+                "must be [batch, heads, seq, head_dim]."
+            )
+        return self.ring.attention(query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p)

@@ -1,0 +1,134 @@
+"""Which module of a model is cut how: names and styles, checked in full before the first module is touched.
+
+A plan maps module names to styles. `*` in a name stands for one part between dots ("model.layers.*.mlp.up_proj"), as in
+transformers' `tp_plan` and in `parallelize_module`. Styles are transformers' words, or torch's `ParallelStyle` objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+Style: TypeAlias = "str | ParallelStyle"
+
+COLUMN = {"colwise", "colwise_gather_output", "colwise_rep"}
+ROW = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+EMBEDDING = {"embedding_rowwise"}
+# Modules that stay whole. They differ in what each rank's gradient covers: see `parallelize.replicate_parameters`.
+WHOLE = {"replicate", "sequence_parallel", "replicated_with_grad_allreduce"}
+STYLES = sorted(COLUMN | ROW | EMBEDDING | WHOLE)
+
+GATHERS_OUTPUT = {"colwise_gather_output", "colwise_rep"}
+SPLITS_INPUT = {"rowwise_split_input", "rowwise_rep"}
+
+# What people call the projections whose output is split into heads, and the attributes that say how many heads.
+HEAD_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"}
+HEAD_COUNTS = (
+    *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads"),
+    *("n_heads", "n_kv_heads", "n_head", "n_kv_head"),
+)
+
+
+def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
+    """Concrete module names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
+
+    Raises:
+        TypeError: `plan` is neither "auto" nor a dict, or a style is neither a string nor a `ParallelStyle`.
+        ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
+            module.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        >>> resolve_plan(mlp, {"0": "colwise", "1": "rowwise"})
+        {'0': 'colwise', '1': 'rowwise'}
+    """
+    own = isinstance(plan, str)
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"plan is {plan!r}; pass 'auto' or a dict from module names to styles.")
+        patterns = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not patterns:
+            raise ValueError(
+                f"{type(model).__name__} has no tp_plan of its own, so plan='auto' has nothing to read; pass "
+                "plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}."
+            )
+    elif isinstance(plan, Mapping):
+        patterns = plan
+    else:
+        raise TypeError(f"plan must be 'auto' or a dict from module names to styles, not {type(plan).__name__}.")
+
+    modules = dict(model.named_modules())
+    resolved: dict[str, Style] = {}
+    for pattern, style in patterns.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in modules if expression.fullmatch(name)]
+        # A model's own plan may name layers that only some of its configurations have; a plan that somebody wrote
+        # for this call and that matches nothing is a mistake.
+        if not names and any(expression.fullmatch(name) for name, _ in model.named_parameters()):
+            raise ValueError(
+                f"The plan gives the parameter {pattern!r} the style {style!r}; only whole modules can be cut. "
+                "Leave it out of the plan."
+            )
+        if not names and not own:
+            raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
+        for name in names:
+            check_style(name, modules[name], style)
+            resolved[name] = style
+    return resolved
+
+
+def check_style(name: str, module: nn.Module, style: Style) -> None:
+    """Refuse a style that is unknown, or that `module` cannot take, with a sentence."""
+    if isinstance(style, ParallelStyle):
+        return
+    if not isinstance(style, str):
+        raise TypeError(
+            f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}."
+        )
+    kind = type(module).__name__
+    if style not in STYLES:
+        raise ValueError(
+            f"The plan gives {name!r} ({kind}) the style {style!r}, which fused_tp does not serve. It serves "
+            f"{', '.join(STYLES)}; leave {name!r} out of the plan to keep it whole on every rank."
+        )
+    wanted = nn.Linear if style in COLUMN | ROW else nn.Embedding if style in EMBEDDING else nn.Module
+    # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
+    if wanted is not nn.Module and type(module) is not wanted:
+        raise ValueError(
+            f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
+        )
+
+
+def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
+    """Refuse a TP size that would cut through an attention head, and say which sizes work.
+
+    Head counts are read off the attention module, its `config` or the model's `config`, whichever has them first.
+    """
+    for name, style in plan.items():
+        parent_name, _, leaf = name.rpartition(".")
+        if not (isinstance(style, str) and style in COLUMN - GATHERS_OUTPUT and leaf in HEAD_PROJECTIONS):
+            continue
+        parent = model.get_submodule(parent_name)
+        counts = _head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
+        if any(count % world_size for count in counts.values()):
+            sizes = [w for w in range(1, min(counts.values()) + 1) if all(c % w == 0 for c in counts.values())]
+            heads = " and ".join(f"{key}={count}" for key, count in counts.items())
+            raise ValueError(
+                f"{type(model).__name__} has {heads}, which {world_size} tensor-parallel ranks cannot share evenly "
+                f"({name!r}). TP sizes that work: {', '.join(map(str, sizes))}."
+            )
+
+
+def _head_counts(*sources: object) -> dict[str, int]:
+    for source in sources:
+        text = getattr(source, "get_text_config", None)
+        source = text() if callable(text) else source
+        found = {key: getattr(source, key, None) for key in HEAD_COUNTS}
+        counts = {key: count for key, count in found.items() if isinstance(count, int) and count > 0}
+        if counts:
+            return counts
+    return {}

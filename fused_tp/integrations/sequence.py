@@ -1,0 +1,256 @@
+"""The hooks around a parallel model's forward: what goes in is cut along the sequence, what comes out is put together."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+
+from fused_tp.integrations.call import LAYOUT, Call, Ring, current_call
+from fused_tp.integrations.grad_sync import scale_gradient, sum_gradients_over
+from fused_tp.integrations.loss import shift
+from fused_tp.nn import ColumnParallelLinear
+from fused_tp.ops.collectives import gather, scatter
+from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What `parallelize` was asked for. Meshes are 1-D; None where the dim is missing, or for `cp_mesh` of size 1."""
+
+    tp_mesh: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
+    sequence_parallel: bool
+    loss_parallel: bool
+    grad_sync: bool
+
+    @property
+    def cuts_sequence(self) -> bool:
+        return self.sequence_parallel or self.cp_mesh is not None
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the model's own loss would see only a part of the tokens or of the vocabulary."""
+        return self.loss_parallel or self.cp_mesh is not None
+
+
+class SequenceSharding:
+    """Cuts one forward pass at a time, unless it carries a KV cache. Subclasses know what a kind of model calls things.
+
+    What layers ask for (`tp_sharded`, `local_len`, `ring`) stays after the forward pass until the next one: activation
+    checkpointing runs layers again in backward.
+    """
+
+    tokens: tuple[str, ...]  # the arguments that may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
+    positions: str | None  # [seq] or [batch, seq]
+    labels: str | None  # [batch, seq], not shifted
+    caches: tuple[str, ...]
+    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that may stay as they are
+
+    def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
+        self.parallelism = parallelism
+        self.head: ColumnParallelLinear | None = None
+        self.tp_sharded = False
+        self.local_len: int | None = None
+        self.ring: Ring | None = None
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        self._computed_alike = False
+        self._layers: list[Any] = []
+
+    def install(self, model: nn.Module) -> None:
+        """Hook `model`, whose layers have been replaced."""
+        self._layers = [m for m in model.modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    # ---- what subclasses say ----
+
+    def is_cached(self, arguments: dict[str, Any]) -> bool:
+        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it."""
+        return any(arguments.get(name) is not None for name in self.caches)
+
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
+        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
+
+    def default_positions(self, positions: Tensor) -> Tensor:
+        """`positions` [seq] in the shape that the model expects."""
+        return positions
+
+    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+        """More keyword arguments for the model's forward."""
+        return {}
+
+    def put_together(self, output: Any, call: Call) -> Any:
+        """The model's output for the whole sequence."""
+        raise TypeError(f"{type(self).__name__} must define put_together.")
+
+    # ---- before forward ----
+
+    def before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        arguments = self._by_name(args, kwargs)
+        source, tokens = self._tokens(arguments)
+        cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
+        # With fewer tokens than ranks some rank would have none, which few models' own code survives.
+        too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
+        call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens)
+        self._computed_alike = call is None and cp_mesh is not None
+        if self._computed_alike and grad_sync and tokens.is_floating_point():
+            assert cp_mesh is not None
+            arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
+        if cp_mesh is not None and grad_sync and torch.is_grad_enabled():
+            sum_gradients_over(model, cp_mesh)
+        self._switch_layers(call)
+        current_call.set(call)
+        return (), {**arguments, **self.extra_arguments(call)}
+
+    def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
+        """The tokens, or their embeddings, and which argument holds them."""
+        source = next((name for name in self.tokens if arguments.get(name) is not None), None)
+        if source is None:
+            raise ValueError(f"forward needs {' or '.join(self.tokens)}: the tokens of the whole batch.")
+        tokens = arguments[source]
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+            given = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
+            raise ValueError(f"{source} has {given}; it must be a tensor [batch, seq, ...].")
+        return source, tokens
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Positional arguments by their names, so that they can be found."""
+        names = self._positional
+        if len(args) > len(names):
+            raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _cut(self, arguments: dict[str, Any], source: str, tokens: Tensor) -> Call:
+        seq_len = tokens.shape[1]
+        ignore_index = arguments.get("ignore_index", -100)
+        targets = self._targets(arguments, tokens, ignore_index)
+        self.check(arguments, seq_len, targets)
+        cp_mesh = self.parallelism.cp_mesh
+        if self.parallelism.cuts_sequence and self.positions is not None:
+            self._set_positions(arguments, tokens, self.positions)
+        count = None
+        if targets is not None:
+            count = arguments.get("num_items_in_batch")
+            count = (targets != ignore_index).sum() if count is None else count
+        if cp_mesh is not None:
+            self._refuse_other_tensors(arguments, source)
+            tokens = self._cut_tokens(tokens, cp_mesh)
+            targets = None if targets is None else shard_sequence(targets, 1, group=cp_mesh, layout=LAYOUT)
+        self.local_len = tokens.shape[1]
+        if self.parallelism.sequence_parallel and tokens.is_floating_point():
+            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
+        arguments[source] = tokens
+        if targets is not None and self.labels is not None:
+            arguments[self.labels] = targets
+            arguments.pop("shift_labels", None)
+        keep: int | Tensor = 0
+        if self.parallelism.cuts_sequence and "logits_to_keep" in arguments:
+            keep, arguments["logits_to_keep"] = arguments["logits_to_keep"], 0  # they are positions of the whole sequence
+        return Call(
+            seq_len,
+            ring=None if cp_mesh is None else Ring(cp_mesh, seq_len),
+            targets=targets,
+            target_count=count,
+            ignore_index=ignore_index,
+            logits_to_keep=keep,
+        )
+
+    def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
+        """Shifted labels of the whole sequence where we compute the loss."""
+        if not self.parallelism.computes_loss or self.labels is None:
+            return None
+        targets = arguments.get("shift_labels")
+        labels = arguments.get(self.labels)
+        if targets is None and labels is not None:
+            targets = shift(labels, ignore_index)
+        if targets is not None and targets.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must be "
+                "equal: every rank gets the full batch and its full labels."
+            )
+        return targets
+
+    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str) -> None:
+        """Positions of the tokens on this CP rank. The default of a model would count its own part from 0."""
+        cp_mesh, seq_len = self.parallelism.cp_mesh, tokens.shape[1]
+        given = arguments.get(name)
+        if given is None:
+            if cp_mesh is None:
+                mine = torch.arange(seq_len, device=tokens.device)
+            else:
+                mine = sequence_positions(seq_len, group=cp_mesh, layout=LAYOUT, device=tokens.device)
+            arguments[name] = self.default_positions(mine)
+            return
+        if given.shape[-1] != seq_len:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
+        if cp_mesh is not None:
+            if bool((given.diff(dim=-1) != 1).any()):
+                raise ValueError(
+                    f"{name} does not count up by one: several documents in one row would attend to each other across the "
+                    "context parallel ranks. Give each document its own row, or use no cp_dim."
+                )
+            arguments[name] = shard_sequence(given, given.ndim - 1, group=cp_mesh, layout=LAYOUT)
+
+    def _cut_tokens(self, tokens: Tensor, cp_mesh: DeviceMesh) -> Tensor:
+        if tokens.is_floating_point() and not self.parallelism.grad_sync:
+            # Embeddings of the caller's making: their gradient is gathered, so it is complete on every rank already.
+            tokens = scale_gradient(tokens, 1 / cp_mesh.size())
+        return shard_sequence(tokens, 1, group=cp_mesh, layout=LAYOUT)
+
+    def _refuse_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
+        served = {source, self.positions, self.labels, *self.known}
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and name not in served:
+                raise ValueError(
+                    f"forward was given the tensor {name} {tuple(value.shape)}; how to cut it over the context parallel "
+                    "ranks is not known. Leave it out, or use no cp_dim."
+                )
+
+    def _switch_layers(self, call: Call | None) -> None:
+        self.tp_sharded = self.parallelism.sequence_parallel and call is not None
+        self.ring = None if call is None else call.ring
+        for layer in self._layers:
+            layer.sequence_parallel = self.tp_sharded
+        if self.parallelism.loss_parallel and self.head is not None:
+            self.head.gather_output = call is None or call.targets is None
+
+    # ---- after forward ----
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call = current_call.get()
+        current_call.set(None)
+        if output is None:  # forward raised
+            return None
+        if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
+            # Every CP rank has computed the same, and backward will sum their gradients.
+            assert self.parallelism.cp_mesh is not None
+            share = partial(_scale_if_differentiable, 1 / self.parallelism.cp_mesh.size())
+            return tree_map(share, output)
+        if call is None or call.targets is not None:
+            return None
+        return self.put_together(output, call)
+
+    def whole(self, t: Tensor, call: Call, *, tp_sharded: bool = False) -> Tensor:
+        """`t`, a part of the sequence along dim 1, for the whole sequence and on every rank; differentiable."""
+        parallelism = self.parallelism
+        if tp_sharded:
+            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=self.local_len)
+        if call.ring is None:
+            return t
+        t = unshard_sequence(t, 1, group=call.ring.mesh, layout=LAYOUT, seq_len=call.seq_len)
+        # Every rank computes the same from the whole output, so the gradient that comes back is counted once.
+        return t if parallelism.grad_sync else scale_gradient(t, call.ring.mesh.size())
+
+
+def _scale_if_differentiable(factor: float, value: Any) -> Any:
+    return scale_gradient(value, factor) if isinstance(value, Tensor) and value.requires_grad else value

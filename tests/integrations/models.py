@@ -1,0 +1,97 @@
+"""Small models, and the comparison of a parallel one with the whole one it came from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from examples.llama import Llama, LlamaConfig
+
+VOCAB = 67  # odd: the ranks' parts of the vocabulary are not equally long
+# fp32 throughout. Sums over ranks and blocks of attention add in another order than one matmul does; two layers deep that
+# moves the last bits only. Values are of order 1 for logits; gradients are compared relative to the largest of a tensor.
+TOLERANCE = 2e-5
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+_meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+
+def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:
+    """A mesh of cp x tp ranks; with a size of 1 the dim is left out."""
+    if cp == 1:
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    if tp == 1:
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    if (cp, tp) not in _meshes:  # making one starts process groups; it needs all of the pool's ranks
+        _meshes[cp, tp] = DeviceMesh("cpu", torch.arange(cp * tp).view(cp, tp), mesh_dim_names=("cp", "tp"))
+    return _meshes[cp, tp]
+
+
+def make(family: str, *, tied: bool = False, **changes: Any) -> nn.Module:
+    """A small model with random weights, the same on every rank. Families: plain, llama, qwen3, mistral."""
+    torch.manual_seed(0)
+    if family == "plain":
+        model: nn.Module = Llama(LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, **changes}))
+    else:
+        model = _transformers_model(family, tied, changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far from their initial values: norms of all ones and biases of zero would hide wrong gradients.
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def _transformers_model(family: str, tied: bool, changes: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    sizes = {**SIZES, "tie_word_embeddings": tied, "head_dim": 8, "attn_implementation": "sdpa"}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if family == "mistral":
+        sizes["sliding_window"] = 64  # longer than the tests' sequences
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def make_tokens(batch: int, seq: int) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+def full(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Largest difference, relative to the largest expected value."""
+    actual, expected = full(actual).detach(), full(expected).detach()
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-3)
+    assert error <= tolerance, f"{what}: relative error {error:.1e} > {tolerance:.0e}"
+
+
+def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: float = 1.0) -> None:
+    """Every parameter's gradient, by name; `factor` is what the parallel one's are expected to be larger by."""
+    expected = dict(whole.named_parameters())
+    names = [name for name, _ in parallel.named_parameters()]
+    assert names == list(expected), (names, list(expected))
+    for name, parameter in parallel.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")  # type: ignore[arg-type]  # the whole model has run backward
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)

@@ -1,0 +1,166 @@
+"""Plain torch models through `parallelize`: examples/llama.py, and small modules with a plan of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.plan import resolve_plan
+from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
+from tests.workers import run_ranks
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
+    "tp2": (1, 2, {}),
+    "tp2_sp": (1, 2, {"sequence_parallel": True}),
+    "cp2": (2, 1, {}),
+    "cp2_tp2": (2, 2, {}),
+    "cp2_tp2_sp_lossparallel": (2, 2, {"sequence_parallel": True, "loss_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_example_llama(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, compare, cp, tp, keywords)
+
+
+def compare(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("plain", tied=True)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
+    tokens = make_tokens(2, 13)
+    with torch.no_grad():
+        assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
+        assert torch.equal(parallel.generate(tokens, 4), whole.generate(tokens, 4))
+    losses = [model(tokens, labels=tokens).loss for model in (whole, parallel)]
+    assert_near(losses[1], losses[0], "loss")
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_copies_of_a_parallel_model_are_parallel() -> None:
+    run_ranks(4, compare_copy)
+
+
+def compare_copy(group: dist.ProcessGroup) -> None:
+    whole = make("plain")
+    parallel = copy.deepcopy(parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True))
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        model(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+class Block(nn.Module):
+    """Attention without a residual, checkpointed by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Tagger(nn.Module):
+    """No embedding, no head: features [batch, seq, 16] to scores [batch, seq, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.score = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
+        if positions is None:
+            positions = torch.arange(x.shape[1])
+        x = x + positions.unsqueeze(-1).sin()
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return {"scores": self.score(x)}
+
+
+TAGGER_PLAN = {f"blocks.*.w{letter}": "rowwise" if letter == "o" else "colwise" for letter in "qkvo"}
+
+
+@pytest.mark.parametrize(("cp", "tp", "plan"), [(2, 2, TAGGER_PLAN), (2, 1, "auto"), (2, 1, TAGGER_PLAN), (1, 2, TAGGER_PLAN)])
+def test_a_plan_by_hand_and_attention_that_is_computed_again(cp: int, tp: int, plan: Any) -> None:
+    run_ranks(cp * tp, tag, cp, tp, plan)
+
+
+def tag(group: dist.ProcessGroup, cp: int, tp: int, plan: Any) -> None:
+    torch.manual_seed(0)
+    whole = Tagger()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), plan=plan)
+    x = torch.randn(2, 11, 16)
+    outputs = [model(x)["scores"] for model in (whole, parallel)]
+    assert_near(outputs[1], outputs[0], "scores")
+    for output in outputs:
+        output.square().mean().backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_parallel_styles_in_a_plan() -> None:
+    run_ranks(2, with_styles)
+
+
+def with_styles(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), nn.LayerNorm(8))
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x, weights = torch.randn(3, 8), torch.randn(3, 8)
+    for model in (whole, parallel):
+        (model(x) * weights).sum().backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_patterns() -> None:
+    plan = resolve_plan(Tagger(), TAGGER_PLAN)
+    assert len(plan) == 8
+    assert plan["blocks.1.wo"] == "rowwise"
+
+
+class NoPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Masked(Tagger):
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
+        q = x.unsqueeze(1)
+        return {"scores": F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(x.shape[1], x.shape[1]).bool())}
+
+
+def test_refused_with_a_sentence() -> None:
+    run_ranks(2, refused)
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    cp_mesh, tp_mesh = mesh_of(group, 2, 1), mesh_of(group, 1, 2)
+    with pytest.raises(ValueError, match="`positions` or `position_ids`"):
+        parallelize(NoPositions(), cp_mesh)
+    with pytest.raises(ValueError, match="no tp_plan of its own"):
+        parallelize(NoPositions(), tp_mesh)
+    with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters and is not in the plan"):
+        parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
+    with pytest.raises(ValueError, match="one output layer"):
+        parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
+    with pytest.raises(ValueError, match="attn_mask"):
+        parallelize(Masked(), cp_mesh)(torch.randn(1, 6, 16))
+    model = make("plain", num_key_value_heads=1)
+    with pytest.raises(ValueError, match="TP sizes that work: 1"):
+        parallelize(model, tp_mesh)

@@ -1,0 +1,426 @@
+"""transformers models through `parallelize`: logits and every gradient are those of the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+from fused_tp.integrations.loading import load_full_state_dict
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.nn import gather_state_dict
+from tests.integrations.models import assert_near, assert_same_gradients, copy_of, full, make, make_tokens, mesh_of
+from tests.workers import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+FAMILIES = ["llama", "qwen3", "mistral"]
+LAYOUTS = {  # cp, tp, keywords
+    "tp2": (1, 2, {}),
+    "tp2_sp": (1, 2, {"sequence_parallel": True}),
+    "cp2": (2, 1, {}),
+    "cp2_tp2": (2, 2, {}),
+    "cp2_tp2_sp_lossparallel": (2, 2, {"sequence_parallel": True, "loss_parallel": True}),
+}
+
+
+def compare(
+    group: dist.ProcessGroup, family: str, cp: int, tp: int, keywords: dict[str, Any], seq: int, make_with: dict[str, Any]
+) -> None:
+    whole = make(family, **make_with)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens = make_tokens(2, seq)
+    labels = tokens.clone()
+    labels[0, : seq // 2] = -100  # the CP ranks have unequal numbers of targets: a mean of means would show
+    with torch.no_grad():
+        assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
+    expected = whole(tokens, labels=labels).loss
+    actual = parallel(input_ids=tokens, labels=labels).loss
+    assert_near(actual, expected, "loss")
+    expected.backward()
+    actual.backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_gradients(family: str, layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, compare, family, cp, tp, keywords, 21, {})
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3])
+def test_fewer_tokens_than_pieces_to_cut(seq: int) -> None:
+    run_ranks(4, compare_logits, 2, 2, {"sequence_parallel": True}, seq)
+
+
+def compare_logits(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], seq: int) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens = make_tokens(2, seq)
+    # A loss of the caller's own, from logits that every rank has whole.
+    expected, actual = whole(tokens).logits, parallel(tokens).logits
+    assert_near(actual, expected, "logits")
+    expected.square().mean().backward()
+    actual.square().mean().backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("keywords", [{"loss_parallel": True}, {"loss_parallel": True, "sequence_parallel": True}])
+def test_loss_over_a_cut_vocabulary(keywords: dict[str, Any]) -> None:
+    run_ranks(2, compare, "llama", 1, 2, keywords, 11, {})
+
+
+def test_logits_stay_cut_only_next_to_a_loss() -> None:
+    run_ranks(2, cut_logits)
+
+
+def cut_logits(group: dist.ProcessGroup) -> None:
+    parallel = parallelize(make("llama"), mesh_of(group, 1, 2), loss_parallel=True)
+    tokens = make_tokens(1, 4)
+    assert parallel(tokens).logits.shape == (1, 4, 67)
+    assert parallel(tokens, labels=tokens).logits.shape == (1, 4, 34 if group.rank() == 0 else 33)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2_tp2_sp_lossparallel"])
+def test_tied_embeddings_stay_one_parameter(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, compare, "qwen3", cp, tp, keywords, 9, {"tied": True})
+    run_ranks(cp * tp, is_tied, cp, tp, keywords)
+
+
+def is_tied(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    parallel = parallelize(make("llama", tied=True), mesh_of(group, cp, tp), **keywords)
+    assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
+
+
+def test_biases() -> None:
+    run_ranks(2, compare, "llama", 1, 2, {"sequence_parallel": True}, 7, {"attention_bias": True, "mlp_bias": True})
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2_tp2"])
+def test_gradients_accumulate(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, accumulate, cp, tp, keywords)
+
+
+def accumulate(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    batches = make_tokens(4, 10).split(2)
+    count = torch.tensor(sum(batch[:, 1:].numel() for batch in batches))
+    for batch in batches:
+        for model in (whole, parallel):
+            model(batch, labels=batch, num_items_in_batch=count).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
+def test_activation_checkpointing(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, checkpointed, cp, tp, keywords)
+
+
+def checkpointed(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("llama").train()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    parallel.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        model(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_without_grad_sync_the_mean_over_cp_is_the_gradient() -> None:
+    run_ranks(2, unsynced)
+
+
+def unsynced(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1), grad_sync=False)
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        (model(tokens, labels=tokens).loss + model(tokens).logits.square().mean()).backward()
+    for parameter in parallel.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    assert_same_gradients(parallel, whole, factor=2)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2_tp2"])
+def test_a_meta_model_gets_memory_for_its_shards_and_then_its_weights(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, from_meta, cp, tp, keywords)
+
+
+def from_meta(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("llama", tied=True)
+    with torch.device("meta"):
+        parallel = make("llama", tied=True)
+    parallelize(parallel, mesh_of(group, cp, tp), **keywords)
+    assert parallel.model.layers[0].mlp.up_proj.weight.to_local().shape == (22, 32)
+    load_full_state_dict(parallel, ((name, t) for name, t in whole.state_dict().items() if name != "lm_head.weight"))
+    tokens = make_tokens(2, 9)
+    assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
+    with pytest.raises(ValueError, match="does not have .*q_proj.weight"):
+        load_full_state_dict(parallel, {"model.embed_tokens.weight": whole.model.embed_tokens.weight})
+    with pytest.raises(ValueError, match="unknown .*nonsense"):
+        load_full_state_dict(parallel, {**whole.state_dict(), "nonsense": torch.zeros(1)})
+
+
+def test_inputs_embeds_get_their_gradient() -> None:
+    run_ranks(4, from_embeddings)
+
+
+def from_embeddings(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    labels = make_tokens(2, 9)
+    gradients = []
+    for model in (whole, parallel):
+        x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model(inputs_embeds=x, labels=labels).loss.backward()
+        gradients.append(x.grad)
+    assert_near(gradients[1], gradients[0], "gradient of inputs_embeds")
+
+
+@pytest.mark.parametrize("keywords", [{}, {"grad_sync": False}])
+def test_what_all_cp_ranks_compute_alike_counts_once(keywords: dict[str, Any]) -> None:
+    run_ranks(2, with_cache, keywords)
+
+
+def with_cache(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1), **keywords)
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        prefix = model(tokens[:, :5], use_cache=True)
+        rest = model(tokens[:, 5:], past_key_values=prefix.past_key_values, labels=tokens[:, 5:])
+        (rest.loss + rest.logits.square().mean()).backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_padding_on_the_right_needs_no_mask() -> None:
+    run_ranks(2, padded)
+
+
+def padded(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    for model in (whole, parallel):
+        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+    assert_same_gradients(parallel, whole)
+    for bad_mask, bad_labels, says in ((mask, tokens, "labels count at padding"), (mask.flip(1), labels, "padding on the left")):
+        with pytest.raises(ValueError, match=says):
+            parallel(tokens, attention_mask=bad_mask, labels=bad_labels)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_masks_under_sequence_parallelism(family: str) -> None:
+    run_ranks(2, masked, family)
+
+
+def masked(group: dist.ProcessGroup, family: str) -> None:
+    changes = {"sliding_window": 4} if family == "mistral" else {}
+    whole = make(family, **changes)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    for model in (whole, parallel):
+        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2_tp2"])
+def test_generate(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, generate, cp, tp, keywords)
+
+
+def generate(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("llama").eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens, mask = make_tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    for how in ({}, {"cache_implementation": "static"}, {"use_cache": False, "attention_mask": None}):
+        inputs = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "disable_compile": True, **how}
+        expected = whole.generate(tokens, **inputs)
+        assert torch.equal(parallel.generate(tokens, **inputs), expected), how
+    # ... and training goes on as before.
+    parallel(tokens, labels=tokens).loss.backward()
+    whole(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_checkpoint_round_trip(tmp_path: Path) -> None:
+    run_ranks(2, save_and_load, str(tmp_path))
+
+
+def save_and_load(group: dist.ProcessGroup, folder: str) -> None:
+    mesh = mesh_of(group, 1, 2)
+    whole = make("qwen3", tied=True)
+    saved = parallelize(copy_of(whole), mesh, sequence_parallel=True)
+    dcp.save(saved.state_dict(), checkpoint_id=folder, process_group=group)
+    with torch.device("meta"):
+        loaded = make("qwen3", tied=True)
+    parallelize(loaded, mesh)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    loaded.load_state_dict(state)
+    for name, t in gather_state_dict(loaded).items():
+        assert torch.equal(t, whole.state_dict()[name]), name
+    assert list(gather_state_dict(loaded)) == list(whole.state_dict())
+
+
+def test_clip_grad_norm() -> None:
+    run_ranks(4, clip)
+
+
+def clip(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    tokens = make_tokens(2, 9)
+    norms = []
+    for model in (whole, parallel):
+        model(tokens, labels=tokens).loss.backward()
+        norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+    assert_near(norms[1], norms[0], "gradient norm")
+    assert_same_gradients(parallel, whole)
+
+
+def test_base_model_returns_all_hidden_states() -> None:
+    run_ranks(4, base_model)
+
+
+def base_model(group: dist.ProcessGroup) -> None:
+    whole = make("llama").model
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    tokens = make_tokens(2, 7)
+    outputs = [model(tokens).last_hidden_state for model in (whole, parallel)]
+    assert_near(outputs[1], outputs[0], "hidden states")
+    for output in outputs:
+        output.square().mean().backward()
+    assert_same_gradients(parallel, whole)
+
+
+REFUSED = {
+    "heads": ("tp", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}, {}, ValueError, "TP sizes that work: 1, 3"),
+    "kv_heads": ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*TP sizes that work: 1"),
+    "style": ("tp", {}, {"plan": {"lm_head": "packed_colwise"}}, ValueError, "'lm_head'.*'packed_colwise'"),
+    "no_such_module": ("tp", {}, {"plan": {"lm_heat": "colwise"}}, ValueError, "plan names 'lm_heat'"),
+    "not_linear": ("tp", {}, {"plan": {"model.norm": "colwise"}}, ValueError, "plain nn.Linear"),
+    "plan_word": ("tp", {}, {"plan": "fastest"}, ValueError, "'auto'"),
+    "plan_type": ("tp", {}, {"plan": 3}, TypeError, "plan must be"),
+    "dims": ("tp", {}, {"tp_dim": "x", "cp_dim": "y"}, ValueError, "neither 'x' nor 'y'"),
+    "same_dims": ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
+    "no_tp": ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
+    "eager": ("cp", {"attn_implementation": "eager"}, {}, ValueError, "attn_implementation='eager'"),
+    "no_head": (
+        "tp",
+        {},
+        {"loss_parallel": True, "plan": {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}},
+        ValueError,
+        "output layer",
+    ),
+    "tied": ("tp", {"tied": True}, {"plan": {"lm_head": "colwise_gather_output"}}, ValueError, "cut alike"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_a_sentence(case: str) -> None:
+    run_ranks(2, refused, case)
+
+
+def refused(group: dist.ProcessGroup, case: str) -> None:
+    dim, changes, keywords, error, says = REFUSED[case]
+    model = make("llama", **changes)
+    before = dict(model.named_parameters())
+    mesh = mesh_of(group, 2, 1) if dim == "cp" else mesh_of(group, 1, 2)
+    with pytest.raises(error, match=says):
+        parallelize(model, mesh, **keywords)
+    assert all(before[name] is p for name, p in model.named_parameters()), "the refused model was changed"
+
+
+def test_refused_calls() -> None:
+    run_ranks(2, refused_calls)
+
+
+def refused_calls(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 1)
+    tokens = make_tokens(2, 8)
+    model = parallelize(make("mistral", sliding_window=4), mesh)
+    for says, keywords in {
+        "sliding window of 4 tokens": {"input_ids": tokens},
+        "output_hidden_states": {"input_ids": tokens, "output_hidden_states": True},
+        "count up by one": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
+        "full labels": {"input_ids": tokens, "labels": tokens[:, :4]},
+        "token_weights": {"input_ids": tokens, "token_weights": torch.ones(2, 8)},
+        r"\[batch, seq, ...\]": {"input_ids": tokens[0]},
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            model(**keywords)
+    with pytest.raises(TypeError, match="parallelized already"):
+        parallelize(model, mesh)
+    with pytest.raises(TypeError, match="nn.Module"):
+        parallelize("model", mesh)
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        parallelize(make("llama"), group)
+
+
+def test_fsdp2_over_the_cp_ranks() -> None:
+    run_ranks(4, with_fsdp)
+
+
+def with_fsdp(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 2)
+    whole = make("llama")
+    tokens = make_tokens(2, 9)
+    whole(tokens, labels=tokens).loss.backward()
+    parallel = parallelize(copy_of(whole), mesh, sequence_parallel=True, grad_sync=False)
+    for layer in parallel.model.layers:
+        fully_shard(layer, mesh=mesh["cp"])
+    fully_shard(parallel, mesh=mesh["cp"])
+    parallel(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+    summed = parallelize(make("llama"), mesh)
+    fully_shard(summed, mesh=mesh["cp"])
+    with pytest.raises(ValueError, match="grad_sync=False"):
+        summed(tokens, labels=tokens)
+
+
+def test_other_mesh_dims_are_left_alone() -> None:
+    run_ranks(4, beside_dp)
+
+
+def beside_dp(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 2)
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh, cp_dim="not_there")  # the dim "cp" is as good as a "dp" then
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        model(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2_tp2_sp_lossparallel"])
+def test_compiled(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, compiled, cp, tp, keywords)
+
+
+def compiled(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens = make_tokens(2, 9)
+    whole(tokens, labels=tokens).loss.backward()
+    torch.compile(parallel, backend="aot_eager")(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
