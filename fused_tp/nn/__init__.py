@@ -6,7 +6,7 @@ from fused_tp.nn.embedding import VocabParallelEmbedding
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear
 from fused_tp.nn.mlp import ParallelMLP
-from fused_tp.nn.norm import reduce_grad, sequence_parallel_
+from fused_tp.nn.norm import reduce_grad, replicate_, sequence_parallel_
 from fused_tp.nn.rotary import RotaryEmbedding
 from fused_tp.nn.share_gather import share_gather
 
@@ -21,6 +21,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "gather_state_dict",
     "reduce_grad",
+    "replicate_",
     "sequence_parallel_",
     "share_gather",
 ]

@@ -22,7 +22,10 @@ from fused_tp.nn.linear import (
 from fused_tp.nn.local_attention import local_attention
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh
-from fused_tp.runtime.group import GroupLike
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.sequence import sequence_positions
+from fused_tp.runtime.group import GroupLike, group_identity
+from fused_tp.schedules.ring_plan import check_layout, local_length
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -93,6 +96,10 @@ class ParallelAttention(nn.Module):
         check_positive("head_dim", head_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
+        if cp_group is not None:
+            check_layout(cp_layout)
+            if dropout > 0:
+                raise ValueError(f"dropout is {dropout}, which ring attention does not do; pass dropout=0.0 with cp_group.")
         world_size = check_mesh(mesh).size()
         check_heads(num_heads, num_kv_heads, world_size)
         self.mesh = mesh
@@ -185,25 +192,23 @@ class ParallelAttention(nn.Module):
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
                 [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for all.
             kv_cache: keys and values are appended to it; for generation under no_grad.
-            seq_len: length of the whole sequence over the tensor parallel ranks, needed under sequence_parallel where
-                they hold unequal parts.
+            seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group where ranks hold
+                unequal parts of it.
 
         Raises:
             ValueError: x that is not 3-D or of other width; a mask that does not fit; a mask or cache with cp_group.
         """
         self._check_input(x, attention_mask, kv_cache)
+        gather_size = self._gather_size(seq_len)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
-            for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, seq_len)
+            for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = self.rope(q, k, self._positions(q, kv_cache) if positions is None else positions)
-        dropout_p = self.dropout if self.training else 0.0
+            q, k = self.rope(q, k, self._positions(q, kv_cache, seq_len) if positions is None else positions)
         if self.cp_group is not None:
-            from fused_tp.ops.ring_attention import ring_attention
-
             out = ring_attention(
                 q,
                 k,
@@ -212,7 +217,7 @@ class ParallelAttention(nn.Module):
                 causal=self.causal,
                 scale=self.scale,
                 layout=self.cp_layout,
-                dropout_p=dropout_p,
+                seq_len=seq_len,
             )
         else:
             if kv_cache is not None:
@@ -224,7 +229,7 @@ class ParallelAttention(nn.Module):
                 mask=self._local_mask(attention_mask, q, k),
                 causal=self.causal,
                 scale=self.scale,
-                dropout_p=dropout_p,
+                dropout_p=self.dropout if self.training else 0.0,
                 first_head=self._first_head(),
             )
         return cast(Tensor, self.o_proj(out.flatten(-2)))
@@ -238,13 +243,17 @@ class ParallelAttention(nn.Module):
     def _first_head(self) -> int:
         return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
 
-    def _positions(self, q: Tensor, kv_cache: KVCache | None) -> Tensor:
-        if self.cp_group is not None:
-            from fused_tp.ops import sequence_positions
-            from fused_tp.runtime.group import group_name_and_size
+    def _gather_size(self, seq_len: int | None) -> int | None:
+        """How many tokens the tensor parallel ranks hold together."""
+        if self.cp_group is None or seq_len is None:
+            return seq_len if self.sequence_parallel else None
+        _, size, rank = group_identity(self.cp_group)
+        return local_length(seq_len, size, rank, self.cp_layout) if self.sequence_parallel else None
 
-            size = group_name_and_size(self.cp_group)[1]
-            return sequence_positions(q.shape[1] * size, group=self.cp_group, layout=self.cp_layout).to(q.device)
+    def _positions(self, q: Tensor, kv_cache: KVCache | None, seq_len: int | None) -> Tensor:
+        if self.cp_group is not None:
+            total = q.shape[1] * group_identity(self.cp_group)[1] if seq_len is None else seq_len
+            return sequence_positions(total, group=self.cp_group, layout=self.cp_layout, device=q.device)
         seen = 0 if kv_cache is None else kv_cache.length
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 

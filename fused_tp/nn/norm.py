@@ -1,12 +1,13 @@
-"""Modules that run on a part of the sequence with parameters that every rank has: norms under sequence parallelism.
+"""Modules whose parameters every rank has: norms, above all those that run on a part of the sequence.
 
-Each rank sees only its tokens, so the gradient it finds for a norm's weight is one term of a sum. `reduce_grad` adds the
-terms inside the backward; the gradient of the parameter is complete when `backward()` returns, as everywhere here.
+Under sequence parallelism each rank sees only its tokens, so the gradient it finds for a norm's weight is one term of a
+sum. `reduce_grad` adds the terms inside the backward; the gradient of the parameter is complete when `backward()`
+returns, as everywhere here.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,17 +34,17 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     return copy_to_group(local, group=group)
 
 
-class _PartialGradModule(nn.Module):
-    """Mixed into the class of a module whose own parameters get their gradients summed over `_grad_mesh`."""
+class _ReplicatedModule(nn.Module):
+    """Mixed into the class of a module whose own parameters are replicated DTensors: forward sees plain tensors."""
 
-    _grad_mesh: DeviceMesh
+    _grad_mesh: DeviceMesh | None  # the ranks to sum gradients over; None where each rank's is complete
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = {
-            name: reduce_grad(parameter, self._grad_mesh)
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-        }
+        own: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, DTensor):
+                mesh = self._grad_mesh
+                own[name] = parameter.to_local() if mesh is None else reduce_grad(parameter, mesh)
         with _reparametrize_module(self, own):
             return super().forward(*args, **kwargs)
 
@@ -69,14 +70,41 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = No
     check_mesh(mesh)
     if next(module.children(), None) is not None:
         raise ValueError(f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters.")
-    if not any(parameter is not None for parameter in module._parameters.values()):
-        return module
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
+    _replicate_own(module, mesh, mesh, memo)
+    return module
+
+
+def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
+    """Makes, in place, all parameters of `module` and its submodules that are still plain replicated DTensors on `mesh`.
+
+    For what all ranks run on the same data, so that each rank's gradient is complete: norms without sequence
+    parallelism, a classifier. Then all parameters of a model are DTensors on one mesh, which clip_grad_norm_, FSDP2 and
+    fused optimizers want. Modules still compute with plain tensors. Returns `module`; its class, and that of submodules
+    with parameters of their own, is now a subclass of what it was.
+
+    Raises:
+        TypeError, ValueError: `mesh` is no 1-D DeviceMesh.
+
+    Example:
+        >>> model.mlp = ParallelMLP.from_module(model.mlp, mesh=mesh["tp"])
+        >>> replicate_(model, mesh["tp"])                       # the rest
+        >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """
+    check_mesh(mesh)
+    for child in module.modules():
+        if any(p is not None and not isinstance(p, DTensor) for p in child._parameters.values()):
+            _replicate_own(child, mesh, None, memo)
+    return module
+
+
+def _replicate_own(module: nn.Module, mesh: DeviceMesh, grad_mesh: DeviceMesh | None, memo: Memo | None) -> None:
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if not own:
+        return
+    for name, parameter in own.items():
+        module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
     kind = type(module)
     if kind not in _classes:
-        _classes[kind] = type(f"SequenceParallel{kind.__name__}", (_PartialGradModule, kind), {})
-    module._grad_mesh = mesh  # type: ignore[assignment]  # nn.Module declares attributes as Tensor | Module
+        _classes[kind] = type(f"Replicated{kind.__name__}", (_ReplicatedModule, kind), {})
+    cast(_ReplicatedModule, module)._grad_mesh = grad_mesh
     module.__class__ = _classes[kind]
-    return module

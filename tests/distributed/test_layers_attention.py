@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.nn import KVCache, ParallelAttention, RotaryEmbedding
 from fused_tp.nn.attention import check_heads
+from fused_tp.ops.sequence import shard_sequence
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 from tests.workers import device_mesh, run_ranks
@@ -212,6 +213,47 @@ def test_dropout_keeps_as_many_as_it_should() -> None:
     assert not torch.equal(later, kept[:, 4:])  # another seed
     torch.manual_seed(0)
     assert torch.equal(_keep(torch.Size([2, 4, 128, 128]), 0.25, 4, torch.device("cpu")), kept[:, 4:])
+
+
+def context_parallel(group: dist.ProcessGroup) -> None:
+    """Sequences cut over cp ranks, heads over tp ranks, and with sequence parallelism the sequence again over these."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    rope, tokens = RotaryEmbedding(HEAD_DIM), 11
+    full = Attention(4, True, True, rope, True)
+    x_full = seeded(2, tokens, HIDDEN, dtype=torch.float64).requires_grad_()
+    y_full = full(x_full)
+    grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
+    y_full.backward(grad)
+    assert x_full.grad is not None
+    for layout in ("zigzag", "contiguous"):
+        for sequence_parallel in (False, True):
+            sharded = ParallelAttention.from_module(
+                full, mesh=mesh["tp"], rope=rope, cp_group=mesh["cp"], cp_layout=layout, sequence_parallel=sequence_parallel
+            )
+
+            def mine(t: Tensor, layout: str = layout, cut: bool = sequence_parallel) -> Tensor:
+                t = shard_sequence(t.detach(), 1, group=mesh["cp"], layout=layout)
+                start, stop = shard_range(t.shape[1], 2, mesh["tp"].get_local_rank()) if cut else (0, t.shape[1])
+                return t[:, start:stop].clone()
+
+            x = mine(x_full).requires_grad_()
+            y = sharded(x, seq_len=tokens)
+            y.backward(mine(grad))
+            torch.testing.assert_close(y, mine(y_full), **EXACT)
+            torch.testing.assert_close(x.grad, mine(x_full.grad), **EXACT)
+            for name, parameter in sharded.named_parameters():
+                assert isinstance(parameter.grad, DTensor)
+                total = parameter.grad.full_tensor()
+                dist.all_reduce(total, group=mesh["cp"].get_group())  # as over data parallel ranks
+                torch.testing.assert_close(total, full.get_parameter(name).grad, **EXACT)
+    with pytest.raises(ValueError, match="dropout is 0.5"):
+        ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], dropout=0.5)
+    with pytest.raises(ValueError, match="layout"):
+        ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout="stripes")
+
+
+def test_with_context_parallelism() -> None:
+    run_ranks(4, context_parallel)
 
 
 def multihead(group: dist.ProcessGroup) -> None:

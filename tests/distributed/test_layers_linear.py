@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
-from tests.workers import device_mesh, fresh_ranks, run_ranks
+from tests.workers import device_mesh, run_ranks
 
 # fp64: what is left is the order of summation.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -361,5 +361,4 @@ def two_dim_mesh(group: dist.ProcessGroup) -> None:
 
 
 def test_a_mesh_of_two_dims() -> None:
-    for outcome in fresh_ranks(4, two_dim_mesh):
-        outcome.unwrap()
+    run_ranks(4, two_dim_mesh)

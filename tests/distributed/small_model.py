@@ -1,0 +1,122 @@
+"""A small transformer, and the same over a tensor parallel mesh, for the tests of training and of checkpoints."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.nn import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    replicate_,
+    sequence_parallel_,
+)
+
+VOCABULARY, HIDDEN, HEADS, KV_HEADS = 22, 16, 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = HIDDEN // HEADS
+        self.rope = RotaryEmbedding(self.head_dim)
+        self.is_causal = True
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rope(q, k, torch.arange(x.shape[1], device=x.device))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, 24, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, 24, bias=False)
+        self.down_proj = nn.Linear(24, HIDDEN)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm: nn.Module = nn.RMSNorm(HIDDEN)
+        self.attention: nn.Module = Attention()
+        self.mlp_norm: nn.Module = nn.RMSNorm(HIDDEN)
+        self.mlp: nn.Module = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    """ids [batch, seq] -> logits [batch, seq, VOCABULARY]; the embedding and the output layer are tied."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed: nn.Module = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm: nn.Module = nn.RMSNorm(HIDDEN)
+        self.head: nn.Module = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def shard_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> Block:
+    block.attention = ParallelAttention.from_module(
+        block.attention, mesh=mesh, rope=RotaryEmbedding(HIDDEN // HEADS), sequence_parallel=sequence_parallel
+    )
+    block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        sequence_parallel_(block.attention_norm, mesh)
+        sequence_parallel_(block.mlp_norm, mesh)
+    return block
+
+
+def shard_model(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model:
+    memo: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    assert isinstance(model.embed, nn.Embedding) and isinstance(model.head, nn.Linear)
+    model.embed = VocabParallelEmbedding.from_embedding(
+        model.embed, mesh=mesh, sequence_parallel=sequence_parallel, memo=memo
+    )
+    model.head = ColumnParallelLinear.from_linear(
+        model.head, mesh=mesh, sequence_parallel=sequence_parallel, gather_output=True, memo=memo
+    )
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        shard_block(block, mesh, sequence_parallel)
+    if sequence_parallel:
+        sequence_parallel_(model.norm, mesh)
+    return replicate_(model, mesh)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
