@@ -44,7 +44,7 @@ class NativeCoreError(Exception):
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler: $CXX, else c++, g++ or clang++; $CC=/bin/false and the like count as having none."""
+    """The C++ compiler: $CXX, else c++, g++ or clang++; one that cannot compile a trivial file counts as none."""
     if os.environ.get("CXX"):
         candidates = [shlex.split(os.environ["CXX"])]
     else:
@@ -80,18 +80,15 @@ class CoreBuild:
         extra = [flag for flags in X86_FLAGS.values() for flag in flags]
         self.x86 = target_is_x86_64(self.compiler) and compiles(self.compiler, extra)
         if target_is_x86_64(self.compiler) and not self.x86:
-            print(
-                "fused_tp: this compiler does not know AVX-512 BF16 (GCC 10 and Clang 9 do): building portable kernels."
-            )
+            print("fused_tp: this compiler lacks AVX-512 BF16 (GCC 10 and Clang 9 have it): building portable kernels.")
         user = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
         self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", f"-I{CSRC}", *includes, *user]
         self.link_flags = ["-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
-        return [
-            s for s in sorted(CSRC.glob("bindings.cpp")) + sorted(CSRC.glob("shm/*.cpp")) if self.x86 or not isa_of(s)
-        ]
+        found = [CSRC / "bindings.cpp", *sorted(CSRC.glob("shm/*.cpp"))]
+        return [source for source in found if self.x86 or not isa_of(source)]
 
     def compile_command(self, source: Path) -> list[str]:
         return [*self.compiler, *self.flags, *X86_FLAGS.get(isa_of(source), [])]
@@ -118,7 +115,8 @@ class CoreBuild:
             "  depfile = $out.d",
             "  deps = gcc",
         ]
-        lines += ["rule link", f"  command = {shlex.join(self.compiler)} $in {shlex.join(self.link_flags)} -o $out"]
+        compiler, flags = (shlex.join(words).replace("$", "$$") for words in (self.compiler, self.link_flags))
+        lines += ["rule link", f"  command = {compiler} $in {flags} -o $out"]
         objects = []
         for source in self.sources():
             objects.append(escaped(folder / f"{source.stem}.o"))

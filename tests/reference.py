@@ -19,8 +19,8 @@ ACCUMULATE = {
     torch.float16: torch.float32,
 }
 
-# How many standard deviations of a rounding error a test allows. Errors of one rounding are bounded by eps / 2 but those
-# of a sum only statistically; 8 sigma over the largest test tensors (1e6 elements) fails by chance less than once in 1e9.
+# How many standard deviations of a rounding error a test allows. Errors of one rounding are bounded by eps / 2 but
+# those of a sum only statistically; 8 sigma over 1e6 elements fails by chance less than once in 1e8 runs.
 SIGMAS = 8.0
 
 
@@ -43,9 +43,10 @@ def assert_within_dtype_error(
 
     `reduced_over` is how many terms each element sums (K of a matmul; K times the steps where sums are chained);
     `roundings` how often a value is rounded to `dtype` on the way (1 for one op; W where W partial results travel in
-    `dtype`). The bound per element is
+    `dtype`). With the rms of the reference, the bound per
+    element is
 
-        eps(dtype) * roundings * (|reference| + rms(reference))  +  SIGMAS * eps(acc) * sqrt(reduced_over) * rms(reference)
+        eps(dtype) * roundings * (|reference| + rms) + SIGMAS * eps(sum) * sqrt(reduced_over) * rms
 
     The first term is the rounding of the result and of partial results of like size. The second is the error of a sum
     of n terms of random sign, which grows as sqrt(n) relative to the sum (Higham & Mary, "A new approach to

@@ -371,13 +371,14 @@ def _worker_main(pipe_fd: int, parent: int, rank: int, world_size: int, port: in
         with _environment(env):
             return fn(groups[size], *pickle.loads(pickled_args))
 
+    actions: dict[str, Callable[..., Any]] = {"call": call, "renew": renew}
     _report(pipe, start)
     while True:
         try:
             kind, *request = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        _report(pipe, {"call": call, "renew": renew}[kind], *request)
+        _report(pipe, actions[kind], *request)
 
 
 def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:

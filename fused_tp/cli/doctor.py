@@ -171,8 +171,8 @@ def _native_core(core: ModuleType | None) -> Iterator[Finding]:
         yield Finding(section, "two processes share", "yes")
     else:
         advice = (
-            "Ops run on torch.distributed. The ranks of a host need the same user and PID namespace, and their container "
-            "must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
+            "Ops run on torch.distributed. The ranks of a host need the same user and PID namespace, and their "
+            "container must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
         )
         yield Finding(section, "two processes share", f"no: {why_not}", PROBLEM, advice)
 

@@ -1,0 +1,87 @@
+"""What may import what, and what `import fused_tp` may take with it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fused_tp.cli import doctor
+from tests.workers import REPOSITORY
+
+PACKAGE = REPOSITORY / "fused_tp"
+BELOW_CLI = [file for file in sorted(PACKAGE.glob("*/**/*.py")) if file.relative_to(PACKAGE).parts[0] != "cli"]
+VARIABLE = re.compile(r"\bFUSED_TP_[A-Z0-9_]+\b")
+
+# Imports every module of the package with the optional libraries taken away, and nothing may start or be left behind.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import torch, torch.distributed as dist
+
+class Missing:
+    names = {"transformers", "triton", "matplotlib", "rich", "psutil", "deepspeed", "megatron", "yaml", "pytest"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"import fused_tp must not need {name}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import fused_tp
+for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
+    if module.name.split(".")[1] not in ("triton_kernels", "_core", "__main__"):
+        importlib.import_module(module.name)
+assert not dist.is_initialized() and not torch.cuda.is_initialized()
+assert not Missing.names & set(sys.modules), Missing.names & set(sys.modules)
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("importlinter") is None, reason="needs import-linter (the extra `dev`)")
+def test_imports_point_downwards_and_kernels_stand_alone() -> None:
+    done = run(sys.executable, "-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_take_only_the_core_from_the_top_level() -> None:
+    """The top level imports all layers, so that taking a name from it would be an import upwards."""
+    for file in BELOW_CLI:
+        for node in ast.walk(ast.parse(file.read_text())):
+            where = f"{file.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and node.module == "fused_tp":
+                submodules = {path.stem for path in PACKAGE.iterdir()} | {"_core"}
+                names = {alias.name for alias in node.names}
+                assert names <= submodules, f"{where} takes {sorted(names - submodules)} from the top level"
+            if isinstance(node, ast.Import):
+                assert "fused_tp" not in {alias.name for alias in node.names}, f"{where} imports the top level"
+
+
+def test_import_needs_no_optional_library_and_starts_nothing() -> None:
+    done = run(sys.executable, "-c", IMPORT_ALL)
+    assert done.returncode == 0, done.stderr
+
+
+def variables_in_code() -> set[str]:
+    files = [*PACKAGE.rglob("*.py"), REPOSITORY / "setup.py"]
+    names = set().union(*(VARIABLE.findall(file.read_text()) for file in files))
+    getenv = re.compile(r'getenv\("(FUSED_TP_\w+)"\)')
+    for file in (REPOSITORY / "csrc").rglob("*.cpp"):
+        names |= set(getenv.findall(file.read_text()))
+    return names - {"FUSED_TP_X86"}  # a macro of the build
+
+
+def test_doctor_knows_every_variable() -> None:
+    assert variables_in_code() == set(doctor.VARIABLES)
+
+
+def test_readme_documents_every_variable() -> None:
+    readme = Path(REPOSITORY, "README.md")
+    if not readme.exists():
+        pytest.skip("this tree has no README.md")
+    assert variables_in_code() <= set(VARIABLE.findall(readme.read_text()))

@@ -1,0 +1,155 @@
+"""What the package consists of, and that it installs where there is no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.workers import REPOSITORY
+
+pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
+CSRC = REPOSITORY / "csrc"
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "out", "dist", "*.egg-info", "__pycache__", "*.so")
+BUILD = "import sys; from setuptools import build_meta; print('BUILT', getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+# Without bindings.cpp: it needs Python's headers, which are those of this machine.
+SHM_SOURCES = sorted(CSRC.glob("shm/*.cpp"))
+PORTABLE_SOURCES = [source for source in SHM_SOURCES if "_avx" not in source.stem]
+
+
+def build(kind: str, tree: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the build backend in `tree`, as pip does, with this environment's setuptools."""
+    return subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(tree.parent)],
+        cwd=tree,
+        env={**os.environ, "FUSED_TP_REQUIRE_NATIVE": "0", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution made from a copy of this tree, unpacked: what a user without git builds from."""
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(REPOSITORY, folder / "tree", ignore=LEFT_OUT)
+    for hidden in (".clang-format", ".ci"):
+        source = REPOSITORY / hidden
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / "tree" / hidden)
+    done = build("build_sdist", folder / "tree")
+    assert done.returncode == 0, done.stdout
+    archive = next(folder.glob("*.tar.gz"))
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel_without_core(unpacked_sdist: Path) -> tuple[Path, str]:
+    """(a wheel built where there is no compiler, what the build printed)"""
+    done = build("build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath)
+    assert done.returncode == 0, done.stdout
+    return next(unpacked_sdist.parent.glob("*.whl")), done.stdout
+
+
+def test_sdist_has_all_that_a_build_and_the_tests_need(unpacked_sdist: Path) -> None:
+    wanted = [
+        file for folder in ("csrc", "fused_tp", "triton_kernels", "examples", "tests") for file in sources(folder)
+    ]
+    wanted += [Path(name) for name in ("Makefile", "constraints.txt", "LICENSE", ".ci/run", ".clang-format")]
+    missing = [str(file) for file in wanted if not (unpacked_sdist / file).exists()]
+    assert not missing
+
+
+def sources(folder: str) -> list[Path]:
+    suffixes = {".py", ".cpp", ".h", ".json", ".typed"}
+    return [file.relative_to(REPOSITORY) for file in (REPOSITORY / folder).rglob("*") if file.suffix in suffixes]
+
+
+def test_wheel_has_every_package_and_no_top_level_of_others(wheel_without_core: tuple[Path, str]) -> None:
+    names = set(zipfile.ZipFile(wheel_without_core[0]).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fused_tp"}
+    for folder, installed in [("fused_tp", ""), ("triton_kernels", "fused_tp/"), ("examples", "fused_tp/")]:
+        missing = [file for file in sources(folder) if file.suffix != ".h" and f"{installed}{file}" not in names]
+        assert not missing
+
+
+def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_core: tuple[Path, str]) -> None:
+    wheel, output = wheel_without_core
+    assert "native core was not built: no working C++17 compiler was found (tried /bin/false)" in output
+    assert "apt-get install g++" in output
+    site = wheel.parent / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    done = subprocess.run(
+        [sys.executable, "-m", "fused_tp", "doctor", "--json"],
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (1 if sys.platform == "linux" else 0), done.stderr
+    core = next(one for one in json.loads(done.stdout)["findings"] if one["name"] == "native core")
+    assert core["advice"] or sys.platform != "linux"
+
+
+def test_a_required_core_that_cannot_be_built_is_an_error(unpacked_sdist: Path) -> None:
+    done = build("build_wheel", unpacked_sdist, CXX="/bin/false", FUSED_TP_REQUIRE_NATIVE="1")
+    assert done.returncode != 0
+    assert "NativeCoreError: no working C++17 compiler was found" in done.stdout
+
+
+def test_a_file_that_does_not_compile_is_named(unpacked_sdist: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(unpacked_sdist, tree)
+    for source in tree.glob("csrc/**/*.cpp"):  # the others need not compile to see this one fail
+        source.write_text("int x;\n")
+    (tree / "csrc" / "shm" / "heap.cpp").write_text("this is not C++\n")
+    done = build("build_wheel", tree)
+    assert done.returncode == 0, done.stdout
+    if sys.platform == "linux" and shutil.which("c++"):
+        assert "native core was not built" in done.stdout and "heap.cpp" in done.stdout
+
+
+def check_syntax(compiler: str, files: list[Path], *flags: str) -> None:
+    for source in files:
+        command = [
+            compiler,
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{CSRC}",
+            *flags,
+            "-fsyntax-only",
+            str(source),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_core_compiles_without_x86_kernels() -> None:
+    choosing = [source for source in PORTABLE_SOURCES if "FUSED_TP_X86" in source.read_text()]
+    assert choosing
+    check_syntax("c++", choosing, "-DFUSED_TP_X86=0")
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None and platform.machine() != "aarch64",
+    reason="needs an aarch64 compiler (Debian, Ubuntu: apt-get install g++-aarch64-linux-gnu)",
+)
+def test_core_compiles_for_aarch64() -> None:
+    check_syntax(shutil.which("aarch64-linux-gnu-g++") or "c++", PORTABLE_SOURCES, "-DFUSED_TP_X86=0")
