@@ -12,6 +12,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.layout import as_rows
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
@@ -124,7 +125,7 @@ def _forward(
 def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smoothed: bool) -> Tensor:
     """[tokens, 4] of this rank's part: maximum, sum of exp(logit - maximum), the target's logit or 0, sum of logits."""
     dtype = accumulate_dtype(logits_shard.dtype)
-    logits = logits_shard.reshape(-1, logits_shard.shape[-1]).to(dtype)
+    logits = as_rows(logits_shard).to(dtype)
     stats = logits.new_zeros((logits.shape[0], 4))
     if logits.shape[-1] == 0:
         stats[:, 0] = -torch.inf

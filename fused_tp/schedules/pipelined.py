@@ -17,7 +17,7 @@ from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.layout import from_rank_major, rank_offsets
+from fused_tp.schedules.layout import as_rows, from_rank_major, rank_offsets
 from fused_tp.transport.base import Pending
 
 CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides
@@ -128,7 +128,7 @@ def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:
     if not out.is_contiguous():
         out.copy_(linear(x, w, b))
         return
-    rows, columns = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    rows, columns = as_rows(x), as_rows(out)
     if b is None:
         torch.mm(rows, w.t(), out=columns)
     else:

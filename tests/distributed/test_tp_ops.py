@@ -1,0 +1,348 @@
+"""Forward and all gradients of the tensor-parallel ops against one process in fp64: odd sizes, strides, dtypes, W."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.runtime.partition import shard_range
+from tests.distributed.schedule_variants import VARIANTS, run_variant
+from tests.reference import assert_within_dtype_error, gradients64, matmul64, rms_norm64, seeded
+from tests.workers import run_ranks
+
+# [B, M, K, N]: ones, primes, fewer than ranks (empty shards), multiples of nothing, and one that divides evenly.
+SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24)]
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+
+
+def own_part(t: Tensor, dim: int, group: Any) -> Tensor:
+    """This rank's part of a whole tensor along `dim`."""
+    start, stop = shard_range(t.shape[dim], dist.get_world_size(group), dist.get_rank(group))
+    return t.narrow(dim, start, stop - start)
+
+
+def leaf(t: Tensor, strided: bool = False) -> Tensor:
+    """A leaf that requires grad; `strided` makes it a transposed view of other memory."""
+    own = t.detach().clone()
+    if strided and t.ndim >= 2:
+        own = own.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return own.requires_grad_()
+
+
+def problem(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [B, M, K], weight [N, K], bias [N] and the output's gradient [B, M, N], the same on every rank."""
+    b, m, k, n = shape
+    return (
+        seeded(b, m, k, dtype=dtype, seed=1),
+        seeded(n, k, dtype=dtype, seed=2, scale=k**-0.5),
+        seeded(n, dtype=dtype, seed=3),
+        seeded(b, m, n, dtype=dtype, seed=4),
+    )
+
+
+def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, reduced_over: int) -> None:
+    """Twice the rounding of one op: that of the terms of a sum over ranks, and that of the result."""
+    assert actual is not None and wanted is not None, f"{name} has no gradient"
+    assert_within_dtype_error(actual, wanted, dtype, reduced_over=max(1, reduced_over), roundings=2, name=name)
+
+
+def all_gather_matmul_case(group: Any, dtype_name: str, strided: bool) -> None:
+    dtype = getattr(torch, dtype_name)
+    for shape in SHAPES:
+        x, w, b, d = problem(shape, dtype)
+        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
+        for dim in (0, -2):
+            x_shard = leaf(own_part(x, dim, group), strided)
+            w_shard, b_shard = leaf(own_part(w, 0, group), strided), leaf(own_part(b, 0, group))
+            y, gathered = fused_tp.all_gather_matmul(
+                x_shard, w_shard, b_shard, group=group, gather_dim=dim, gather_size=x.shape[dim], return_gathered=True
+            )
+            y.backward(own_part(d, -1, group))
+            rows, k, n = shape[0] * shape[1], shape[2], shape[3]
+            assert torch.equal(gathered, x)
+            check(f"{shape} y", y, own_part(wanted, -1, group), dtype, k)
+            check(f"{shape} dx", x_shard.grad, own_part(dx, dim, group), dtype, n)
+            check(f"{shape} dw", w_shard.grad, own_part(dw, 0, group), dtype, rows)
+            check(f"{shape} db", b_shard.grad, own_part(db, 0, group), dtype, rows)
+
+
+def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -> None:
+    """Three weights of different widths share one gather (or one sum of dx); one of them has no bias."""
+    dtype = getattr(torch, dtype_name)
+    x, _, _, _ = problem((2, 7, 6, 1), dtype)
+    widths = (5, 8, 4)
+    ws = [seeded(n, 6, dtype=dtype, seed=10 + n, scale=0.4) for n in widths]
+    bs = [seeded(5, dtype=dtype, seed=20), None, seeded(4, dtype=dtype, seed=21)]
+    ds = [seeded(2, 7, n, dtype=dtype, seed=30 + n) for n in widths]
+    x64 = leaf(x.double())
+    ws64 = [leaf(w.double()) for w in ws]
+    outs64 = [matmul64(x64, w, b) for w, b in zip(ws64, bs, strict=True)]
+    torch.autograd.backward(outs64, [d.double() for d in ds])
+    x_own = leaf(own_part(x, 1, group)) if sequence_parallel else leaf(x)
+    ws_own = [leaf(own_part(w, 0, group)) for w in ws]
+    bs_own = [None if b is None else leaf(own_part(b, 0, group)) for b in bs]
+    if sequence_parallel:
+        outs = fused_tp.all_gather_matmul(x_own, ws_own, bs_own, group=group, gather_dim=1, gather_size=7)
+    else:
+        outs = fused_tp.column_parallel_matmul(x_own, ws_own, bs_own, group=group)
+    torch.autograd.backward(outs, [own_part(d, -1, group) for d in ds])
+    assert x64.grad is not None and x_own.grad is not None
+    dx = own_part(x64.grad, 1, group) if sequence_parallel else x64.grad
+    # Each product is rounded when it is added to the one before.
+    assert_within_dtype_error(x_own.grad, dx, dtype, reduced_over=17, roundings=4, name="dx")
+    for i, (out, out64, w, w64) in enumerate(zip(outs, outs64, ws_own, ws64, strict=True)):
+        assert w64.grad is not None
+        check(f"y[{i}]", out, own_part(out64.detach(), -1, group), dtype, 6)
+        check(f"dw[{i}]", w.grad, own_part(w64.grad, 0, group), dtype, 14)
+    assert bs_own[0] is not None
+    check("db[0]", bs_own[0].grad, own_part(ds[0].double().sum((0, 1)), 0, group), dtype, 14)
+
+
+def matmul_reduce_scatter_case(group: Any, dtype_name: str, strided: bool) -> None:
+    dtype = getattr(torch, dtype_name)
+    for shape in SHAPES:
+        x, w, b, d = problem(shape, dtype)
+        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
+        for dim in (0, -2):
+            x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
+            bias = leaf(b)
+            y = fused_tp.matmul_reduce_scatter(x_own, w_own, bias, group=group, scatter_dim=dim)
+            y.backward(own_part(d, dim, group))
+            rows, k, n = shape[0] * shape[1], shape[2], shape[3]
+            check(f"{shape} y", y, own_part(wanted, dim, group), dtype, k)
+            check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
+            check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, rows)
+            check(f"{shape} db", bias.grad, db, dtype, rows)
+
+
+def matmul_all_reduce_case(group: Any, dtype_name: str, strided: bool) -> None:
+    dtype = getattr(torch, dtype_name)
+    for shape in SHAPES:
+        x, w, b, d = problem(shape, dtype)
+        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
+        x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
+        bias = leaf(b)
+        y = fused_tp.matmul_all_reduce(x_own, w_own, bias, group=group)
+        y.backward(d)
+        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
+        check(f"{shape} y", y, wanted, dtype, k)
+        check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
+        check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, rows)
+        check(f"{shape} db", bias.grad, db, dtype, rows)
+        vector = fused_tp.matmul_all_reduce(x_own[0, 0], w_own, group=group)
+        check(f"{shape} one row", vector, wanted[0, 0] - b.double(), dtype, k)
+
+
+def column_parallel_matmul_case(group: Any, dtype_name: str, strided: bool) -> None:
+    dtype = getattr(torch, dtype_name)
+    for shape in SHAPES:
+        x, w, b, d = problem(shape, dtype)
+        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
+        x_all, w_shard, b_shard = leaf(x, strided), leaf(own_part(w, 0, group), strided), leaf(own_part(b, 0, group))
+        y = fused_tp.column_parallel_matmul(x_all, w_shard, b_shard, group=group)
+        y.backward(own_part(d, -1, group))
+        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
+        check(f"{shape} y", y, own_part(wanted, -1, group), dtype, k)
+        check(f"{shape} dx", x_all.grad, dx, dtype, n)
+        check(f"{shape} dw", w_shard.grad, own_part(dw, 0, group), dtype, rows)
+        check(f"{shape} db", b_shard.grad, own_part(db, 0, group), dtype, rows)
+
+
+def rms_norm_case(group: Any, dtype_name: str, strided: bool) -> None:
+    """Both RMS norm ops. new_residual is compared first; the norm of it is what the rounded new_residual gives."""
+    dtype = getattr(torch, dtype_name)
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for shape in SHAPES:
+        b, m, _, n = shape
+        x, w, _, _ = problem(shape, dtype)
+        residual, weight = seeded(b, m, n, dtype=dtype, seed=5), seeded(n, dtype=dtype, seed=6)
+        d_normed, d_stream = seeded(b, m, n, dtype=dtype, seed=7), seeded(b, m, n, dtype=dtype, seed=8)
+        partials = [seeded(b, m, n, dtype=dtype, seed=40 + r) for r in range(world_size)]
+        total = torch.stack([p.double() for p in partials]).sum(0)
+        for fused in (False, True):
+            h, norm_weight = leaf(residual, strided), leaf(weight)
+            if fused:
+                x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
+                normed, stream = fused_tp.matmul_all_reduce_rms_norm(x_own, w_own, h, norm_weight, 1e-6, group=group)
+                stream64 = residual.double() + matmul64(x, w)
+            else:
+                partial = leaf(partials[rank], strided)
+                normed, stream = fused_tp.all_reduce_rms_norm(partial, h, norm_weight, 1e-6, group=group)
+                stream64 = residual.double() + total
+            torch.autograd.backward([normed, stream], [d_normed, d_stream])
+            s = stream.detach()
+            normed64, (dh, dweight) = gradients64(lambda h, w: rms_norm64(h, w, 1e-6), (s, weight), d_normed)
+            assert dh is not None
+            dh = dh + d_stream.double()
+            check(f"{shape} new_residual", stream, stream64, dtype, shape[2])
+            check(f"{shape} normed", normed, normed64, dtype, n)
+            check(f"{shape} d residual", h.grad, dh, dtype, n)
+            check(f"{shape} d norm_weight", norm_weight.grad, dweight, dtype, b * m)
+            if fused:
+                dx, dw = dh @ w.double(), dh.flatten(0, 1).t() @ x.double().flatten(0, 1)
+                check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
+                check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, b * m)
+            else:
+                check(f"{shape} d partial", partial.grad, dh, dtype, n)
+
+
+CASES = [
+    all_gather_matmul_case,
+    matmul_reduce_scatter_case,
+    matmul_all_reduce_case,
+    column_parallel_matmul_case,
+    rms_norm_case,
+]
+
+
+def all_cases(group: Any, dtype_name: str, strided: bool) -> None:
+    for case in CASES:
+        case(group, dtype_name, strided)
+    several_weights_case(group, dtype_name, sequence_parallel=True)
+    several_weights_case(group, dtype_name, sequence_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype_name"),
+    [(2, "float64"), (3, "float64"), (4, "float64"), (2, "bfloat16"), (4, "bfloat16"), (3, "float32"), (3, "float16")],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_and_gradients(variant: str, world_size: int, dtype_name: str) -> None:
+    strided = dtype_name in ("float32", "bfloat16")
+    run_variant(variant, world_size, all_cases, dtype_name, strided)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_one_rank(dtype_name: str) -> None:
+    run_ranks(1, all_cases, dtype_name, True)
+
+
+def gathered_gradient_case(group: Any) -> None:
+    """The gathered x is an output like any other: what flows into it comes back to the shard, summed over ranks."""
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    x, w, _, d = problem((2, 5, 3, 4), torch.float64)
+    extra = [seeded(2, 5, 3, dtype=torch.float64, seed=50 + r) for r in range(world_size)]
+    _, (dx, _) = gradients64(matmul64, (x, w), d)
+    assert dx is not None
+    for use_y in (True, False):
+        x_shard = leaf(own_part(x, 1, group))
+        y, gathered = fused_tp.all_gather_matmul(
+            x_shard, own_part(w, 0, group), group=group, gather_dim=1, gather_size=5, return_gathered=True
+        )
+        loss = (gathered * extra[rank]).sum() + ((y * own_part(d, -1, group)).sum() if use_y else 0.0)
+        loss.backward()
+        wanted = torch.stack(extra).sum(0) + (dx if use_y else 0.0)
+        check("dx", x_shard.grad, own_part(wanted, 1, group), torch.float64, 12)
+
+
+def partly_used_case(group: Any) -> None:
+    """An output that nobody uses and tensors that need no gradient take no part in backward."""
+    x, w, b, d = problem((1, 6, 4, 6), torch.float64)
+    _, (dx, dw, _) = gradients64(matmul64, (x, w, b), d)
+    assert dx is not None and dw is not None
+    x_shard, frozen, trained = leaf(own_part(x, 1, group)), own_part(w, 0, group), leaf(own_part(w, 0, group))
+    y, _ = fused_tp.all_gather_matmul(x_shard, [frozen, trained], group=group, gather_dim=1, gather_size=6)
+    y.backward(own_part(d, -1, group))
+    assert trained.grad is None
+    check("dx", x_shard.grad, own_part(dx, 1, group), torch.float64, 6)
+    y = fused_tp.all_gather_matmul(own_part(x, 1, group), trained, group=group, gather_dim=1, gather_size=6)
+    y.backward(own_part(d, -1, group))
+    check("dw", trained.grad, own_part(dw, 0, group), torch.float64, 6)
+    w_cols = leaf(own_part(w, 1, group))
+    y = fused_tp.matmul_reduce_scatter(own_part(x, -1, group), w_cols, group=group, scatter_dim=1)
+    y.backward(own_part(d, 1, group))
+    check("dw of the row-parallel", w_cols.grad, own_part(dw, 1, group), torch.float64, 6)
+    trained = leaf(own_part(w, 0, group))
+    y = fused_tp.column_parallel_matmul(x, trained, group=group)
+    y.backward(own_part(d, -1, group))
+    check("dw of the column-parallel", trained.grad, own_part(dw, 0, group), torch.float64, 6)
+
+
+def main_grad_case(group: Any) -> None:
+    """Megatron's accumulation: into main_grad, with and without the flag that tells its hook so."""
+    x, w, _, d = problem((1, 6, 4, 6), torch.float32)
+    _, (_, dw) = gradients64(matmul64, (x, w), d)
+    assert dw is not None
+    for flagged in (False, True):
+        for row_parallel in (False, True):
+            weight: Any = torch.nn.Parameter(own_part(w, int(row_parallel), group).clone())
+            weight.main_grad = torch.ones_like(weight)
+            if flagged:
+                weight.grad_added_to_main_grad = False
+            if row_parallel:
+                y = fused_tp.matmul_reduce_scatter(own_part(x, -1, group), weight, group=group, scatter_dim=1)
+                y.backward(own_part(d, 1, group))
+            else:
+                shard = own_part(x, 1, group)
+                y = fused_tp.all_gather_matmul(shard, weight, group=group, gather_dim=1, gather_size=6)
+                y.backward(own_part(d, -1, group))
+            wanted = own_part(dw, int(row_parallel), group) + 1.0
+            check("main_grad", weight.main_grad, wanted, torch.float32, 6)
+            if flagged:
+                assert weight.grad_added_to_main_grad and not weight.grad.any()
+            else:
+                assert weight.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", [gathered_gradient_case, partly_used_case, main_grad_case])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_that_go_elsewhere(variant: str, case: Any, world_size: int) -> None:
+    run_variant(variant, world_size, case)
+
+
+def bits(group: Any, dtype_name: str) -> list[bytes]:
+    dtype = getattr(torch, dtype_name)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    x = seeded(33, 16 * world_size, dtype=dtype, seed=1).chunk(world_size, -1)[rank]
+    w = seeded(70, 16 * world_size, dtype=dtype, seed=2).chunk(world_size, -1)[rank]
+    y = fused_tp.matmul_all_reduce(x, w, group=group)
+    normed, stream = fused_tp.all_reduce_rms_norm(x @ w.t(), y, y[0], 1e-6, group=group)
+    total = fused_tp.all_reduce(x @ w.t(), group=group)
+    return [t.view(torch.uint8).numpy().tobytes() for t in (y, normed, stream, total)]
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_bits_on_every_rank_and_run(variant: str, dtype_name: str) -> None:
+    runs = [run_variant(variant, 3, bits, dtype_name) for _ in range(2)]
+    assert all(result == runs[0][0] for run in runs for result in run)
+
+
+def bf16_errors(group: Any) -> dict[str, tuple[float, float]]:
+    """Root mean square errors against fp64 of (this op, the unsharded op), both in bf16."""
+    x, w, b, d = problem((1, 96, 512, 64), torch.bfloat16)
+    wanted, (dx, _, _) = gradients64(matmul64, (x, w, b), d)
+    assert dx is not None
+    x_ref = leaf(x)
+    y_ref = torch.nn.functional.linear(x_ref, w, b)
+    y_ref.backward(d)
+    x_own, w_own = own_part(x, -1, group), own_part(w, 1, group)
+    reduced = fused_tp.matmul_all_reduce(x_own, w_own, b, group=group)
+    scattered = fused_tp.matmul_reduce_scatter(x_own, w_own, b, group=group, scatter_dim=1)
+    x_leaf = leaf(x)
+    fused_tp.column_parallel_matmul(x_leaf, own_part(w, 0, group), group=group).backward(own_part(d, -1, group))
+
+    def rms(actual: Tensor | None, reference: Tensor) -> float:
+        assert actual is not None
+        return (actual.detach().double() - reference).square().mean().sqrt().item()
+
+    own = own_part(wanted, 1, group)
+    return {
+        "matmul_all_reduce": (rms(reduced, wanted), rms(y_ref, wanted)),
+        "matmul_reduce_scatter": (rms(scattered, own), rms(own_part(y_ref, 1, group), own)),
+        "column_parallel_matmul dx": (rms(x_leaf.grad, dx), rms(x_ref.grad, dx)),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_error_is_within_twice_the_unsharded_ops(variant: str, world_size: int) -> None:
+    for errors in run_variant(variant, world_size, bf16_errors):
+        for name, (ours, unsharded) in errors.items():
+            assert ours <= 2.0 * unsharded, f"{name}: {ours} against {unsharded}"
