@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_like, check_tensor
@@ -42,21 +41,22 @@ def ring_attention(
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
     Every rank computes its queries' share against all keys. With a causal mask only what the mask leaves is computed,
-    and "zigzag" makes that equally much on all ranks. Sums are carried in float32 (float64 for float64) and rounded once;
-    the gradients of k and v travel and add up in float32. The result does not depend on timing: all sums have a fixed order.
+    and "zigzag" makes that equally much on all ranks. Output and log-sum-exp are carried from step to step in float32
+    (float64 for float64) and rounded once; the gradients of k and v travel and add up in float32. All sums have a
+    fixed order, so results never depend on timing.
 
     Args:
         q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64.
-        k: [batch, seq_local, kv_heads, head_dim]; heads is a multiple of kv_heads (GQA, MQA): query head h reads key head
-            h // (heads / kv_heads).
+        k: [batch, seq_local, kv_heads, head_dim]; heads is a multiple of kv_heads (GQA, MQA): query head h reads key
+            head h // (heads / kv_heads).
         v: [batch, seq_local, kv_heads, v_head_dim].
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         causal: each token sees itself and those before it in the whole sequence.
         scale: of the scores; None is head_dim ** -0.5.
         layout: "zigzag" or "contiguous", as given to `shard_sequence`.
-        window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens: not served yet; anything but the default is refused.
+        window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens: refused unless left at the default.
         return_lse: also return the log-sum-exp of the scores of every row. It carries no gradient.
-        deterministic: results always are; accepted so that callers may insist.
+        deterministic: both values give the same, deterministic result; there is no faster way that is not.
         seq_len: length of the whole sequence, where the ranks do not all hold equally many tokens.
 
     Returns:
@@ -94,7 +94,10 @@ def _refuse_what_is_not_served(
         "window": (window is not None, "leave it out and mask nothing, or attend to a window on a single rank"),
         "softcap": (softcap != 0.0, "pass 0.0, or compute capped scores on a single rank"),
         "alibi_slopes": (alibi_slopes is not None, "pass None and use rotary position embeddings on q and k"),
-        "sinks": (sinks is not None, "pass None; with return_lse=True, out * sigmoid(lse - sink) adds them afterwards"),
+        "sinks": (
+            sinks is not None,
+            "pass None; in inference, multiply out by sigmoid(lse - sink) instead",
+        ),
         "dropout_p": (dropout_p != 0.0, "pass 0.0, for instance by setting the model's attention dropout to 0"),
         "cu_seqlens": (cu_seqlens is not None, "pass None and put each document in a batch row of its own"),
     }
@@ -123,7 +126,7 @@ def _check_heads(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"k has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple.")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v has batch, seq_local and heads {tuple(v.shape[:3])}, but k has {tuple(k.shape[:3])}; they must be equal."
+            f"v has batch, seq_local and heads {tuple(v.shape[:3])}, but k has {tuple(k.shape[:3])}; make them equal."
         )
 
 
@@ -144,8 +147,8 @@ def _total_length(seq_len: Any, length: int, world_size: int, rank: int, layout:
     wanted = local_length(seq_len, world_size, rank, layout) if seq_len >= 0 else -1
     if wanted != length:
         raise ValueError(
-            f"seq_len={seq_len} in layout {layout!r} gives rank {rank} of {world_size} {max(0, wanted)} tokens, but q holds "
-            f"{length}; cut q, k and v with shard_sequence."
+            f"seq_len={seq_len} in layout {layout!r} gives rank {rank} of {world_size} {max(0, wanted)} tokens, but q "
+            f"holds {length}; cut q, k and v with shard_sequence."
         )
     return int(seq_len)
 
@@ -199,9 +202,7 @@ def _backward_op(
         return ring.backward(call, grad_out, q, k, v, out, lse, dims)
 
 
-def _backward_fake(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -117,8 +117,8 @@ def _total(seq_len: Any, length: int, world_size: int, rank: int, layout: str) -
     wanted = local_length(seq_len, world_size, rank, layout)
     if wanted != length:
         raise ValueError(
-            f"seq_len={seq_len} in layout {layout!r} gives rank {rank} of {world_size} {wanted} tokens, but x_shard holds "
-            f"{length}."
+            f"seq_len={seq_len} in layout {layout!r} gives rank {rank} of {world_size} {wanted} tokens, but x_shard "
+            f"holds {length}."
         )
     return int(seq_len)
 

@@ -8,12 +8,13 @@ The backward gets the output and log-sum-exp over *all* keys, so that exp(scores
 sum(grad_out * out) the final row sums: then what it returns are exact terms of the sums over steps (Dao et al.,
 FlashAttention, arXiv:2205.14135, section 3.1; Liu et al., Ring Attention, arXiv:2310.01889).
 
-`out` may come in fp32 from kernels that can write it; torch's kernels round it to the input dtype. That is one rounding of
-each term of a convex combination, so it does not grow with the number of steps.
+`out` may come in fp32 from kernels that can write it; torch's kernels round it to the input dtype. That is one rounding
+of each term of a convex combination, so it does not grow with the number of steps.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -61,9 +62,9 @@ def provider_for(q: Tensor, v: Tensor) -> AttentionProvider:
     return MATH
 
 
-class _OneHeadDim:
-    """What torch's flash kernels have in common: one head_dim for q, k and v. Zeros that are appended change no score and
-    give columns of the result that are cut off again."""
+class _OneHeadDim(ABC):
+    """What torch's flash kernels have in common: one head_dim for q, k and v. Zeros that are appended change no score
+    and give columns of the result that are cut off again."""
 
     name: str
     multiple = 1
@@ -86,16 +87,19 @@ class _OneHeadDim:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = self._width(q, v)
-        padded = [_pad(t, width) for t in (grad_out, q, k, v, out)]
-        dq, dk, dv = self._backward(*padded, lse, causal, scale)
+        grad_out, out = _pad(grad_out, width), _pad(out, width)
+        padded_q, padded_k, padded_v = _pad(q, width), _pad(k, width), _pad(v, width)
+        dq, dk, dv = self._backward(grad_out, padded_q, padded_k, padded_v, out, lse, causal, scale)
         return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
 
     def _width(self, q: Tensor, v: Tensor) -> int:
         return -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
 
+    @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        raise TypeError(f"{type(self).__name__} must define _forward.")
+        """`forward` for one head_dim, a multiple of `multiple`."""
 
+    @abstractmethod
     def _backward(
         self,
         grad_out: Tensor,
@@ -107,7 +111,7 @@ class _OneHeadDim:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise TypeError(f"{type(self).__name__} must define _backward.")
+        """`backward` for one head_dim, a multiple of `multiple`."""
 
 
 def _pad(t: Tensor, width: int) -> Tensor:

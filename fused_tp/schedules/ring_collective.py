@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.schedules.ring_state import OwnGrads, RingBackward, RingCall, RingForward, from_wire, heads_first, to_wire
+from fused_tp.schedules.ring_state import OwnGrads, RingBackward, RingCall, RingForward, from_wire, to_wire
 from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
@@ -20,9 +20,7 @@ class CollectiveRing:
     def __init__(self, transport: TorchDist) -> None:
         self._transport = transport
 
-    def forward(
-        self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
         everyone = self._gather(call, k, v)
         state = RingForward(call, q, v)

@@ -12,9 +12,7 @@ class LocalRing:
 
     name = "local"
 
-    def forward(
-        self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         state = RingForward(call, q, v)
         state.attend(0, heads_first(k), heads_first(v))
         return state.result()

@@ -3,23 +3,24 @@
 Each rank writes the K/V rows that others look at into its workspace once, says so, and reads those of its peers in
 place, one peer per step in the order of the ring so that not all ranks read the same memory at once.
 
-Backward, stages of a rank: 1 K/V are readable; 2t its term for step t is readable; 2t + 3 it has added the term that it
-was sent in step t. Terms of dK/dV lie in two slots, used in turn: before step t overwrites that of step t - 2, its
-reader must have reached stage 2(t - 2) + 3. A reader gets there after its own step t - 1, so ranks may drift apart by a step
-before anyone waits, and memory does not grow with W. Owners add terms in the order of the steps: same bits every run.
+Backward, stages of a rank: 1 K/V are readable; 2t its term for step t is readable; 2t + 3 it has added the term that
+others found for it in step t. Terms of dK/dV lie in two slots, used in turn: before step t overwrites that of step
+t - 2, its reader must have reached stage 2(t - 2) + 3. A reader gets there after its own step t - 1, so ranks may drift
+apart by a step before anyone waits, and memory does not grow with W. Owners add terms in the order of the steps: the
+same bits in every run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_tp.schedules.ring_state import OwnGrads, RingBackward, RingCall, RingForward, from_wire, heads_first
-from fused_tp.transport.base import OneSided, Workspace, accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.shm import ShmTransport, Workspace
 
 _ALIGNMENT = 64  # a cache line, and the widest vector
 _KEYS_READABLE = 1
@@ -28,7 +29,9 @@ _KEYS_READABLE = 1
 class _Regions:
     """Where everything lies in the workspace of one rank, as every rank can work out."""
 
-    def __init__(self, workspace: Workspace | None, call: RingCall, rank: int, k: Tensor, v: Tensor, slots: int) -> None:
+    def __init__(
+        self, workspace: Workspace | None, call: RingCall, rank: int, k: Tensor, v: Tensor, slots: int
+    ) -> None:
         plan = call.plan
         self._workspace, self._rank = workspace, rank
         self._offset = 0
@@ -64,12 +67,10 @@ class OneSidedRing:
 
     name = "one_sided"
 
-    def __init__(self, transport: OneSided) -> None:
+    def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def forward(
-        self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         state = RingForward(call, q, v)
         with self._begin("ring_attention", call, k, v, dims, slots=0) as workspace:
             self._publish_keys(workspace, call, k, v, slots=0)
@@ -112,7 +113,7 @@ class OneSidedRing:
                 self._add_terms(workspace, call, plan.world_size - 1, own, k, v)
         return state.dq(), *own.result()
 
-    def _begin(self, op: str, call: RingCall, k: Tensor, v: Tensor, dims: tuple[int, ...], slots: int) -> Any:
+    def _begin(self, op: str, call: RingCall, k: Tensor, v: Tensor, dims: tuple[int, ...], slots: int) -> Workspace:
         return self._transport.begin(op, dims, k.dtype, _Regions(None, call, call.rank, k, v, slots).nbytes)
 
     def _publish_keys(self, workspace: Workspace, call: RingCall, k: Tensor, v: Tensor, slots: int) -> _Regions:

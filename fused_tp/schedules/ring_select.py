@@ -27,9 +27,7 @@ class Ring(Protocol):
 
     name: str
 
-    def forward(
-        self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, Dv], lse [B, H, S])."""
         ...
 

@@ -1,0 +1,146 @@
+"""Sharding of a sequence: on one rank, on several, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+from tests.reference import seeded
+from tests.workers import run_ranks
+
+LAYOUTS = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+
+
+@LAYOUTS
+def test_one_rank_holds_everything(layout: str) -> None:
+    assert sequence_positions(5, group=None, layout=layout).tolist() == [0, 1, 2, 3, 4]
+    x = seeded(2, 5)
+    mine = shard_sequence(x, -1, group=None, layout=layout)
+    assert torch.equal(mine, x) and mine.data_ptr() != x.data_ptr()
+    assert torch.equal(unshard_sequence(mine, 1, group=None, layout=layout), x)
+
+
+def there_and_back(group: dist.ProcessGroup, layout: str) -> list[list[int]]:
+    held = []
+    for seq_len in (0, 1, 3, 8, 13):
+        positions = sequence_positions(seq_len, group=group, layout=layout)
+        held.append(positions.tolist())
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            for dim in (0, 1, -1):
+                shape = [2, 3, 4]
+                shape[dim] = seq_len
+                x = (seeded(*shape) * 4).to(dtype)
+                mine = shard_sequence(x, dim, group=group, layout=layout)
+                assert torch.equal(mine, x.index_select(dim, positions))
+                back = unshard_sequence(mine, dim, group=group, layout=layout, seq_len=seq_len)
+                assert back.dtype == dtype and torch.equal(back, x)
+    return held
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@LAYOUTS
+def test_there_and_back(world_size: int, layout: str, shm: str) -> None:
+    held = run_ranks(world_size, there_and_back, layout, env={"FUSED_TP_SHM": shm})
+    for positions in zip(*held, strict=True):
+        everything = sorted(p for of_rank in positions for p in of_rank)
+        assert everything == list(range(len(everything)))
+
+
+def equal_shards(group: dist.ProcessGroup) -> Tensor:
+    return unshard_sequence(shard_sequence(torch.arange(9), 0, group=group), 0, group=group)
+
+
+def test_equal_shards_need_no_seq_len() -> None:
+    for whole in run_ranks(3, equal_shards):
+        assert whole.tolist() == list(range(9))
+
+
+def gradients(group: dist.ProcessGroup) -> None:
+    x, grad = seeded(2, 7).requires_grad_(), seeded(2, 7, seed=1)
+    (shard_sequence(x, 1, group=group) * shard_sequence(grad, 1, group=group)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, grad)  # complete on every rank
+    mine = shard_sequence(seeded(2, 7), 1, group=group).requires_grad_()
+    (unshard_sequence(mine, 1, group=group, seq_len=7) * grad).sum().backward()
+    assert mine.grad is not None and torch.equal(mine.grad, shard_sequence(grad, 1, group=group))
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_gradients(shm: str) -> None:
+    run_ranks(3, gradients, env={"FUSED_TP_SHM": shm})
+
+
+X = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: shard_sequence(X, 2, group=None), ValueError, "dim=2 is out of range"),
+        (lambda: shard_sequence(X, 1.0, group=None), TypeError, "dim must be an int"),  # type: ignore[arg-type]  # refused
+        (lambda: shard_sequence([1], 0, group=None), TypeError, "x must be a Tensor"),  # type: ignore[arg-type]  # refused
+        (lambda: shard_sequence(X, 1, group=None, layout="stripe"), ValueError, "layout is 'stripe'"),
+        (
+            lambda: unshard_sequence(X, 1, group=None, seq_len=5),
+            ValueError,
+            "seq_len=5 .* 5 tokens, but x_shard holds 4",
+        ),
+        (lambda: unshard_sequence(X, 1, group=None, seq_len=-1), ValueError, "seq_len is -1"),
+        (lambda: sequence_positions(True, group=None), TypeError, "seq_len must be an int"),
+        (lambda: sequence_positions(-3, group=None), ValueError, "seq_len is -3"),
+    ],
+)
+def test_bad_sequence_arguments(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+Q = torch.zeros(2, 4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "error", "message"),
+    [
+        ({"q": torch.zeros(4, 4, 8)}, ValueError, r"q has shape \(4, 4, 8\); it must be \[batch, seq_local"),
+        ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
+        ({"q": "q"}, TypeError, "q must be a Tensor"),
+        ({"k": Q.half()}, TypeError, "k has dtype torch.float16, but q has"),
+        ({"k": Q.to("meta")}, ValueError, "k is on meta"),
+        ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "k has batch and seq_local"),
+        ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
+        ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
+        ({"v": Q[:, :, :2]}, ValueError, "v has batch, seq_local and heads"),
+        ({"q": Q[..., :0], "k": Q[..., :0]}, ValueError, "only seq_local may be 0"),
+        ({"scale": torch.ones(1)}, TypeError, "scale must be a float"),
+        ({"scale": float("nan")}, ValueError, "scale is nan"),
+        ({"layout": "striped"}, ValueError, "layout is 'striped'"),
+        ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but q holds 4"),
+        ({"group": 3}, TypeError, "group must be"),
+        ({"window": (4, 0)}, ValueError, "window is not served"),
+        ({"softcap": 30.0}, ValueError, "softcap is not served"),
+        ({"alibi_slopes": torch.ones(4)}, ValueError, "alibi_slopes is not served"),
+        ({"sinks": torch.ones(4)}, ValueError, "sinks is not served"),
+        ({"dropout_p": 0.1}, ValueError, "dropout_p is not served"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens is not served"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_attention_arguments(replaced: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "group": None, **replaced}
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    with pytest.raises(error, match=message):
+        ring_attention(q, k, v, **arguments)
+
+
+def test_deterministic_is_always_true() -> None:
+    q = seeded(1, 5, 2, 8)
+    assert torch.equal(
+        ring_attention(q, q, q, group=None, deterministic=True),
+        ring_attention(q, q, q, group=None, deterministic=False),
+    )
