@@ -1,0 +1,114 @@
+"""The results format: JSON lines, one for each contestant of each case, complete enough to stand alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .ratios import Quartiles
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a figure was measured."""
+
+    cpu: str
+    isa: str
+    cores: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How fused_tp compares with this contestant. `bar` is what it must reach, `aim` what it wants to."""
+
+    measure: str  # a key of ratios.MEASURES
+    value: Quartiles
+    bar: float | None
+    aim: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One contestant of one case. `ms` is the time of one call in milliseconds, of the slowest rank."""
+
+    case: str
+    contestant: str
+    ms: Quartiles
+    rounds: int
+    calls: int  # of one round, timed together where one is too short for the clock
+    comparison: Comparison | None  # None for fused_tp itself
+    world_size: int
+    note: str
+    machine: Machine
+    versions: dict[str, str]
+    date: str  # ISO 8601, UTC
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({"schema": SCHEMA, **_rounded(asdict(self))})
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record of a line.
+
+        Raises:
+            ValueError: it is not one, or of another schema; says what is wrong.
+        """
+        try:
+            fields = json.loads(line)
+            schema = fields.pop("schema")
+            if schema != SCHEMA:
+                raise ValueError(f"schema {schema} is not {SCHEMA}, which this version reads")
+            compared = fields.pop("comparison")
+            comparison = compared and Comparison(**{**compared, "value": Quartiles(**compared["value"])})
+            ms, machine = Quartiles(**fields.pop("ms")), Machine(**fields.pop("machine"))
+            return cls(ms=ms, machine=machine, comparison=comparison, **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"This line is not a benchmark record ({error}): {line[:120]}") from error
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits: no clock gives more, and files are read by people."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file, in order.
+
+    Raises:
+        ValueError: a line is not a record; names file and line.
+    """
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                records.append(Record.from_json(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return records
+
+
+def merge(path: Path, new: Sequence[Record]) -> list[Record]:
+    """Put `new` into the file in place of older records of the same cases on the same machine; return all of it."""
+    measured = {(record.case, record.machine) for record in new}
+    old = read(path) if path.exists() else []
+    records = [record for record in old if (record.case, record.machine) not in measured] + list(new)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, records)
+    return records
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write a file as a whole or not at all, so that an interrupted run leaves the old one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(f"{record.to_json()}\n" for record in records))
+    part.replace(path)

@@ -1,0 +1,62 @@
+"""Rival: DeepSpeed's shared-memory all-reduce for CPU ranks of one host (pip package deepspeed).
+
+It is a C++ extension that DeepSpeed compiles on first use. That takes a minute, ninja and a compiler, but no oneCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from .case import Unavailable
+from .ranks import RankContext
+
+_state: dict[str, bool] = {}
+
+
+def load(context: RankContext) -> None:
+    """Make torch.ops.deepspeed.inference_all_reduce_ work among all ranks. Every rank calls it.
+
+    Raises:
+        Unavailable: the package is missing, its extension does not compile, or the processor lacks AVX-512.
+    """
+    if _state.get("loaded"):
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else it looks for one, and warns that there is none
+    try:
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    except ImportError as error:
+        raise Unavailable(f"DeepSpeed is not installed ({error}); pip install deepspeed.") from error
+    try:
+        extension = ShareMemCommBuilder().load(verbose=False)
+    except Exception as error:  # whatever a compiler and a build tool can fail with
+        raise Unavailable(f"DeepSpeed's shared-memory extension does not build here: {error}.") from error
+    if extension.vector_kernel_level() < 2:
+        raise Unavailable("DeepSpeed's shared-memory all-reduce of bf16 needs a processor with AVX-512.")
+    # It names its segments in /dev/shm after these, takes part only if all ranks are local by LOCAL_SIZE, and never
+    # removes the segments: the name must be new, and the files go as soon as every rank has mapped them.
+    ours = {"LOCAL_SIZE": str(context.world_size), "MASTER_ADDR": "bench", "MASTER_PORT": context.run_id}
+    os.environ.update(ours)
+    extension.initialize(context.world_size, context.rank)
+    for name in ours:
+        del os.environ[name]
+    dist.barrier()
+    for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{context.run_id}_{context.rank}"):
+        segment.unlink()
+    _state["loaded"] = True
+
+
+def all_reduce_(tensor: Tensor) -> Tensor:
+    """Sum over the ranks in place; bf16, fp16 or fp32."""
+    torch.ops.deepspeed.inference_all_reduce_(tensor)
+    return tensor
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K/W], weight [N, K/W] -> [M, N] summed over the ranks."""
+    return all_reduce_(F.linear(x, weight))

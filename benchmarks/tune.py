@@ -1,0 +1,174 @@
+"""Measure the schedules of the matmul ops here and write the dispatch table that follows: `fused-tp bench --tune`.
+
+The table in force is the incumbent. A schedule takes its place at a size only if it is faster by a clear margin in
+three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_tp.runtime import dispatch, settings
+
+from .block_cases import forced_schedule
+from .case import DTYPES, Case, Contestant, Maker, Unavailable
+from .race import run_case
+from .ranks import RankContext, RankFailure, Ranks
+from .ratios import paired, slowest
+
+MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
+FEATURES = 2048
+ROWS = (2, 16, 64, 256, 1024)
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
+
+Rule = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds by schedule and round, of one op at one size."""
+
+    op: str
+    dtype: torch.dtype
+    rows: int
+    seconds: Mapping[str, Sequence[float]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor that is the same on all ranks, which is what the table's max_bytes counts."""
+        return self.rows * FEATURES * self.dtype.itemsize
+
+
+def tune(path: Path, world_size: int, scale: float = 1.0, say: Callable[[str], None] = print) -> None:
+    """Measure and write the table to `path`.
+
+    Raises:
+        RankFailure: the ranks did not get through; `path` is as it was.
+        ValueError: the table in force is not one.
+    """
+    table = copy.deepcopy(dispatch.load_table(settings.table_path()))
+    measured: list[Measured] = []
+    with Ranks(world_size) as ranks:
+        for op in OPS:
+            for name, dtype in DTYPES.items():
+                for rows in ROWS:
+                    rows = max(rows, world_size)  # for the gather to have something of each rank
+                    case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
+                    times = ranks.call(run_case, case, None, scale * 0.3, seconds=120 + 40 * scale)
+                    seconds = {s: slowest([t.seconds[s] for t in times]) for s in times[0].seconds}
+                    measured.append(Measured(op, dtype, rows, seconds))
+                    say(f"{case.name}: " + ", ".join(f"{s} {1e3 * min(t):.3g} ms" for s, t in seconds.items()))
+    changes = 0
+    for transport, schedules in SCHEDULES.items():
+        if not all(schedule in m.seconds for m in measured for schedule in schedules):
+            continue  # no shared memory here
+        for op in OPS:
+            for dtype in DTYPES.values():
+                mine = [m for m in measured if m.op == op and m.dtype == dtype]
+                winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
+                incumbents = [_incumbent(m, transport, world_size) for m in mine]
+                changes += sum(new != old for (_, new), old in zip(winners, incumbents, strict=True))
+                table = retuned(table, transport, op, dtype, world_size, winners)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = (
+        f"Written by fused-tp bench --tune with {world_size} ranks; the format is that of the shipped dispatch.json."
+    )
+    path.write_text(json.dumps({"about": about, "arch": table}, indent=1) + "\n")
+    say(f"{changes} choices changed. Table: {path}. To use it: export FUSED_TP_TABLE={path.resolve()}")
+
+
+def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
+    """The schedule to use: `incumbent` unless another undercuts it clearly. Takes seconds by schedule and round.
+
+    Example:
+        >>> challenge("plain", {"plain": [1.0, 1.0, 1.0], "pipelined": [0.97, 0.97, 0.5]})
+        'plain'
+    """
+    if incumbent not in seconds:
+        return min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
+    ratios = {name: paired(times, seconds[incumbent]) for name, times in seconds.items()}
+    clear = [name for name, ratio in ratios.items() if ratio.q3 < MARGIN]
+    return min(clear, key=lambda name: ratios[name].median, default=incumbent)
+
+
+def retuned(
+    table: Mapping[str, Any],
+    transport: str,
+    op: str,
+    dtype: torch.dtype,
+    world_size: int,
+    winners: Sequence[tuple[int, str]],
+) -> dict[str, Any]:
+    """`table` with rules for one op and dtype on CPU: `winners` are (bytes moved, schedule), sizes ascending.
+
+    Rules of other dtypes and group sizes stay, and follow the new ones.
+    """
+    tuned = copy.deepcopy(dict(table))
+    transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
+    ops = transports.setdefault(transport, copy.deepcopy(transports.get("default", {})))
+    scope = {"dtypes": [str(dtype).removeprefix("torch.")], "world_sizes": [world_size]}
+    kept = [rule for rule in ops.get(op, ops.get("default", [])) if any(rule.get(key) != scope[key] for key in scope)]
+    new: list[Rule] = []
+    for (nbytes, schedule), following in zip(winners, [*winners[1:], None], strict=True):
+        if following is None:
+            new.append({"schedule": schedule, **scope})
+        elif following[1] != schedule:
+            # Between two sizes that want different schedules the change is put at their geometric mean.
+            new.append({"schedule": schedule, "max_bytes": math.isqrt(nbytes * following[0]), **scope})
+    ops[op] = new + kept
+    return tuned
+
+
+def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> dict[str, Maker]:
+    """One op on every schedule."""
+    import fused_tp
+
+    call = getattr(fused_tp, op)
+    size = context.world_size
+    if op == "all_gather_matmul":
+        x_shape, weight_shape = (rows // size, FEATURES), (FEATURES // size, FEATURES)
+    else:
+        x_shape, weight_shape = (rows, FEATURES // size), (FEATURES, FEATURES // size)
+    x, weight = (torch.randn(shape).to(DTYPES[dtype]) for shape in (x_shape, weight_shape))
+
+    def run(schedule: str) -> None:
+        with forced_schedule(schedule):
+            call(x, weight, group=None)
+
+    def one_sided() -> Contestant:
+        from fused_tp.runtime.group import resolve_group
+        from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+
+        group = resolve_group(None)
+        if shm_transport(group) is None:
+            raise Unavailable(f"There is no shared memory here: {shm_unavailable_reason(group)}.")
+        return Contestant(lambda: run("one_sided"))
+
+    return {
+        "one_sided": one_sided,
+        "pipelined": lambda: Contestant(lambda: run("pipelined")),
+        "plain": lambda: Contestant(lambda: run("plain")),
+    }
+
+
+def _winner(measured: Measured, transport: str, world_size: int) -> str:
+    possible = {name: times for name, times in measured.seconds.items() if name in SCHEDULES[transport]}
+    return challenge(_incumbent(measured, transport, world_size), possible)
+
+
+def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
+    gathers = measured.op == "all_gather_matmul"
+    k, n = (FEATURES, None) if gathers else (None, FEATURES)
+    return dispatch.choose(measured.op, measured.dtype, measured.rows, k, n, world_size, transport, "cpu").schedule
+
+
+__all__ = ["RankFailure", "challenge", "retuned", "tune"]

@@ -1,0 +1,73 @@
+"""`fused-tp bench`: the CPU benchmark suite, and with `--tune` this machine's dispatch table.
+
+The suite is the `benchmarks` folder beside this package. Installed, it is `fused_tp.benchmarks`, as a top-level package
+of that name would be anybody's; in a checkout it is found where it lies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the suite, and those of tuning."""
+    try:
+        _suite("cpu").add_arguments(parser)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    tuning = parser.add_argument_group("tuning")
+    tuning.add_argument("--tune", action="store_true", help="write this machine's dispatch table instead")
+    tuning.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="where to (the one that FUSED_TP_TABLE names, else OUT/dispatch.json)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the suite or tune; 0 when all went well."""
+    if not arguments.tune:
+        if arguments.table is not None:
+            print("--table is for --tune; the suite runs on the table that FUSED_TP_TABLE names.", file=sys.stderr)
+            return 2
+        return int(_suite("cpu").main(arguments))
+    for name in ("case", "list", "rounds"):
+        if getattr(arguments, name):
+            print(
+                f"--{name} is for the suite, not for --tune, which takes --ranks, --scale and --out.", file=sys.stderr
+            )
+            return 2
+    from fused_tp.runtime.settings import table_path
+
+    table = arguments.table or Path(table_path() or arguments.out / "dispatch.json")
+    tune = _suite("tune")
+    try:
+        tune.tune(table, arguments.ranks, arguments.scale)
+    except tune.RankFailure as error:
+        print(f"Tuning did not get through, and the table is as it was. {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _suite(name: str) -> ModuleType:
+    """Module `name` of the benchmarks.
+
+    Raises:
+        FileNotFoundError: they are neither installed nor in a checkout around this package.
+    """
+    if find_spec("fused_tp.benchmarks") is not None:
+        return importlib.import_module(f"fused_tp.benchmarks.{name}")
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "benchmarks" / "cpu.py").exists():
+        raise FileNotFoundError(
+            "the benchmarks are not part of this installation; run `fused-tp bench` from a checkout of fused_tp"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
+    return importlib.import_module(f"benchmarks.{name}")
