@@ -26,7 +26,7 @@ from fused_tp.integrations.parallelize import parallelize
 
 SINGLE, THREADED, PLAIN, FUSED = "single process", "single process, all threads", "plain collectives", "fused_tp"
 THREADED_STEPS = 6  # enough for a median; their losses are not shown
-THREADED_SECONDS = 15.0  # enough of them where threads that share busy cores crawl
+THREADED_SECONDS = 6.0  # enough of them where threads that share busy cores crawl
 
 
 @dataclass
