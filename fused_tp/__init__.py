@@ -7,6 +7,7 @@ from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from fused_tp.ops.collectives import all_gather, all_reduce, copy_to_group, gather, reduce_scatter, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.explain import explain
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -24,6 +25,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "column_parallel_matmul",
     "copy_to_group",
+    "explain",
     "gather",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",

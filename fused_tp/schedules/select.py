@@ -32,6 +32,9 @@ class Decision:
     reason: str
 
 
+ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
+
+
 def select_schedule(
     op: str,
     group: Group,
@@ -66,7 +69,7 @@ def decide(
 ) -> Decision:
     """`select_schedule` in words: same choice, with its reason."""
     if group.size == 1:
-        return Decision("local", "none", "the group has one rank, so nothing moves")
+        return ALONE
     name = select_schedule(op, group, dtype, device, m, k, n).name
     transport = "shm" if name == "one_sided" else backend_of(group, device.type)
     if settings.forced_schedule() is not None:

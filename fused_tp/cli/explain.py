@@ -1,0 +1,58 @@
+"""`fused-tp explain`: which schedule an op would run on, and why.
+
+Example:
+    $ fused-tp explain matmul_all_reduce 1x2048 4096x2048 --dtype bfloat16 --ranks 4
+    $ fused-tp explain all_gather_matmul 512x4096 3584x4096 --transport nccl --arch sm_90
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from fused_tp.ops.explain import explain_for
+from fused_tp.runtime import settings
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 8x1024x4096") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fused-tp explain`."""
+    parser.add_argument("op", help="such as matmul_all_reduce")
+    parser.add_argument("shapes", nargs="+", type=_shape, metavar="SHAPE", help="of x and weight on one rank: 1x2048")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
+    parser.add_argument("--transport", default="shm", help="shm, gloo, nccl, ... (default shm)")
+    parser.add_argument("--arch", default="cpu", help="cpu, sm_90, ... (default cpu)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the explanation; 2 where the question makes no sense."""
+    try:
+        if arguments.ranks < 1:
+            raise ValueError(f"--ranks is {arguments.ranks}; a group has at least one rank.")
+        explanation = explain_for(
+            arguments.op,
+            *arguments.shapes,
+            dtype=getattr(torch, arguments.dtype),
+            world_size=arguments.ranks,
+            transport=arguments.transport,
+            arch=arguments.arch,
+        )
+    except ValueError as error:
+        print(f"fused-tp explain: {error}", file=sys.stderr)
+        return 2
+    print(explanation)
+    forced = settings.forced_schedule()
+    if forced is not None:
+        print(f"  but FUSED_TP_SCHEDULE={forced} is set, and forces {forced} on groups of several ranks")
+    return 0
