@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,21 @@ class Call:
     logits_to_keep: int | Tensor = 0
 
 
-# Read by what transformers calls without passing our keywords on: the loss and the making of masks. Neither runs again
-# in backward, when this is None; what does run again (attention) is handed its Ring.
-current_call: ContextVar[Call | None] = ContextVar("fused_tp_current_call", default=None)
+# One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
+# functions below: torch.compile does not see the defaults of a subclass of threading.local.
+_current = threading.local()
+
+
+def current_call() -> Call | None:
+    """The forward pass that is running in this thread; None outside of one and in one that is not cut.
+
+    For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when there
+    is no current call; what does run again (attention) is handed its Ring.
+    """
+    call: Call | None = getattr(_current, "call", None)
+    return call
+
+
+def set_current_call(call: Call | None) -> None:
+    """Called before and after every forward pass of a parallel model."""
+    _current.call = call

@@ -1,8 +1,8 @@
 """Gradients over the context parallel ranks, each of which has only seen its own tokens.
 
 Every rank holds the derivative of the global loss through its own tokens, so the gradient is the SUM over the ranks.
-`sum_gradients_over` adds them up in backward. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead;
-for them `scale_gradient` makes every rank's share as many times larger as there are ranks.
+`sum_gradients_over` adds them up in backward. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN
+instead; for them `scale_gradient` makes every rank's share as many times larger as there are ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HOOKED = "_fused_tp_gradient_summed"
 def sum_gradients_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make backward sum the gradient of every trainable parameter of `model` over `mesh`. May be called again.
 
-    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients may
-    be accumulated over several backwards.
+    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
+    may be accumulated over several backwards.
 
     Raises:
         ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them.
@@ -36,7 +36,8 @@ def sum_gradients_over(model: nn.Module, mesh: DeviceMesh) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
-            "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the gradients."
+            "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
+            "gradients."
         )
     for parameter in missing:
         parameter.register_hook(partial(_sum_over, mesh))
@@ -65,7 +66,7 @@ class _ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # the base class says Any
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None  # type: ignore[attr-defined]  # set in forward
 
 

@@ -50,19 +50,22 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.cuts_sequence:
         if not model._supports_attention_backend:
-            raise ValueError(f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs.")
+            raise ValueError(
+                f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs."
+            )
         implementation = model.config._attn_implementation
         if implementation not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(
-                f"{kind} uses attn_implementation={implementation!r}, which builds masks of its own; {asked} needs it loaded "
-                "with attn_implementation='sdpa' or another one of transformers' AttentionInterface."
+                f"{kind} uses attn_implementation={implementation!r}, which builds masks of its own; {asked} needs it "
+                "loaded with attn_implementation='sdpa' or another one of transformers' AttentionInterface."
             )
         if not is_base and model.loss_type != "ForCausalLM":
             raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim compute the mean cross entropy of "
-            "ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model without labels."
+            f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim compute the mean cross "
+            "entropy of ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model "
+            "without labels."
         )
     if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
@@ -114,8 +117,8 @@ class TransformersSequence(SequenceSharding):
         for name in ("output_hidden_states", "output_attentions"):
             if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
                 raise ValueError(
-                    f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each rank has "
-                    "only a part. Leave it out."
+                    f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
+                    "rank has only a part. Leave it out."
                 )
         arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
         mask = arguments.get("attention_mask")
@@ -131,10 +134,10 @@ class TransformersSequence(SequenceSharding):
             return {}
         if call is None or call.ring is None:
             return {RING: None}
-        # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of packed
-        # documents.
-        device = self.parallelism.cp_mesh.device_type if self.parallelism.cp_mesh is not None else None
-        return {RING: call.ring, "attention_mask": torch.ones((1, self.local_len or 0), dtype=torch.bool, device=device)}
+        # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
+        # packed documents.
+        ones = torch.ones((self.batch, self.local_len or 0), dtype=torch.bool, device=call.ring.mesh.device_type)
+        return {RING: call.ring, "attention_mask": ones}
 
     def put_together(self, output: Any, call: Call) -> Any:
         if not self.parallelism.cuts_sequence:
@@ -153,29 +156,29 @@ class TransformersSequence(SequenceSharding):
 def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index: int) -> None:
     """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right.
 
-    No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what it
-    gives with the mask, so targets there must not count.
+    No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what
+    it gives with the mask, so targets there must not count.
 
     Raises:
         ValueError: any other mask.
     """
     if mask.ndim != 2:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; over context parallel ranks only [batch, seq] is served, causal "
-            "attention with padding on the right."
+            f"attention_mask has shape {tuple(mask.shape)}; over context parallel ranks only [batch, seq] is served, "
+            "causal attention with padding on the right."
         )
     keep = mask.bool()
     if bool(keep.all()):
         return
     if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         raise ValueError(
-            "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes no "
-            "padding mask. Pad on the right (tokenizer.padding_side='right')."
+            "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes "
+            "no padding mask. Pad on the right (tokenizer.padding_side='right')."
         )
     if targets is not None and bool((targets[~keep] != ignore_index).any()):
         raise ValueError(
-            f"labels count at padding positions; over context parallel ranks padding is not masked, so set the labels of "
-            f"padding to {ignore_index}."
+            "labels count at padding positions; over context parallel ranks padding is not masked, so set the labels "
+            f"of padding to {ignore_index}."
         )
 
 
@@ -204,23 +207,27 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: q, k, v [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim], None."""
+    """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
     if RING not in kwargs:
         raise ValueError(
             f"{type(module).__name__} does not pass keyword arguments on to its attention function, so attention over "
-            "context or sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
+            "context or sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this "
+            "model."
         )
     ring: Ring | None = kwargs.pop(RING)
     if ring is None:
         return own(module, query, key, value, attention_mask, **kwargs)
     for name in UNSERVED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}, which attention over context parallel ranks does not do.")
+            raise ValueError(
+                f"{type(module).__name__} asks for {name}, which attention over context parallel ranks does not do."
+            )
     window = kwargs.get("sliding_window")
     if window is not None and window < ring.seq_len:
         raise ValueError(
-            f"{type(module).__name__} has a sliding window of {window} tokens and the sequence {ring.seq_len}; attention over "
-            "context parallel ranks sees all earlier tokens. Use sequences that fit the window, or no cp_dim."
+            f"{type(module).__name__} has a sliding window of {window} tokens and the sequence {ring.seq_len}; "
+            "attention over context parallel ranks sees all earlier tokens. Use sequences that fit the window, or no "
+            "cp_dim."
         )
     causal = kwargs.get("is_causal")
     out = ring.attention(
@@ -236,14 +243,16 @@ def _attention(
 
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' mask function, called with keywords: nothing for a ring, else `own` for the whole sequence."""
-    call = current_call.get()
+    call = current_call()
     if call is None:
         return own(*args, **kwargs)
     if call.ring is not None:
         # Only a mask over all ranks' tokens would mean anything, and it would be seq x seq. What is not plainly causal
         # (or bidirectional) comes with use_vmap.
         if kwargs.get("use_vmap"):
-            raise ValueError("The model adds a mask of its own to attention, which context parallel ranks do not serve.")
+            raise ValueError(
+                "The model adds a mask of its own to attention, which context parallel ranks do not serve."
+            )
         return None
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
     kwargs["q_length"] = kwargs["kv_length"] = call.seq_len

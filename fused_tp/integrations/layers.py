@@ -51,7 +51,9 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
                     "fully_shard or any other sharding."
                 )
             if not isinstance(style, ParallelStyle):
-                styles_of[id(parameter)][name] = "dim 1" if style in ROW else "dim 0" if style in COLUMN | EMBEDDING else ""
+                styles_of[id(parameter)][name] = (
+                    "dim 1" if style in ROW else "dim 0" if style in COLUMN | EMBEDDING else ""
+                )
         if sequence_parallel:
             _check_runs_on_parts(name, module, style)
     for styles in styles_of.values():
@@ -59,42 +61,52 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
             first, second = list(styles)[:2]
             raise ValueError(
                 f"{first!r} and {second!r} share a weight, and the plan gives them the styles {plan.get(first)!r} and "
-                f"{plan.get(second)!r}; tied weights must be cut alike ('embedding_rowwise' goes with 'colwise_gather_output')."
+                f"{plan.get(second)!r}; tied weights must be cut alike ('embedding_rowwise' goes with "
+                "'colwise_gather_output')."
             )
 
 
 def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> None:
-    """Between embedding and head each rank has a part of the sequence: only what treats tokens one by one may run there."""
+    """Between embedding and head a rank has a part of the sequence: what runs there must treat tokens one by one."""
     kind = type(module).__name__
     if isinstance(style, ParallelStyle):
         raise ValueError(
-            f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that parallelize "
-            "knows what each module does with the sequence."
+            f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
+            "parallelize knows what each module does with the sequence."
         )
     if style in SPLITS_INPUT:
-        raise ValueError(f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False.")
+        raise ValueError(
+            f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False."
+        )
     owns = any(True for _ in module.parameters(recurse=False))
     if owns and style is None and "norm" not in kind.lower() and not isinstance(module, nn.Embedding):
         raise ValueError(
-            f"sequence_parallel=True: {name!r} ({kind}) has parameters and is not in the plan, so whether it may see a part "
-            "of the sequence is not known. Give it a style, or pass sequence_parallel=False."
+            f"sequence_parallel=True: {name!r} ({kind}) has parameters and is not in the plan, so whether it may see a "
+            "part of the sequence is not known. Give it a style, or pass sequence_parallel=False."
         )
 
 
-def cut_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo) -> None:
+def cut_layers(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo
+) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
     for name, style in plan.items():
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)  # check_style has seen that it is what its style needs
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
         elif style in COLUMN:
-            column = ColumnParallelLinear.from_linear(module, mesh=mesh, gather_output=style in GATHERS_OUTPUT, memo=memo)
+            column = ColumnParallelLinear.from_linear(
+                module, mesh=mesh, gather_output=style in GATHERS_OUTPUT, memo=memo
+            )
             in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
-            column.register_forward_pre_hook(partial(_take_part, sequence, name if in_attention else ""), with_kwargs=True)
+            column.register_forward_pre_hook(
+                partial(_take_part, sequence, name if in_attention else ""), with_kwargs=True
+            )
             _swap(model, module, column)
         elif style in ROW:
             split = style in SPLITS_INPUT
-            _swap(model, module, RowParallelLinear.from_linear(module, mesh=mesh, input_is_parallel=not split, memo=memo))
+            row = RowParallelLinear.from_linear(module, mesh=mesh, input_is_parallel=not split, memo=memo)
+            _swap(model, module, row)
         elif style in EMBEDDING:
             _swap(model, module, VocabParallelEmbedding.from_embedding(module, mesh=mesh, memo=memo))
     attentions = {name.rpartition(".")[0] for name in plan if name.rpartition(".")[2] in HEAD_PROJECTIONS}
@@ -116,11 +128,14 @@ Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args an
 _PART = "_fused_tp_part"
 
 
-def _show_whole_length(sequence: SequenceState, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _show_whole_length(
+    sequence: SequenceState, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
     """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
 
     Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Gathering that
-    input here would work too, and would undo the fusing of gather and matmul in the projections. The stand-in is one NaN,
+    input here would work too, and would undo the fusing of gather and matmul in the projections. The stand-in is one
+    NaN,
     expanded: a module that computes with it, rather than passing it to its projections, says so in every output.
     """
     if not sequence.tp_sharded:
@@ -143,8 +158,8 @@ def _take_part(
         x = getattr(x, _PART, None)
         if x is None:
             raise ValueError(
-                f"sequence_parallel=True needs attention modules that hand their first argument to their projections as it is; "
-                f"{attention_projection!r} was given another tensor."
+                "sequence_parallel=True needs attention modules that hand their first argument to their projections "
+                f"as it is; {attention_projection!r} was given another tensor."
             )
     # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
     return (x, *args[1:]), {"gather_size": sequence.local_len, **kwargs}
@@ -186,7 +201,8 @@ def replicate_parameters(
         for key, parameter in whole.items():
             module._parameters[key] = shard_parameter(parameter, mesh, Replicate(), memo)
         always = plan.get(name) == "replicated_with_grad_allreduce"
-        # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its part.
+        # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its
+        # part.
         embeds = isinstance(module, nn.Embedding)
         wrap_forward(module, _on_local_parameters, module, sequence, always, not embeds)
         if embeds:
@@ -198,7 +214,7 @@ def _own_part(sequence: SequenceState, mesh: DeviceMesh, embedding: nn.Module, a
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any], *bound: Any) -> None:
-    """Replace `module.forward` by wrapper(*bound, forward, ...). A partial, unlike a closure, survives copy.deepcopy."""
+    """Replace `module.forward` by wrapper(*bound, forward, ..); a partial, unlike a closure, survives copy.deepcopy."""
     forward = module.forward
     wrapped: Any = partial(wrapper, *bound, forward)
     wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
@@ -215,7 +231,7 @@ def _on_local_parameters(
     **kwargs: Any,
 ) -> Any:
     """`forward` with the module's own DTensor parameters replaced by their local tensors while it runs."""
-    held = dict(module._parameters)
+    held: dict[str, Any] = dict(module._parameters)
     sum_gradient = always_partial or (partial_on_parts and sequence.tp_sharded)
     for key, parameter in held.items():
         if isinstance(parameter, DTensor):

@@ -48,8 +48,11 @@ def load_full_state_dict(
         loaded.add(id(own[name]))
     missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
     if strict and (missing or unknown):
-        problems = [f"{what} {names[:5]}{'...' if len(names) > 5 else ''}" for what, names in
-                    (("does not have", missing), ("has unknown", unknown)) if names]
+        problems = [
+            f"{what} {names[:5]}{'...' if len(names) > 5 else ''}"
+            for what, names in (("does not have", missing), ("has unknown", unknown))
+            if names
+        ]
         raise ValueError(f"state_dict {' and '.join(problems)}; pass strict=False to load what fits.")
 
 
@@ -62,7 +65,9 @@ def _copy_own_part(target: Tensor, full: Tensor) -> None:
     # Mesh dims cut in order, as DTensor does; FSDP2's strided shards are cut the other way round and refused.
     for mesh_dim, placement in enumerate(target.placements):
         if type(placement) is Shard:
-            start, stop = shard_range(full.shape[placement.dim], target.device_mesh.size(mesh_dim), coordinates[mesh_dim])
+            start, stop = shard_range(
+                full.shape[placement.dim], target.device_mesh.size(mesh_dim), coordinates[mesh_dim]
+            )
             full = full.narrow(placement.dim, start, stop - start)
         elif not placement.is_replicate():
             raise ValueError(f"Cannot load into a parameter placed as {target.placements}; load before fully_shard.")
@@ -80,9 +85,9 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
             buffer = module._buffers[key]
             if buffer is not None and buffer.is_meta and not hf and not hasattr(module, "reset_buffers"):
                 raise ValueError(
-                    f"The buffer {f'{name}.{key}'.lstrip('.')!r} is on the meta device and not persistent, so loading weights "
-                    f"will not set it. Give {type(module).__name__} a method reset_buffers() that computes it, or build the "
-                    "model on a real device."
+                    f"The buffer {f'{name}.{key}'.lstrip('.')!r} is on the meta device and not persistent, so loading "
+                    f"weights will not set it. Give {type(module).__name__} a method reset_buffers() that computes it, "
+                    "or build the model on a real device."
                 )
 
 
@@ -103,7 +108,8 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
                 module._buffers[key] = torch.empty_like(buffer, device=device_type)
                 lost |= key in module._non_persistent_buffers_set
         if lost and hasattr(module, "reset_buffers"):
-            module.reset_buffers()
+            reset_buffers: Any = module.reset_buffers
+            reset_buffers()
         elif lost and hf:
             init_weights: Any = model._init_weights
             init_weights(module)  # transformers' own way to fill such buffers (RoPE frequencies)

@@ -50,9 +50,10 @@ class GlobalLoss:
         self.grad_sync = grad_sync
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
-        call = current_call.get()
+        call = current_call()
         if call is None or call.targets is None:
             return self.own(logits, labels, vocab_size, **kwargs)
+        assert call.target_count is not None  # set together with the targets
         loss = self._sum_of_own_tokens(logits, call, call.targets, vocab_size) / call.target_count
         if self.cp_mesh is None:
             return loss
@@ -62,8 +63,8 @@ class GlobalLoss:
     def _sum_of_own_tokens(self, logits: Tensor, call: Call, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
-                f"The model called its loss_function with logits of shape {tuple(logits.shape)} for {tuple(targets.shape)} "
-                "tokens; it must pass the logits of all tokens it was given, unshifted."
+                f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
+                f"{tuple(targets.shape)} tokens; it must pass the logits of all tokens it was given, unshifted."
             )
         if self.vocab_mesh is not None:
             return vocab_parallel_cross_entropy(

@@ -36,21 +36,22 @@ def parallelize(
 
     Every rank calls the model with the same full batch and full labels. Inside, `tp_dim` cuts linear layers and heads
     (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between them along the sequence over the same
-    ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention (arXiv:2310.01889) between the ranks. The loss
-    is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
+    ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention (arXiv:2310.01889) between the ranks.
+    The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
 
     What comes back from a call (tokens [batch, seq]):
 
-    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all ranks
-      compute alike from them has the right gradients.
+    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all
+      ranks compute alike from them has the right gradients.
     - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
       `sequence_positions(seq, group=cp, layout="zigzag")`; under `loss_parallel` this rank's part of the vocabulary.
     - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
-      `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the same.
+      `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the
+      same.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
-    same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without values:
-    follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
+    same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
+    values: follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
     `gather_state_dict(model)` gives the original's state back, for `save_pretrained(folder, state_dict=...)` too.
 
     Gradients: over the TP ranks they are complete after backward in any case. Over the CP ranks each rank's are its own
@@ -61,18 +62,19 @@ def parallelize(
         model: a transformers model or any nn.Module; `fused_tp.integrations.plain` has the contract of the latter.
         mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
         tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1.
-        plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one of
-            transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
-            "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only this
-            rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce".
+        plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one
+            of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
+            "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
+            this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce".
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
         loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
-        ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP sizes that
-            do not divide the heads, a style or module the plan cannot have, sequence cuts that the model cannot take.
+        ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP
+            sizes that do not divide the heads, a style or module the plan cannot have, sequence cuts that the model
+            cannot take.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
@@ -120,14 +122,17 @@ def parallelize(
 def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The 1-D meshes of both dims; None for one that is missing, or for context parallelism over one rank."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh.")
+        raise TypeError(
+            f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
+        )
     names = mesh.mesh_dim_names or ()
     if tp_dim == cp_dim:
         raise ValueError(f"tp_dim and cp_dim are both {tp_dim!r}; they must be different dims of the mesh.")
     if tp_dim not in names and cp_dim not in names:
         raise ValueError(
-            f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make it with "
-            f"init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= and cp_dim=."
+            f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make "
+            f"it with init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= "
+            "and cp_dim=."
         )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")

@@ -1,21 +1,25 @@
 """Models in plain torch: what their forward must look like, and their attention over a ring of ranks.
 
-The contract, for sequence and context parallelism only (tensor parallelism needs none of it):
+Tensor parallelism needs one thing: `forward` takes head counts from the width of what a projection returned, as in
+`q_proj(x).unflatten(-1, (-1, head_dim))`, since a rank has a part of the heads. The rest is for sequence and context
+parallelism:
 
-- forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting. Positions
-  are called `positions` or `position_ids`, and every use of a token's place in the text goes by them.
+- forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting.
+  Positions are called `positions` or `position_ids`, and every use of a token's place in the text goes by them.
 - Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
   is_causal=True, or with neither a mask nor is_causal, called below the modules that the plan names layers of.
+- With sequence parallelism, a module that owns `q_proj` (`wq`, ...) hands its first argument to it as it is.
 - A KV cache, if any, is the argument `cache`, `kv_cache` or `past_key_values`; a forward pass that gets one is not cut.
-- For `labels` with context parallelism or loss_parallel: `self.loss_function(logits, labels, vocab_size, ...)` is the mean
-  cross entropy of token i's logits against label i + 1, as in transformers. It is replaced by the one over all ranks.
+- For `labels` with context parallelism or loss_parallel: `self.loss_function(logits, labels, vocab_size, ...)` is the
+  mean cross entropy of token i's logits against label i + 1, as in transformers. It is replaced by the one over all
+  ranks.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
@@ -45,19 +49,20 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
     if parallelism.cuts_sequence and not any(name in parameters for name in POSITIONS):
         asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
-            f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part of the "
-            "sequence and must be told where in the text it lies."
+            f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
+            "of the sequence and must be told where in the text it lies."
         )
     heads = [name for name, style in plan.items() if isinstance(style, str) and style in GATHERS_OUTPUT]
     for asked in ("sequence_parallel", "loss_parallel"):
         if getattr(parallelism, asked) and len(heads) != 1:
             raise ValueError(
-                f"{asked}=True needs one output layer with the style 'colwise_gather_output' in the plan; it has {len(heads)}."
+                f"{asked}=True needs one output layer with the style 'colwise_gather_output' in the plan; it has "
+                f"{len(heads)}."
             )
     if parallelism.loss_parallel and not callable(getattr(model, "loss_function", None)):
         raise ValueError(
-            f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by the "
-            "cross entropy over all ranks' vocabulary; it has none."
+            f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by "
+            "the cross entropy over all ranks' vocabulary; it has none."
         )
 
 
@@ -81,12 +86,14 @@ class PlainSequence(SequenceSharding):
         head = model.get_submodule(heads[0]) if len(heads) == 1 else None
         self.head = head if isinstance(head, ColumnParallelLinear) else None
         if parallelism.cp_mesh is not None:
-            # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of it.
+            # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
+            # it.
             for module in _modules_around_attention(model, self.plan):
                 wrap_forward(module, _with_ring_attention, self)
         if parallelism.computes_loss and self.has_loss:
+            own: Any = model.loss_function
             loss = GlobalLoss(
-                model.loss_function,
+                own,
                 vocab_mesh=parallelism.tp_mesh if parallelism.loss_parallel else None,
                 cp_mesh=parallelism.cp_mesh,
                 grad_sync=parallelism.grad_sync,
@@ -96,8 +103,9 @@ class PlainSequence(SequenceSharding):
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
         if targets is not None and not self.has_loss:
             raise ValueError(
-                "labels were given, but the model has no loss_function attribute to compute a loss over all ranks with. Give it "
-                "one (see fused_tp.integrations.plain), or compute the loss from the logits: call the model without labels."
+                "labels were given, but the model has no loss_function attribute to compute a loss over all ranks "
+                "with. Give it one (see fused_tp.integrations.plain), or compute the loss from the logits: call the "
+                "model without labels."
             )
 
     def put_together(self, output: Any, call: Call) -> Any:
@@ -121,21 +129,19 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
     return [module for module in computes if any(True for _ in module.children())] or [model]
 
 
-def _with_ring_attention(
-    sequence: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    if sequence.ring is None or _in_ring_attention_mode.get():
+def _with_ring_attention(sequence: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # One mode at a time: the ring's own attention calls would be seen by a mode further out.
+    if sequence.ring is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
-    token = _in_ring_attention_mode.set(True)
+    _inside.mode = True
     try:
         with RingAttentionMode(sequence.ring):
             return forward(*args, **kwargs)
     finally:
-        _in_ring_attention_mode.reset(token)
+        _inside.mode = False
 
 
-# One mode at a time: the ring's own attention calls would be seen by a mode further out.
-_in_ring_attention_mode: ContextVar[bool] = ContextVar("fused_tp_in_ring_attention_mode", default=False)
+_inside = threading.local()  # .mode: whether this thread is in a RingAttentionMode
 
 
 class RingAttentionMode(TorchFunctionMode):
@@ -165,12 +171,12 @@ class RingAttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise ValueError(
-                f"scaled_dot_product_attention was called with attn_mask {tuple(attn_mask.shape)}; over context parallel ranks "
-                "only is_causal=True, or no mask at all, is served."
+                f"scaled_dot_product_attention was called with attn_mask {tuple(attn_mask.shape)}; over context "
+                "parallel ranks only is_causal=True, or no mask at all, is served."
             )
         if query.ndim != 4:
             raise ValueError(
-                f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel ranks it "
-                "must be [batch, heads, seq, head_dim]."
+                f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel "
+                "ranks it must be [batch, heads, seq, head_dim]."
             )
         return self.ring.attention(query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p)

@@ -86,9 +86,7 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str):
-        raise TypeError(
-            f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}."
-        )
+        raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}.")
     kind = type(module).__name__
     if style not in STYLES:
         raise ValueError(
@@ -106,7 +104,7 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
     """Refuse a TP size that would cut through an attention head, and say which sizes work.
 
-    Head counts are read off the attention module, its `config` or the model's `config`, whichever has them first.
+    Head counts are read off the attention module, its `config` or the model's `config`, what comes first counts.
     """
     for name, style in plan.items():
         parent_name, _, leaf = name.rpartition(".")
@@ -124,11 +122,10 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
 
 
 def _head_counts(*sources: object) -> dict[str, int]:
+    counts: dict[str, int] = {}
     for source in sources:
         text = getattr(source, "get_text_config", None)
         source = text() if callable(text) else source
         found = {key: getattr(source, key, None) for key in HEAD_COUNTS}
-        counts = {key: count for key, count in found.items() if isinstance(count, int) and count > 0}
-        if counts:
-            return counts
-    return {}
+        counts = {key: n for key, n in found.items() if isinstance(n, int) and n > 0} | counts
+    return counts

@@ -1,4 +1,4 @@
-"""The hooks around a parallel model's forward: what goes in is cut along the sequence, what comes out is put together."""
+"""The hooks around a parallel model's forward: what goes in is cut along the sequence, what comes out is joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.call import LAYOUT, Call, Ring, current_call
+from fused_tp.integrations.call import LAYOUT, Call, Ring, current_call, set_current_call
 from fused_tp.integrations.grad_sync import scale_gradient, sum_gradients_over
 from fused_tp.integrations.loss import shift
 from fused_tp.nn import ColumnParallelLinear
@@ -47,7 +47,7 @@ class SequenceSharding:
     checkpointing runs layers again in backward.
     """
 
-    tokens: tuple[str, ...]  # the arguments that may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
+    tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
     positions: str | None  # [seq] or [batch, seq]
     labels: str | None  # [batch, seq], not shifted
     caches: tuple[str, ...]
@@ -58,6 +58,7 @@ class SequenceSharding:
         self.head: ColumnParallelLinear | None = None
         self.tp_sharded = False
         self.local_len: int | None = None
+        self.batch = 0
         self.ring: Ring | None = None
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
@@ -109,7 +110,7 @@ class SequenceSharding:
         if cp_mesh is not None and grad_sync and torch.is_grad_enabled():
             sum_gradients_over(model, cp_mesh)
         self._switch_layers(call)
-        current_call.set(call)
+        set_current_call(call)
         return (), {**arguments, **self.extra_arguments(call)}
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
@@ -147,6 +148,7 @@ class SequenceSharding:
             tokens = self._cut_tokens(tokens, cp_mesh)
             targets = None if targets is None else shard_sequence(targets, 1, group=cp_mesh, layout=LAYOUT)
         self.local_len = tokens.shape[1]
+        self.batch = tokens.shape[0]
         if self.parallelism.sequence_parallel and tokens.is_floating_point():
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
         arguments[source] = tokens
@@ -155,7 +157,8 @@ class SequenceSharding:
             arguments.pop("shift_labels", None)
         keep: int | Tensor = 0
         if self.parallelism.cuts_sequence and "logits_to_keep" in arguments:
-            keep, arguments["logits_to_keep"] = arguments["logits_to_keep"], 0  # they are positions of the whole sequence
+            keep = arguments["logits_to_keep"]  # of the whole sequence
+            arguments["logits_to_keep"] = 0
         return Call(
             seq_len,
             ring=None if cp_mesh is None else Ring(cp_mesh, seq_len),
@@ -175,8 +178,8 @@ class SequenceSharding:
             targets = shift(labels, ignore_index)
         if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(
-                f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must be "
-                "equal: every rank gets the full batch and its full labels."
+                f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must "
+                "be equal: every rank gets the full batch and its full labels."
             )
         return targets
 
@@ -196,8 +199,8 @@ class SequenceSharding:
         if cp_mesh is not None:
             if bool((given.diff(dim=-1) != 1).any()):
                 raise ValueError(
-                    f"{name} does not count up by one: several documents in one row would attend to each other across the "
-                    "context parallel ranks. Give each document its own row, or use no cp_dim."
+                    f"{name} does not count up by one: several documents in one row would attend to each other across "
+                    "the context parallel ranks. Give each document its own row, or use no cp_dim."
                 )
             arguments[name] = shard_sequence(given, given.ndim - 1, group=cp_mesh, layout=LAYOUT)
 
@@ -212,8 +215,8 @@ class SequenceSharding:
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.ndim > 0 and name not in served:
                 raise ValueError(
-                    f"forward was given the tensor {name} {tuple(value.shape)}; how to cut it over the context parallel "
-                    "ranks is not known. Leave it out, or use no cp_dim."
+                    f"forward was given the tensor {name} {tuple(value.shape)}; how to cut it over the context "
+                    "parallel ranks is not known. Leave it out, or use no cp_dim."
                 )
 
     def _switch_layers(self, call: Call | None) -> None:
@@ -227,8 +230,8 @@ class SequenceSharding:
     # ---- after forward ----
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        call = current_call.get()
-        current_call.set(None)
+        call = current_call()
+        set_current_call(None)
         if output is None:  # forward raised
             return None
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():

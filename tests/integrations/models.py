@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from examples.llama import Llama, LlamaConfig
 
 VOCAB = 67  # odd: the ranks' parts of the vocabulary are not equally long
-# fp32 throughout. Sums over ranks and blocks of attention add in another order than one matmul does; two layers deep that
-# moves the last bits only. Values are of order 1 for logits; gradients are compared relative to the largest of a tensor.
+# fp32 throughout. Sums over ranks and blocks of attention add in another order than one matmul does; two layers deep
+# that moves the last bits only. Values are of order 1 for logits; gradients are compared relative to the largest of a
+# tensor.
 TOLERANCE = 2e-5
 
 SIZES = {
@@ -41,7 +42,7 @@ def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:
     return _meshes[cp, tp]
 
 
-def make(family: str, *, tied: bool = False, **changes: Any) -> nn.Module:
+def make(family: str, *, tied: bool = False, **changes: Any) -> Any:
     """A small model with random weights, the same on every rank. Families: plain, llama, qwen3, mistral."""
     torch.manual_seed(0)
     if family == "plain":
@@ -93,5 +94,5 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
         assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")  # type: ignore[arg-type]  # the whole model has run backward
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_of(model: Any) -> Any:
     return copy.deepcopy(model)

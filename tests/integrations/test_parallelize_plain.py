@@ -61,6 +61,19 @@ def compare_copy(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
+def test_compiled() -> None:
+    run_ranks(2, compiled)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    whole = make("plain", num_hidden_layers=1)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True, loss_parallel=True)
+    tokens = make_tokens(2, 9)
+    whole(tokens, labels=tokens).loss.backward()
+    torch.compile(parallel, backend="aot_eager")(tokens, labels=tokens).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
 class Block(nn.Module):
     """Attention without a residual, checkpointed by its owner."""
 
@@ -93,7 +106,9 @@ class Tagger(nn.Module):
 TAGGER_PLAN = {f"blocks.*.w{letter}": "rowwise" if letter == "o" else "colwise" for letter in "qkvo"}
 
 
-@pytest.mark.parametrize(("cp", "tp", "plan"), [(2, 2, TAGGER_PLAN), (2, 1, "auto"), (2, 1, TAGGER_PLAN), (1, 2, TAGGER_PLAN)])
+@pytest.mark.parametrize(
+    ("cp", "tp", "plan"), [(2, 2, TAGGER_PLAN), (2, 1, "auto"), (2, 1, TAGGER_PLAN), (1, 2, TAGGER_PLAN)]
+)
 def test_a_plan_by_hand_and_attention_that_is_computed_again(cp: int, tp: int, plan: Any) -> None:
     run_ranks(cp * tp, tag, cp, tp, plan)
 
