@@ -77,8 +77,8 @@ def check(got: list[Tensor], case: Case) -> None:
         elif name in ("dq", "dk") and seq_len == 1:  # softmax over one key is constant, its gradient 0 by cancellation
             assert one.abs().max() <= 16 * torch.finfo(dtype).eps
         else:
-            # In bf16 torch's own kernel needs 4.3 for the dq of a whole sequence: it rounds probabilities, their gradient
-            # and out (whose product with grad_out is subtracted again) to the dtype. Three steps need up to 7.
+            # In bf16 torch's own kernel needs 4.3 for the dq of a whole sequence: it rounds probabilities, their
+            # gradient and out (whose product with grad_out is subtracted again) to the dtype. Three steps need up to 7.
             reduced_over = seq_len * case["head_dim"]
             assert_within_dtype_error(
                 one, wanted, dtype, reduced_over=reduced_over, roundings=12, name=f"{name} {case}"
