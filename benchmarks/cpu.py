@@ -24,7 +24,7 @@ RANKS = (2, 4, 8, 16)  # what the sizes of all cases divide by
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the suite; `fused-tp bench` has them too."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each case (as many as fit its time)")
+    parser.add_argument("--rounds", type=_count, metavar="N", help="rounds of each case (as many as fit its time)")
     parser.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
     parser.add_argument(
         "--ranks", type=int, default=2, choices=RANKS, metavar="W", help="ranks of one thread, a core each (2)"
@@ -43,8 +43,6 @@ def main(options: argparse.Namespace) -> int:
         return _refuse(f"--case {options.case!r} is not a regular expression ({error}).")
     if not cases:
         return _refuse(f"--case {options.case!r} matches none of the cases; --list names them.")
-    if options.rounds is not None and options.rounds < 1:
-        return _refuse(f"--rounds is {options.rounds}; it must be at least 1.")
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
@@ -74,6 +72,13 @@ def _report(records: list[Record], path: Path) -> int:
         plot(stored, picture)
         print(f"Picture: {picture}")
     return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def _positive(text: str) -> float:

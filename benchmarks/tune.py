@@ -7,8 +7,10 @@ three quarters of the rounds, so a noisy run changes nothing, and tuning twice g
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from .ratios import paired, slowest
 MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
 FEATURES = 2048
 ROWS = (2, 16, 64, 256, 1024)
+ROUNDS = 15
+SECONDS = 300.0  # the longest that one size may take
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
 
@@ -48,42 +52,50 @@ class Measured:
         return self.rows * FEATURES * self.dtype.itemsize
 
 
-def tune(path: Path, world_size: int, scale: float = 1.0, say: Callable[[str], None] = print) -> None:
+def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str], None] = print) -> None:
     """Measure and write the table to `path`.
 
     Raises:
         RankFailure: the ranks did not get through; `path` is as it was.
         ValueError: the table in force is not one.
     """
-    table = copy.deepcopy(dispatch.load_table(settings.table_path()))
+    table = dispatch.load_table(settings.table_path())
+    tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
+    about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({"about": about, "arch": tuned}, indent=1) + "\n")
+    part.replace(path)
+    say(f"{changes} choices changed. Table: {path}. To use it: export FUSED_TP_TABLE={path.resolve()}")
+
+
+def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:
     measured: list[Measured] = []
     with Ranks(world_size) as ranks:
-        for op in OPS:
-            for name, dtype in DTYPES.items():
-                for rows in ROWS:
-                    rows = max(rows, world_size)  # for the gather to have something of each rank
-                    case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
-                    times = ranks.call(run_case, case, None, scale * 0.3, seconds=120 + 40 * scale)
-                    seconds = {s: slowest([t.seconds[s] for t in times]) for s in times[0].seconds}
-                    measured.append(Measured(op, dtype, rows, seconds))
-                    say(f"{case.name}: " + ", ".join(f"{s} {1e3 * min(t):.3g} ms" for s, t in seconds.items()))
+        for op, (name, dtype), rows in itertools.product(OPS, DTYPES.items(), ROWS):
+            rows = max(rows, world_size)  # for the gather to have something of each rank
+            case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
+            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
+            seconds = {schedule: slowest([t.seconds[schedule] for t in times]) for schedule in times[0].seconds}
+            measured.append(Measured(op, dtype, rows, seconds))
+            medians = (f"{schedule} {1e3 * statistics.median(t):.3g} ms" for schedule, t in seconds.items())
+            say(f"{case.name}: {', '.join(medians)}")
+    return measured
+
+
+def _rewritten(table: dict[str, Any], measured: Sequence[Measured], world_size: int) -> tuple[dict[str, Any], int]:
+    """The table that follows from what was measured, and how many choices differ from those of `table`."""
     changes = 0
-    for transport, schedules in SCHEDULES.items():
-        if not all(schedule in m.seconds for m in measured for schedule in schedules):
+    for transport, op, dtype in itertools.product(SCHEDULES, OPS, DTYPES.values()):
+        mine = [m for m in measured if m.op == op and m.dtype == dtype]
+        if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
             continue  # no shared memory here
-        for op in OPS:
-            for dtype in DTYPES.values():
-                mine = [m for m in measured if m.op == op and m.dtype == dtype]
-                winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
-                incumbents = [_incumbent(m, transport, world_size) for m in mine]
-                changes += sum(new != old for (_, new), old in zip(winners, incumbents, strict=True))
-                table = retuned(table, transport, op, dtype, world_size, winners)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = (
-        f"Written by fused-tp bench --tune with {world_size} ranks; the format is that of the shipped dispatch.json."
-    )
-    path.write_text(json.dumps({"about": about, "arch": table}, indent=1) + "\n")
-    say(f"{changes} choices changed. Table: {path}. To use it: export FUSED_TP_TABLE={path.resolve()}")
+        winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
+        changed = sum(new != _incumbent(m, transport, world_size) for m, (_, new) in zip(mine, winners, strict=True))
+        if changed:
+            table = retuned(table, transport, op, dtype, world_size, winners)
+        changes += changed
+    return table, changes
 
 
 def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:

@@ -37,20 +37,17 @@ def main(arguments: argparse.Namespace) -> int:
             print("--table is for --tune; the suite runs on the table that FUSED_TP_TABLE names.", file=sys.stderr)
             return 2
         return int(_suite("cpu").main(arguments))
-    for name in ("case", "list", "rounds"):
-        if getattr(arguments, name):
-            print(
-                f"--{name} is for the suite, not for --tune, which takes --ranks, --scale and --out.", file=sys.stderr
-            )
-            return 2
+    if arguments.case or arguments.list or arguments.scale != 1.0:
+        print("--case, --list and --scale are for the suite; --tune takes --ranks, --rounds, --out.", file=sys.stderr)
+        return 2
     from fused_tp.runtime.settings import table_path
 
     table = arguments.table or Path(table_path() or arguments.out / "dispatch.json")
     tune = _suite("tune")
     try:
-        tune.tune(table, arguments.ranks, arguments.scale)
-    except tune.RankFailure as error:
-        print(f"Tuning did not get through, and the table is as it was. {error}", file=sys.stderr)
+        tune.tune(table, arguments.ranks, arguments.rounds or tune.ROUNDS)
+    except (tune.RankFailure, ValueError) as error:
+        print(f"Tuning did not get through, and {table} is as it was. {error}", file=sys.stderr)
         return 1
     return 0
 

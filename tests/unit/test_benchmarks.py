@@ -15,6 +15,7 @@ from benchmarks.race import Times
 from benchmarks.ratios import EFFICIENCY, MEASURES, SPEEDUP, TIME_RATIO, Quartiles, paired, slowest
 from benchmarks.records import Comparison, Machine, Record, merge, read, write
 from benchmarks.suite import cpu_cases, records_of
+from fused_tp.cli.main import main as command
 
 RECORD = Record(
     case="op/fp32/M=16",
@@ -145,15 +146,34 @@ def test_case_names_are_unique_and_families_stand_together() -> None:
     names = [case.name for case in cpu_cases()]
     assert len(set(names)) == len(names)
     families = [case.family for case in cpu_cases()]
-    assert len(list(itertools.groupby(families))) == len(
-        set(families)
-    )  # else ranks would be started more often than needed
+    assert len(list(itertools.groupby(families))) == len(set(families))  # ranks start once for each
 
 
-@pytest.mark.parametrize("arguments", [["--case", "["], ["--case", "no such case"], ["--rounds", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--case", "["], ["--case", "no such case"], ["--rounds", "0"], ["--scale", "0"], ["--ranks", "3"]]
+)
 def test_arguments_that_do_not_fit_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cpu.from_command_line(arguments) == 2
+    try:
+        status = cpu.from_command_line(arguments)
+    except SystemExit as refused:  # as argparse does it
+        status = int(refused.code or 0)
+    assert status == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--table", "x"], ["--tune", "--case", "ring"], ["--tune", "--list"], ["--tune", "--scale", "2"]]
+)
+def test_the_command_refuses_options_that_do_not_go_together(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["bench", *arguments]) == 2
+    assert "--tune" in capsys.readouterr().err
+
+
+def test_the_command_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["bench", "--list"]) == 0
+    assert "matmul_all_reduce/bf16/M=1" in capsys.readouterr().out.splitlines()
 
 
 def test_list_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
