@@ -50,6 +50,8 @@ def plot(records: Sequence[Record], path: Path) -> None:
         names = [f"{record.case.partition('/')[2]}  {record.contestant}" for record in panel]
         axis.set_yticks(range(len(panel)), names, fontsize=7)
         axis.invert_yaxis()
+        axis.set_xscale("log", base=2)  # twice as fast and half as fast are equally far from 1
+        axis.xaxis.set_major_formatter("{x:.3g}")
         axis.axvline(1.0, color="grey", linewidth=0.5)
         axis.set_title(f"{op}: {_measure(panel)}", fontsize=9, loc="left")
         axis.tick_params(axis="x", labelsize=7)
@@ -57,7 +59,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure.suptitle(f"{', '.join(machines)}; black tick: the bar", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")  # whole labels, however long
     plt.close(figure)
 
 
