@@ -10,8 +10,8 @@ outputs and gradients; a plan for `parallelize_module` may mix both kinds. What 
 | FusedRowwise        | Shard(-1)     | Replicate      | matmul, then all-reduce       | matmul_all_reduce        |
 | FusedRowwise        | Shard(-1)     | Shard(seq)     | matmul, then reduce-scatter   | matmul_reduce_scatter    |
 
-Other layouts are brought to one of these by DTensor's redistribute. A module keeps its identity and its hooks: its class
-becomes a subclass of what it was, with another forward.
+Other layouts are brought to one of these by DTensor's redistribute. A module keeps its identity and its hooks: its
+class becomes a subclass of what it was, with another forward.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class FusedColwiseParallel(ParallelStyle):
     """`ColwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
-        input_layouts: placement of the module's input where that is a plain tensor, default Replicate(). Shard(d) of a dim
-            before the last (the sequence) is gathered while the matmul runs.
+        input_layouts: placement of the module's input where that is a plain tensor, default Replicate(). Shard(d) of a
+            dim before the last (the sequence) is gathered while the matmul runs.
         output_layouts: placement of the output, default Shard(-1).
         use_local_output: return a torch.Tensor instead of a DTensor.
 
@@ -81,10 +81,10 @@ class FusedRowwiseParallel(ParallelStyle):
     """`RowwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
-        input_layouts: placement of the module's input where that is a plain tensor, default Shard(-1), the features that a
-            column-wise layer leaves. As in torch it must be given for an embedding whose ids are Replicate().
-        output_layouts: placement of the output, default Replicate(). Shard(d) of a dim before the last (the sequence) is
-            reduce-scattered while the matmul runs.
+        input_layouts: placement of the module's input where that is a plain tensor, default Shard(-1), the features
+            that a column-wise layer leaves. As in torch it must be given for an embedding whose ids are Replicate().
+        output_layouts: placement of the output, default Replicate(). Shard(d) of a dim before the last (the sequence)
+            is reduce-scattered while the matmul runs.
         use_local_output: return a torch.Tensor instead of a DTensor.
 
     Raises: as FusedColwiseParallel; IndexError for ids outside an embedding's table.
@@ -215,7 +215,11 @@ class _ColwiseLinear(_Styled):
                 x, weight, bias, group=self._style_mesh, gather_dim=layout.dim, gather_size=gather_size
             )
         else:
-            x = _local(x) if layout == Replicate() else self._as_dtensor(x).redistribute(placements=[Replicate()]).to_local()
+            x = (
+                _local(x)
+                if layout == Replicate()
+                else self._as_dtensor(x).redistribute(placements=[Replicate()]).to_local()
+            )
             _check_width(x, linear.in_features)
             y = column_parallel_matmul(x, weight, bias, group=self._style_mesh)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
@@ -282,8 +286,8 @@ def _convert(
             continue
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one tensor "
-                "parallel style to a module, before fully_shard."
+                f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one "
+                "tensor parallel style to a module, before fully_shard."
             )
         cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
         module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
@@ -302,7 +306,8 @@ def _kind(module: nn.Module, style: str) -> type[nn.Module]:
         if isinstance(module, kind):
             if type(module).forward is not kind.forward and not isinstance(module, _Styled):
                 raise ValueError(
-                    f"{type(module).__name__} is a {kind.__name__} with a forward of its own, which {style} would replace."
+                    f"{type(module).__name__} is a {kind.__name__} with a forward of its own, which {style} would "
+                    "replace."
                 )
             if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
                 raise ValueError(f"{style} cannot do max_norm, scale_grad_by_freq or sparse of an nn.Embedding.")
@@ -316,7 +321,9 @@ def _placement(name: str, given: Placement | None, default: Placement) -> Placem
     if not isinstance(given, Placement):
         raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), not {type(given).__name__}.")
     if name == "output_layouts" and isinstance(given, Partial):
-        raise ValueError("output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul.")
+        raise ValueError(
+            "output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul."
+        )
     return given
 
 

@@ -1,5 +1,5 @@
-"""Self-attention with heads cut over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053), with grouped
-query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sequences cut for ring attention."""
+"""Self-attention with heads cut over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053), with
+grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sequences cut for ring attention."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ParallelAttention(nn.Module):
     """Multi-head self-attention, each rank of `mesh` with its part of the heads.
 
     Shapes on a rank: x [batch, seq, hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's
-    part of the sequence (dim 1); with `cp_group` they are the part that `shard_sequence(..., group=cp_group)` gives, and
-    the ranks of `mesh` cut that again. Query, key and value projections share one gather. Submodules q_proj, k_proj,
-    v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
+    part of the sequence (dim 1); with `cp_group` they are the part that `shard_sequence(..., group=cp_group)` gives,
+    and the ranks of `mesh` cut that again. Query, key and value projections share one gather. Submodules q_proj,
+    k_proj, v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
 
     Args:
         hidden_size, num_heads: of the full layer. num_heads must be a multiple of the number of ranks W.
-        num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated over
-            neighbouring ranks when W is a multiple of them.
+        num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated
+            over neighbouring ranks when W is a multiple of them.
         head_dim: default hidden_size / num_heads.
         bias, out_bias: of the q, k, v projections and of o_proj (default: as bias).
         qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
@@ -49,8 +49,9 @@ class ParallelAttention(nn.Module):
         causal: a token sees itself and those before it.
         scale: of the scores, default head_dim ** -0.5.
         dropout: of the attention weights, while training; independent of W where ranks have equal random states.
-        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout`. Gradients of the
-            parameters are this rank's part of the sequence's: reduce them over cp_group as over data parallel ranks.
+        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout`. Gradients of
+            the parameters are this rank's part of the sequence's: reduce them over cp_group as over data parallel
+            ranks.
         mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
 
     Raises:
@@ -99,7 +100,9 @@ class ParallelAttention(nn.Module):
         if cp_group is not None:
             check_layout(cp_layout)
             if dropout > 0:
-                raise ValueError(f"dropout is {dropout}, which ring attention does not do; pass dropout=0.0 with cp_group.")
+                raise ValueError(
+                    f"dropout is {dropout}, which ring attention does not do; pass dropout=0.0 with cp_group."
+                )
         world_size = check_mesh(mesh).size()
         check_heads(num_heads, num_kv_heads, world_size)
         self.mesh = mesh
@@ -157,17 +160,17 @@ class ParallelAttention(nn.Module):
         """The same attention over `mesh`, of an nn.MultiheadAttention or a module with nn.Linear layers q_proj, k_proj,
         v_proj and o_proj (Llama, Qwen; q_norm and k_norm over head_dim are taken along). Nothing is sent.
 
-        Of nn.MultiheadAttention the packed in_proj_weight becomes q_proj, k_proj and v_proj. `num_heads` defaults to the
-        module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its is_causal,
-        else False. Rotary embeddings live outside such modules: pass `rope`, or there is none.
+        Of nn.MultiheadAttention the packed in_proj_weight becomes q_proj, k_proj and v_proj. `num_heads` defaults to
+        the module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its
+        is_causal, else False. Rotary embeddings live outside such modules: pass `rope`, or there is none.
 
         Raises:
             TypeError: layers that are no nn.Linear.
-            ValueError: an nn.MultiheadAttention that is not batch_first or has other key sizes, bias_k or add_zero_attn;
-                missing layers or head counts; a config that speaks of rotary embeddings, but no `rope`.
+            ValueError: an nn.MultiheadAttention that is not batch_first or has other key sizes, bias_k or
+                add_zero_attn; missing layers or head counts; a config that speaks of rotary embeddings, but no `rope`.
 
         Example:
-            >>> block.attention = ParallelAttention.from_module(nn.MultiheadAttention(512, 8, batch_first=True), mesh=mesh)
+            >>> block.attention = ParallelAttention.from_module(block.attention, mesh=mesh["tp"], rope=rope)
         """
         shared: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
         shared |= {"cp_group": cp_group, "cp_layout": cp_layout}
@@ -187,10 +190,11 @@ class ParallelAttention(nn.Module):
         """Attention of x to itself, and to what `kv_cache` holds.
 
         Args:
-            positions: of the tokens, [seq] or [batch, seq], for `rope`; default: counted on from the cache's length, with
-                cp_group this rank's places in the sequence. Under sequence_parallel those of the whole sequence.
+            positions: of the tokens, [seq] or [batch, seq], for `rope`; default: counted on from the cache's length,
+                with cp_group this rank's places in the sequence. Under sequence_parallel those of the whole sequence.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
-                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for all.
+                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for
+                all.
             kv_cache: keys and values are appended to it; for generation under no_grad.
             seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group where ranks hold
                 unequal parts of it.
@@ -263,12 +267,14 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
         if self.cp_group is not None and (attention_mask is not None or kv_cache is not None):
             name = "attention_mask" if attention_mask is not None else "kv_cache"
-            raise ValueError(f"{name} cannot be used with cp_group: ring attention has each rank see a part of the keys only.")
+            raise ValueError(
+                f"{name} cannot be used with cp_group: ring attention has each rank see a part of the keys only."
+            )
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
                 raise TypeError(
-                    f"attention_mask must be bool (True: may attend) or floating point (added), not {attention_mask.dtype}; "
-                    "a mask of ones and zeros is mask.bool()."
+                    "attention_mask must be bool (True: may attend) or floating point (added), not "
+                    f"{attention_mask.dtype}; a mask of ones and zeros is mask.bool()."
                 )
             if attention_mask.ndim not in (2, 3, 4):
                 raise ValueError(
@@ -302,8 +308,9 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
     if not works(world_size):
         sizes = [size for size in range(1, num_heads + 1) if works(size)]
         raise ValueError(
-            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be cut over {world_size} ranks: every rank needs "
-            f"equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes that work: {sizes}."
+            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be cut over {world_size} ranks: every rank "
+            "needs equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes that "
+            f"work: {sizes}."
         )
 
 
@@ -317,11 +324,13 @@ def _from_multihead(
     if num_heads not in (None, module.num_heads):
         raise ValueError(f"num_heads is {num_heads}, but the nn.MultiheadAttention has {module.num_heads}.")
     if not module.batch_first:
-        raise ValueError("the nn.MultiheadAttention has batch_first=False; ParallelAttention takes [batch, seq, hidden].")
+        raise ValueError(
+            "the nn.MultiheadAttention has batch_first=False; ParallelAttention takes [batch, seq, hidden]."
+        )
     if not module._qkv_same_embed_dim:
         raise ValueError(
-            f"the nn.MultiheadAttention has kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is self-attention, "
-            f"where both are embed_dim={module.embed_dim}."
+            f"the nn.MultiheadAttention has kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is "
+            f"self-attention, where both are embed_dim={module.embed_dim}."
         )
     for name in ("bias_k", "bias_v"):
         if getattr(module, name) is not None:
@@ -375,7 +384,9 @@ def _from_projections(
         projections.append(layer)
     q_proj, k_proj, v_proj, o_proj = projections
     config = getattr(module, "config", None)
-    if shared["rope"] is None and any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
+    if shared["rope"] is None and any(
+        hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")
+    ):
         raise ValueError(
             f"the config of {kind} has rotary embeddings, which live outside the module; pass rope=, such as "
             "RotaryEmbedding(head_dim, theta)."
@@ -388,8 +399,8 @@ def _from_projections(
         num_heads = width // head_dim
     if num_heads is None or width % num_heads:
         raise ValueError(
-            f"the number of heads of {kind} is not known, or does not divide q_proj's {width} features (found {num_heads}); "
-            "pass num_heads."
+            f"the number of heads of {kind} is not known, or does not divide q_proj's {width} features (found "
+            f"{num_heads}); pass num_heads."
         )
     head_dim = width // num_heads
     biases = [layer.bias is not None for layer in (q_proj, k_proj, v_proj)]
@@ -409,8 +420,8 @@ def _from_projections(
             dropout = child.p
         elif name not in known and not isinstance(child, nn.Identity):
             raise ValueError(
-                f"{kind} has a submodule {name} ({type(child).__name__}) that ParallelAttention would drop; convert its linear "
-                "layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                f"{kind} has a submodule {name} ({type(child).__name__}) that ParallelAttention would drop; convert "
+                "its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
             )
     made = cls(
         q_proj.in_features,
@@ -427,7 +438,8 @@ def _from_projections(
         **shared,
     )
     if norms[0] is not None and norms[1] is not None:
-        made.q_norm, made.k_norm = (sequence_parallel_(copy.deepcopy(norm), made.mesh) for norm in norms)
+        made.q_norm = sequence_parallel_(copy.deepcopy(norms[0]), made.mesh)
+        made.k_norm = sequence_parallel_(copy.deepcopy(norms[1]), made.mesh)
     return _take(made, projections, memo).train(module.training)
 
 

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:
     """The state dict of the unsharded module: full plain tensors under the same names.
 
-    A collective: all ranks that hold a part must call it. Works for tensor parallel modules and for FSDP2 over them. For
-    large models prefer torch.distributed.checkpoint, which saves and loads parts (also at another number of ranks).
+    A collective: all ranks that hold a part must call it. Works for tensor parallel modules and for FSDP2 over them.
+    For large models prefer torch.distributed.checkpoint, which saves and loads parts (also at another number of ranks).
 
     Args:
-        rank0_only: only global rank 0 keeps the tensors; the others get an empty dict and hold one full tensor at a time.
+        rank0_only: only global rank 0 keeps the tensors; the others get an empty dict and hold one full tensor at a
+            time.
         device: where to put the tensors, such as "cpu"; default where they are.
 
     Returns:

@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> VocabParallelEmbedding:
-        """The same table over `mesh`, of an nn.Embedding that every rank has. Each rank copies its rows; nothing is sent.
+        """The same table over `mesh`, of an nn.Embedding that every rank has. Ranks copy their rows; nothing is sent.
 
         Raises:
             TypeError: `embedding` is no nn.Embedding or its weight is a DTensor.
@@ -116,9 +116,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
-        weight = local(self.weight)
-        assert weight is not None
-        partial = lookup_partial(ids, weight, self.num_embeddings, self.padding_idx, self.mesh)
+        partial = lookup_partial(ids, local(self.weight), self.num_embeddings, self.padding_idx, self.mesh)
         if self.sequence_parallel:
             return reduce_scatter(partial, self.sequence_dim, group=self.mesh)
         return all_reduce(partial, group=self.mesh)
@@ -144,7 +142,7 @@ class VocabParallelEmbedding(nn.Module):
 def lookup_partial(
     ids: Tensor, weight: Tensor, num_embeddings: int, padding_idx: int | None, mesh: DeviceMesh
 ) -> Tensor:
-    """ids [...] -> [..., dim]: the embeddings of the ids whose rows are in `weight` [rows of this rank, dim], else zeros."""
+    """ids [...] -> [..., dim]: embeddings of the ids whose rows `weight` [rows of this rank, dim] has, else zeros."""
     start, stop = shard_rows(num_embeddings, mesh)
     elsewhere = (ids < start) | (ids >= stop)
     rows = (ids - start).masked_fill(elsewhere, 0)

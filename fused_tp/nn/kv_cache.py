@@ -12,8 +12,8 @@ class KVCache:
     """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
 
     Args:
-        max_length: room for this many tokens is allocated at once and never moves (static); None lets the cache grow, by
-            doubling, so that a token costs a constant time on average.
+        max_length: room for this many tokens is allocated at once and never moves (static); None lets the cache grow,
+            by doubling, so that a token costs a constant time on average.
 
     Raises:
         ValueError: more tokens than `max_length`; keys and values that do not fit each other or what is held; use while
@@ -35,9 +35,11 @@ class KVCache:
         self._values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, in order of their positions."""
+        """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise ValueError("a KVCache is written in place, which autograd cannot follow; generate under torch.no_grad().")
+            raise ValueError(
+                "a KVCache is written in place, which autograd cannot follow; generate under torch.no_grad()."
+            )
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
             raise ValueError(
                 f"k and v must be alike, [batch, new, heads, head_dim]; got {tuple(k.shape)} {k.dtype} and "
@@ -57,8 +59,8 @@ class KVCache:
     def _reserve(self, k: Tensor, needed: int) -> tuple[Tensor, Tensor]:
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(
-                f"the KVCache has room for max_length={self.max_length} tokens and {needed} are needed; make it longer, or "
-                "leave max_length out to let it grow."
+                f"the KVCache has room for max_length={self.max_length} tokens and {needed} are needed; make it "
+                "longer, or leave max_length out to let it grow."
             )
         keys, values = self._keys, self._values
         if keys is not None and values is not None:

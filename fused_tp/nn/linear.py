@@ -1,12 +1,12 @@
 """Linear layers cut over a tensor parallel mesh, after Megatron-LM (https://arxiv.org/abs/1909.08053), with sequence
-parallelism after https://arxiv.org/abs/2205.05198. W ranks, M tokens, weights [out, in] as in `nn.Linear`.
+parallelism ("sp") after https://arxiv.org/abs/2205.05198. W ranks, M tokens, weights [out, in] as in `nn.Linear`.
 
-| layer  | sequence_parallel | x on a rank   | weight on a rank | y on a rank   | forward               | dX                    |
-|--------|-------------------|---------------|------------------|---------------|-----------------------|-----------------------|
-| column | no                | [M, in]       | [out / W, in]    | [M, out / W]  | local matmul          | matmul_all_reduce     |
-| column | yes               | [M / W, in]   | [out / W, in]    | [M, out / W]  | all_gather_matmul     | matmul_reduce_scatter |
-| row    | no                | [M, in / W]   | [out, in / W]    | [M, out]      | matmul_all_reduce     | local matmul          |
-| row    | yes               | [M, in / W]   | [out, in / W]    | [M / W, out]  | matmul_reduce_scatter | all_gather_matmul     |
+| layer  | sp  | x on a rank | weight on a rank | y on a rank  | forward               | dX                    |
+|--------|-----|-------------|------------------|--------------|-----------------------|-----------------------|
+| column | no  | [M, in]     | [out / W, in]    | [M, out / W] | local matmul          | matmul_all_reduce     |
+| column | yes | [M / W, in] | [out / W, in]    | [M, out / W] | all_gather_matmul     | matmul_reduce_scatter |
+| row    | no  | [M, in / W] | [out, in / W]    | [M, out]     | matmul_all_reduce     | local matmul          |
+| row    | yes | [M, in / W] | [out, in / W]    | [M / W, out] | matmul_reduce_scatter | all_gather_matmul     |
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: which dim of x is the sequence; used only with `sequence_parallel`.
 
     Raises:
-        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of other width or dtype; before anything is
-            sent.
+        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of other width or dtype; before anything
+            is sent.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -201,24 +201,22 @@ class ColumnParallelLinear(_ParallelLinear):
         return layer
 
     def forward(self, x: Tensor, *, gather_size: int | None = None) -> Tensor:
-        """y_shard for x. `gather_size`: length of the whole sequence, needed where the ranks' parts differ in length."""
+        """y_shard for x. `gather_size`: length of the whole sequence, where the ranks' parts differ in length."""
         if self._shared is not None:
             return self._shared.output_of(self._shared_index, x, gather_size)
         return column_forward([self], x, gather_size)[0]
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies with."""
-        weight = local(self.weight)
-        assert weight is not None
-        return weight, local(self.bias)
+        return local(self.weight), local(self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose input features are cut over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
 
     Shapes on a rank: x [..., in_features / W] (all in_features with `input_is_parallel=False`) -> [..., out_features],
-    with `sequence_parallel` this rank's part of that along `sequence_dim`. Parameters are DTensors: weight Shard(1), bias
-    Replicate with a complete gradient on every rank.
+    with `sequence_parallel` this rank's part of that along `sequence_dim`. Parameters are DTensors: weight Shard(1),
+    bias Replicate with a complete gradient on every rank.
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer.
@@ -252,8 +250,8 @@ class RowParallelLinear(_ParallelLinear):
         if sequence_parallel and not input_is_parallel:
             # x cut by sequence and y cut by sequence would be a plain linear layer with a needless all-to-all.
             raise ValueError(
-                "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of its own "
-                "features. Feed it from a column-parallel layer, or turn sequence_parallel off."
+                "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of "
+                "its own features. Feed it from a column-parallel layer, or turn sequence_parallel off."
             )
         super().__init__(
             in_features,
@@ -300,7 +298,6 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
-        assert weight is not None
         if self.input_is_parallel:
             self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
         else:
@@ -311,9 +308,7 @@ class RowParallelLinear(_ParallelLinear):
         return matmul_all_reduce(x, weight, local(self.bias), group=self.mesh)
 
 
-def column_forward(
-    layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None
-) -> list[Tensor]:
+def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
     """The outputs of column-parallel layers that read the same x, by one op: x travels once for all of them."""
     first = layers[0]
     first._check_input(x, first.in_features, "in_features")
@@ -332,11 +327,11 @@ def column_forward(
 
 
 class RepeatedColumnLinear(ColumnParallelLinear):
-    """A column-parallel layer cut into fewer parts than there are ranks: W / parts neighbouring ranks compute each part.
+    """A column-parallel layer cut into fewer parts than ranks: W / parts neighbouring ranks compute each part.
 
     For key and value projections with fewer heads than ranks. Shapes on a rank: x as in ColumnParallelLinear ->
-    [..., out_features / parts]. The parameters are whole on every rank (Replicate), so that a checkpoint holds each part
-    once, and their gradients, of which every rank has a term, are summed inside the backward: these weights are small.
+    [..., out_features / parts]. The parameters are whole on every rank (Replicate): they are small, and a checkpoint
+    holds each part once. Their gradients, of which every rank has a term, are summed inside the backward.
 
     Args: as ColumnParallelLinear, and
         parts: into how many parts the output features are cut; it divides W and out_features.
@@ -366,7 +361,8 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         check_positive("parts", parts)
         if check_mesh(mesh).size() % parts or out_features % parts:
             raise ValueError(
-                f"parts is {parts}; it must divide the {mesh.size()} ranks of the mesh and the {out_features} out_features."
+                f"parts is {parts}; it must divide the {mesh.size()} ranks of the mesh and the {out_features} "
+                "out_features."
             )
         super().__init__(
             in_features,
@@ -440,8 +436,8 @@ def check_positive(name: str, value: int) -> None:
 def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
     if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; under sequence_parallel it must name a dim "
-            "of x before the last one."
+            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; under sequence_parallel it must name a "
+            "dim of x before the last one."
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention over the heads that a rank has: torch's scaled_dot_product_attention, masks made right, dropout by position.
+"""Attention over a rank's heads: torch's scaled_dot_product_attention, masks made right, dropout by position.
 
 Layout [batch, seq, heads, head_dim]. Queries stand at the end of the keys, as they do with a KV cache.
 """

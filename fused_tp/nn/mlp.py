@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,8 +129,9 @@ class ParallelMLP(nn.Module):
             inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
             if name not in known and not inert:
                 raise ValueError(
-                    f"{type(module).__name__} has a submodule {name} ({type(child).__name__}) that {cls.__name__} would "
-                    "drop; convert its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+                    f"{type(module).__name__} has a submodule {name} ({type(child).__name__}) that {cls.__name__} "
+                    "would drop; convert its linear layers one by one with ColumnParallelLinear and "
+                    "RowParallelLinear.from_linear."
                 )
         if activation is None:
             found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
@@ -143,10 +144,15 @@ class ParallelMLP(nn.Module):
         nn.Module.__init__(mlp)
         mlp.activation = _activation(activation)
         mlp._names = names
-        options = {"mesh": mesh, "sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "memo": memo}
-        for name in names[:2]:
-            if name is not None:
-                mlp.add_module(name, ColumnParallelLinear.from_linear(_linear(module, name), **options))
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "memo": memo,
+        }
+        for column in names[:2]:
+            if column is not None:
+                mlp.add_module(column, ColumnParallelLinear.from_linear(_linear(module, column), **options))
         mlp.add_module(names[2], RowParallelLinear.from_linear(_linear(module, names[2]), **options))
         return mlp.train(module.training)
 
@@ -167,8 +173,8 @@ def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
             return names
     known = "; ".join("/".join(name for name in names if name) for names in _NAMES)
     raise ValueError(
-        f"{type(module).__name__} has none of the layers that ParallelMLP knows ({known}); convert its linear layers one "
-        "by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
+        f"{type(module).__name__} has none of the layers that ParallelMLP knows ({known}); convert its linear layers "
+        "one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
 
 
@@ -176,8 +182,8 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     linear = getattr(module, name)
     if not isinstance(linear, nn.Linear):
         raise TypeError(
-            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, in]; "
-            "convert it to nn.Linear first."
+            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, "
+            "in]; convert it to nn.Linear first."
         )
     return linear
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fused_tp.nn.sharding import Memo, check_mesh, shard_parameter
+from fused_tp.nn.sharding import Memo, check_mesh, local, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
 from fused_tp.runtime.group import GroupLike
 
@@ -30,8 +30,7 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     Example:
         >>> y = F.rms_norm(x_shard_m, (hidden,), reduce_grad(norm.weight, group))
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return copy_to_group(local, group=group)
+    return copy_to_group(local(parameter), group=group)
 
 
 class _ReplicatedModule(nn.Module):
@@ -42,9 +41,9 @@ class _ReplicatedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            if isinstance(parameter, DTensor):
+            if parameter is not None:
                 mesh = self._grad_mesh
-                own[name] = parameter.to_local() if mesh is None else reduce_grad(parameter, mesh)
+                own[name] = local(parameter) if mesh is None else reduce_grad(parameter, mesh)
         with _reparametrize_module(self, own):
             return super().forward(*args, **kwargs)
 
@@ -69,13 +68,15 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = No
     """
     check_mesh(mesh)
     if next(module.children(), None) is not None:
-        raise ValueError(f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters.")
+        raise ValueError(
+            f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters."
+        )
     _replicate_own(module, mesh, mesh, memo)
     return module
 
 
 def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
-    """Makes, in place, all parameters of `module` and its submodules that are still plain replicated DTensors on `mesh`.
+    """Makes, in place, all still plain parameters of `module` and its submodules replicated DTensors on `mesh`.
 
     For what all ranks run on the same data, so that each rank's gradient is complete: norms without sequence
     parallelism, a classifier. Then all parameters of a model are DTensors on one mesh, which clip_grad_norm_, FSDP2 and

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,10 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
             'init_device_mesh(device_type, (world_size,), mesh_dim_names=("tp",)) or DeviceMesh.from_group.'
         )
     if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass the tensor parallel one, such as mesh[{names[-1]!r}].")
+        names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(
+            f"mesh has {mesh.ndim} dims {names}; pass the tensor parallel one, such as mesh[{names[-1]!r}]."
+        )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh does not contain this rank; only its members can build layers on it.")
     return mesh
@@ -133,6 +135,14 @@ def copy_full_(parameter: Tensor, full: Tensor) -> None:
     source = 0 if replicated else None
     shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=source)
     parameter.to_local().copy_(shard.to_local())
+
+
+@overload
+def local(parameter: Tensor) -> Tensor: ...
+
+
+@overload
+def local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:

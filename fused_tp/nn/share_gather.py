@@ -1,10 +1,11 @@
 """Column-parallel layers that read the same tensor share one gather of it, wherever the model calls them.
 
 Models call q_proj(x), k_proj(x), v_proj(x) one by one. The first call of such a group computes all of them by the
-multi-weight op; the others are handed their part. A part is handed out only where calling the layer would give the same:
-the same tensor object, not written to since (autograd's version counter), the same unwritten weights, the same autograd
-and autocast modes. Each part is handed out once, and only one group per thread has parts waiting, so that a group that
-is interrupted (activation checkpointing stops a recomputation as soon as it has what it needs) does not keep tensors alive.
+multi-weight op; the others are handed their part. A part is handed out only where calling the layer would give the
+same: the same tensor object, not written to since (autograd's version counter), the same unwritten weights, the same
+autograd and autocast modes. Each part is handed out once, and only one group per thread has parts waiting, so that a
+group that is interrupted (activation checkpointing stops a recomputation as soon as it has what it needs) does not keep
+tensors alive.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SharedGather:
         self.parts: _Parts | None = None
 
     def output_of(self, index: int, x: Tensor, gather_size: int | None) -> Tensor:
-        """Layer `index`'s output for x: the waiting one where it is still what the layer would compute, else all anew."""
+        """Layer `index`'s output for x: the waiting one where that is what the layer would compute, else all anew."""
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, gather_size)
         written = _written(x, self.layers)
@@ -77,13 +78,13 @@ def share_gather(layers: Sequence[nn.Module]) -> None:
     """Makes column-parallel layers that a model calls with the same tensor share one gather and one op.
 
     The layers' results do not change, only when they are computed. Works under autograd, no_grad, torch.compile and
-    activation checkpointing; under inference_mode each layer computes for itself, as nobody counts there whether a tensor
-    was written to (generate under no_grad). A layer can be in one group only.
+    activation checkpointing; under inference_mode each layer computes for itself, as nobody counts there whether a
+    tensor was written to (generate under no_grad). A layer can be in one group only.
 
     Raises:
         TypeError: something other than ColumnParallelLinear.
-        ValueError: fewer than two layers, layers of different mesh, in_features, dtype or sequence parallelism, or one that
-            is in a group already.
+        ValueError: fewer than two layers, layers of different mesh, in_features, dtype or sequence parallelism, or one
+            that is in a group already.
 
     Example:
         >>> share_gather([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -102,7 +103,8 @@ def share_gather(layers: Sequence[nn.Module]) -> None:
         for name in ("mesh", "in_features", "sequence_parallel", "sequence_dim"):
             if getattr(layer, name) != getattr(first, name):
                 raise ValueError(
-                    f"layers that share a gather must have the same {name}; got {getattr(first, name)} and {getattr(layer, name)}."
+                    f"layers that share a gather must have the same {name}; got {getattr(first, name)} and "
+                    f"{getattr(layer, name)}."
                 )
         if layer.weight.dtype != first.weight.dtype:
             raise ValueError(
@@ -122,7 +124,7 @@ def _modes(x: Tensor) -> tuple[Any, ...]:
 
 
 def _written(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[int | bool] | None:
-    """Which tensors the outputs are computed from, and how often they were written to; None where that is not counted."""
+    """Which tensors the outputs come from, and how often each was written to; None where that is not counted."""
     parameters = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
     # A DTensor and its local part count apart, and a write through one does not move the counter of the other.
     tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
@@ -133,9 +135,9 @@ def _written(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[int | bo
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
 #
-# A traced program cannot ask for a version counter (it would be data-dependent), and inside a checkpointed region it may
-# not write to objects from outside, such as the group. So while tracing, the parts hang on x itself, which lives in the
-# graph only; and whether they may be handed out is asked of the fake tensors, whose counters move as the program is
+# A traced program cannot ask for a version counter (it would be data-dependent), and inside a checkpointed region it
+# may not write to objects from outside, such as the group. So while tracing, the parts hang on x itself, which lives in
+# the graph only; and whether they may be handed out is asked of the fake tensors, whose counters move as the program is
 # traced. `comptime` looks at these, `assume_constant_result` brings the answer back as a constant of the trace.
 
 _PARTS = "_fused_tp_parts"

@@ -28,13 +28,13 @@ def full_state(group: dist.ProcessGroup) -> None:
         assert torch.equal(state[name], tensor)
     assert state["embed.weight"] is state["head.weight"]
     # no memory in common, also where the parameter is replicated
-    before = sharded.norm.weight.to_local().clone()  # type: ignore[operator, union-attr]  # a DTensor
+    before = sharded.norm.weight.to_local().clone()
     state["norm.weight"].zero_()
-    assert torch.equal(sharded.norm.weight.to_local(), before)  # type: ignore[operator, union-attr]  # a DTensor
+    assert torch.equal(sharded.norm.weight.to_local(), before)
     on_first = gather_state_dict(sharded, rank0_only=True, device="cpu")
     assert bool(on_first) == (dist.get_rank() == 0)
     with pytest.raises(TypeError, match=r"module must be an nn\.Module"):
-        gather_state_dict({})  # type: ignore[arg-type]  # what is tested
+        gather_state_dict({})
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -43,7 +43,8 @@ def test_gather_state_dict(world_size: int) -> None:
 
 
 def load_whole_state(group: dist.ProcessGroup) -> None:
-    """A full state dict, such as of the unsharded model, goes into parts by distribute_tensor or by torch's own helper."""
+    """A full state dict, such as of the unsharded model, goes into parts by distribute_tensor or by torch's own "
+    "helper."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     full = Model()

@@ -34,7 +34,13 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[list[flo
     return losses, norms
 
 
-def same_training(model: torch.nn.Module, full: Model, mine: list[torch.Tensor], all_of_them: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def same_training(
+    model: torch.nn.Module,
+    full: Model,
+    mine: list[torch.Tensor],
+    all_of_them: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
     wanted_losses, wanted_norms = train(full, all_of_them)
     losses, norms = train(model, mine)
     if group is not None:  # the mean over data parallel ranks
@@ -49,7 +55,7 @@ def same_training(model: torch.nn.Module, full: Model, mine: list[torch.Tensor],
     assert list(gathered) == list(wanted)
     for name, tensor in gathered.items():
         assert not isinstance(tensor, DTensor)
-        torch.testing.assert_close(tensor, wanted[name], msg=lambda m: f"{name}: {m}", **TRAINED)  # noqa: B023  # called at once
+        torch.testing.assert_close(tensor, wanted[name], msg=lambda m, name=name: f"{name}: {m}", **TRAINED)
 
 
 def tensor_parallel(group: dist.ProcessGroup) -> None:
@@ -94,7 +100,7 @@ def activation_checkpointing(group: dist.ProcessGroup) -> None:
     for block in saving.blocks:
         assert isinstance(block, Block)
         forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]  # what users do
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     ids = tokens(2, 8)
     for model in (plain, saving):
         loss_of(model, ids).backward()

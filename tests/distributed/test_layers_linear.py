@@ -36,11 +36,18 @@ def assert_same_parameters_and_grads(sharded: nn.Module, full: nn.Module) -> Non
             continue
         assert isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements, name
         assert mine.grad.shape == theirs.shape, name
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=lambda m: f"{name}: {m}", **EXACT)  # noqa: B023  # called at once
+        torch.testing.assert_close(
+            mine.grad.full_tensor(), theirs.grad, msg=lambda m, name=name: f"{name}: {m}", **EXACT
+        )
 
 
 def check_column(
-    group: dist.ProcessGroup, shape: tuple[int, ...], out_features: int, bias: bool, sequence_parallel: bool, gather_output: bool
+    group: dist.ProcessGroup,
+    shape: tuple[int, ...],
+    out_features: int,
+    bias: bool,
+    sequence_parallel: bool,
+    gather_output: bool,
 ) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
@@ -62,7 +69,12 @@ def check_column(
 
 
 def check_row(
-    group: dist.ProcessGroup, shape: tuple[int, ...], out_features: int, bias: bool, sequence_parallel: bool, parallel_input: bool
+    group: dist.ProcessGroup,
+    shape: tuple[int, ...],
+    out_features: int,
+    bias: bool,
+    sequence_parallel: bool,
+    parallel_input: bool,
 ) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
@@ -82,7 +94,9 @@ def check_row(
     assert_same_parameters_and_grads(layer, full)
 
 
-def check_embedding(group: dist.ProcessGroup, vocabulary: int, padding_idx: int | None, sequence_parallel: bool) -> None:
+def check_embedding(
+    group: dist.ProcessGroup, vocabulary: int, padding_idx: int | None, sequence_parallel: bool
+) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
     full = nn.Embedding(vocabulary, 6, padding_idx, dtype=torch.float64)
@@ -141,7 +155,10 @@ def repeated_cases(group: dist.ProcessGroup) -> None:
         y = layer(x)
         torch.testing.assert_close(y, wanted, **EXACT)
         # each rank of a part contributes its own term of the loss
-        loss = sum((full(x_full)[:, r // (group.size() // parts) * size :][:, :size] * (r + 1)).sum() for r in range(group.size()))
+        loss = sum(
+            (full(x_full)[:, r // (group.size() // parts) * size :][:, :size] * (r + 1)).sum()
+            for r in range(group.size())
+        )
         assert isinstance(loss, Tensor)
         loss.backward()
         (y * (group.rank() + 1)).sum().backward()
@@ -187,9 +204,9 @@ def placements_and_names(group: dist.ProcessGroup) -> None:
     embedding = VocabParallelEmbedding(9, 4, mesh=mesh)
     assert list(column.state_dict()) == list(row.state_dict()) == ["weight", "bias"]
     assert list(embedding.state_dict()) == ["weight"]
-    assert [p.placements for p in column.parameters()] == [(Shard(0),), (Shard(0),)]  # type: ignore[attr-defined]  # DTensors
-    assert [p.placements for p in row.parameters()] == [(Shard(1),), (Replicate(),)]  # type: ignore[attr-defined]  # DTensors
-    assert embedding.weight.placements == (Shard(0),)  # type: ignore[attr-defined]  # a DTensor
+    assert [p.placements for p in column.parameters()] == [(Shard(0),), (Shard(0),)]
+    assert [p.placements for p in row.parameters()] == [(Shard(1),), (Replicate(),)]
+    assert embedding.weight.placements == (Shard(0),)
     assert "tp=3" in repr(column) and "tp=3" in repr(row) and "tp=3" in repr(embedding)
 
 
@@ -203,7 +220,7 @@ def conversion(group: dist.ProcessGroup) -> None:
     linear.weight.requires_grad_(False)
     layer = ColumnParallelLinear.from_linear(linear, mesh=mesh)
     assert not layer.training and not layer.weight.requires_grad and layer.bias is not None and layer.bias.requires_grad
-    local = layer.weight.to_local()  # type: ignore[operator]  # a DTensor
+    local = layer.weight.to_local()
     assert local.untyped_storage().nbytes() == linear.weight.untyped_storage().nbytes() // group.size()
     # Nothing is sent: one rank alone can convert.
     if group.rank() == 0:
@@ -211,9 +228,9 @@ def conversion(group: dist.ProcessGroup) -> None:
         RowParallelLinear.from_linear(linear, mesh=mesh)
 
     on_meta = ColumnParallelLinear.from_linear(nn.Linear(6, 8, device="meta"), mesh=mesh)
-    assert on_meta.weight.to_local().device.type == "cpu"  # type: ignore[operator]  # a DTensor
+    assert on_meta.weight.to_local().device.type == "cpu"
     on_meta.reset_parameters()
-    assert on_meta.weight.to_local().abs().max() <= 6**-0.5  # type: ignore[operator]  # a DTensor
+    assert on_meta.weight.to_local().abs().max() <= 6**-0.5
     later = ColumnParallelLinear(6, 8, mesh=mesh, device="meta")
     assert later.weight.is_meta
     later.to_empty(device="cpu").reset_parameters()
@@ -301,7 +318,7 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         with pytest.raises(TypeError, match="dtype must be a floating point type"):
             make(4, 6, mesh=mesh, dtype=torch.int32)
         with pytest.raises(TypeError, match=r"from_linear takes an nn\.Linear"):
-            make.from_linear(nn.Embedding(4, 4), mesh=mesh)  # type: ignore[arg-type]  # what is tested
+            make.from_linear(nn.Embedding(4, 4), mesh=mesh)
         with pytest.raises(TypeError, match="DTensor already"):
             make.from_linear(_as_linear(column), mesh=mesh)
     for layer, width in ((column, 4), (row, 3)):
@@ -339,7 +356,7 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="max_norm"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(5, 4, max_norm=1.0), mesh=mesh)
     with pytest.raises(TypeError, match=r"takes an nn\.Embedding"):
-        VocabParallelEmbedding.from_embedding(nn.Linear(5, 4), mesh=mesh)  # type: ignore[arg-type]  # what is tested
+        VocabParallelEmbedding.from_embedding(nn.Linear(5, 4), mesh=mesh)
 
 
 def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:

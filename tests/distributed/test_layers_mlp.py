@@ -46,7 +46,9 @@ class Plain(nn.Module):
         return down(self.activation_fn(up(x)))
 
 
-def check(group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **kwargs: Any) -> None:
+def check(
+    group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **kwargs: Any
+) -> None:
     x_full = seeded(2, 7, 6, dtype=torch.float64).requires_grad_()
     start, stop = shard_range(7, group.size(), group.rank()) if sequence_parallel else (0, 7)
     x = x_full.detach()[:, start:stop].clone().requires_grad_()
@@ -128,7 +130,7 @@ def norm_cases(group: dist.ProcessGroup) -> None:
     with pytest.raises(TypeError, match="DTensor already"):
         sequence_parallel_(sharded, mesh)
     with pytest.raises(TypeError, match="mesh must be"):
-        sequence_parallel_(nn.LayerNorm(6), group)  # type: ignore[arg-type]  # what is tested
+        sequence_parallel_(nn.LayerNorm(6), group)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -141,11 +143,11 @@ def bad_modules(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="activation must be one of gelu"):
         ParallelMLP(6, 8, mesh=mesh, activation="tanh")
     with pytest.raises(TypeError, match="activation must be a name or a function"):
-        ParallelMLP(6, 8, mesh=mesh, activation=3)  # type: ignore[arg-type]  # what is tested
+        ParallelMLP(6, 8, mesh=mesh, activation=3)
     with pytest.raises(ValueError, match="intermediate_size must be a positive integer"):
         ParallelMLP(6, 0, mesh=mesh)
     with pytest.raises(TypeError, match="mesh must be"):
-        ParallelMLP(6, 8, mesh=group)  # type: ignore[arg-type]  # what is tested
+        ParallelMLP(6, 8, mesh=group)
     with pytest.raises(ValueError, match="has none of the layers"):
         ParallelMLP.from_module(nn.Linear(3, 3), mesh=mesh)
     with pytest.raises(TypeError, match=r"c_fc is a Conv1d"):

@@ -30,17 +30,17 @@ class Counted:
         self.calls: list[int] = []
 
     def __enter__(self) -> Counted:
-        self.original = self.module.column_forward  # type: ignore[attr-defined]  # a module object
+        self.original = self.module.column_forward
 
         def counting(layers: Any, x: Tensor, gather_size: int | None = None) -> Any:
             self.calls.append(len(layers))
             return self.original(layers, x, gather_size)
 
-        self.module.column_forward = counting  # type: ignore[attr-defined]  # a module object
+        self.module.column_forward = counting
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.module.column_forward = self.original  # type: ignore[attr-defined]  # a module object
+        self.module.column_forward = self.original
 
 
 class CountingBackend:
@@ -85,7 +85,11 @@ def forward_and_backward(group: dist.ProcessGroup, sequence_parallel: bool) -> N
     x_full = seeded(tokens, 6, dtype=torch.float64).requires_grad_()
     start, stop = shard_range(tokens, group.size(), group.rank()) if sequence_parallel else (0, tokens)
     full(x_full).sum().backward()
-    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False), lambda x: checkpoint(model, x, use_reentrant=True)):
+    for run in (
+        model,
+        lambda x: checkpoint(model, x, use_reentrant=False),
+        lambda x: checkpoint(model, x, use_reentrant=True),
+    ):
         model.zero_grad()
         x = x_full.detach()[start:stop].clone().requires_grad_()
         with Counted() as counted:
@@ -99,7 +103,7 @@ def forward_and_backward(group: dist.ProcessGroup, sequence_parallel: bool) -> N
         torch.testing.assert_close(x.grad, x_full.grad[start:stop], **EXACT)
         for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
             assert mine.grad is not None and theirs.grad is not None
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[operator]  # a DTensor
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -111,7 +115,7 @@ def test_results_are_those_of_separate_layers(world_size: int, sequence_parallel
 def never_stale(group: dist.ProcessGroup) -> None:
     model = shared_projections(group)
     alone = Projections(device_mesh(group))  # the same weights, no group
-    q, k, v = model.linears
+    q, k, _ = model.linears
     x = seeded(4, 6, dtype=torch.float64)
 
     def same(i: int, x: Tensor) -> None:
@@ -137,7 +141,7 @@ def never_stale(group: dist.ProcessGroup) -> None:
     q(x)
     with torch.no_grad():
         for projections in (model, alone):
-            projections.linears[1].weight.mul_(2)  # type: ignore[operator]  # a DTensor
+            projections.linears[1].weight.mul_(2)
     same(1, x)
     x = x.clone()
     with torch.no_grad():
@@ -203,7 +207,7 @@ def compiled(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
         for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
             assert mine.grad is not None and theirs.grad is not None
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[operator]  # a DTensor
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
 
     torch._dynamo.reset()
     q, k, _ = model.linears
