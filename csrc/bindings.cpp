@@ -156,9 +156,15 @@ void bind_group(py::module_& m) {
       .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
       .def("set_timeout", &Group::set_timeout, py::arg("seconds"))
       .def("close", &Group::close)
+      .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
       .def("allocate",
            [](const std::shared_ptr<Group>& group, size_t bytes) {
-             return std::make_unique<PooledMemory>(group, group->heap().allocate(bytes), bytes);
+             size_t offset = 0;
+             {
+               py::gil_scoped_release release;  // another thread may begin a call, and want the GIL while it waits
+               offset = group->allocate(bytes);
+             }
+             return std::make_unique<PooledMemory>(group, offset, bytes);
            })
       .def("at",
            [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
@@ -229,7 +235,7 @@ void bind_collectives(py::module_& m) {
   });
   m.def("barrier", &barrier, py::call_guard<py::gil_scoped_release>());
   m.def("all_reduce_rms_norm", [](Group& group, Address partial, Address residual, Address weight, Address normed,
-                                  Address new_residual, size_t rows, size_t columns, float eps, int dtype) {
+                                  Address new_residual, size_t rows, size_t columns, double eps, int dtype) {
     const DType type = to_dtype(dtype);
     py::gil_scoped_release release;
     all_reduce_rms_norm(group,
@@ -265,7 +271,7 @@ void bind_kernels(py::module_& m) {
   m.def(
       "rms_norm_rows",
       [](const std::vector<Address>& partials, Address residual, Address weight, Address normed, Address new_residual,
-         size_t rows, size_t columns, float eps, int dtype) {
+         size_t rows, size_t columns, double eps, int dtype) {
         const DType type = to_dtype(dtype);
         const size_t row_bytes = columns * element_size(type);
         py::gil_scoped_release release;

@@ -27,6 +27,23 @@ Signature make_signature(const char* op, DType dtype, std::initializer_list<int6
   return signature;
 }
 
+// The counts of all ranks must agree too. Where there is room they are in the signature, so that an error can name
+// them; else their total and a hash.
+Signature make_signature(const char* op, DType dtype, const std::vector<size_t>& counts,
+                         std::initializer_list<int64_t> others) {
+  Signature signature = make_signature(op, dtype, others);
+  auto append = [&](uint64_t value) { signature.dims[signature.n_dims++] = static_cast<int64_t>(value); };
+  if (counts.size() + others.size() <= kMaxDims) {
+    for (size_t count : counts) append(count);
+    return signature;
+  }
+  uint64_t hash = 1469598103934665603ull;
+  for (size_t count : counts) hash = (hash ^ count) * 1099511628211ull;
+  append(std::accumulate(counts.begin(), counts.end(), size_t{0}));
+  append(hash >> 1);
+  return signature;
+}
+
 // Elements of one chunk of one rank: a multiple of a cache line, so that ranks never write to one line.
 size_t chunk_elements(size_t largest, size_t parts, size_t size) {
   const size_t bytes = std::max(kChunkBytes / parts, ceil_div(largest * size, kMaxChunks));
@@ -138,8 +155,7 @@ void reduce_scatter(Group& group, const void* in, void* out, const std::vector<s
   const auto offsets = offsets_of(counts);
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
-  const auto call = group.begin(make_signature("reduce_scatter", dtype,
-                                               {static_cast<int64_t>(offsets.back()), static_cast<int64_t>(op)}),
+  const auto call = group.begin(make_signature("reduce_scatter", dtype, counts, {static_cast<int64_t>(op)}),
                                 2 * static_cast<size_t>(ranks) * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
@@ -169,8 +185,7 @@ void all_gather(Group& group, const void* in, void* out, const std::vector<size_
   const auto offsets = offsets_of(counts);
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, 1, size);
-  const auto call = group.begin(make_signature("all_gather", dtype, {static_cast<int64_t>(offsets.back())}),
-                                2 * block * size, false);
+  const auto call = group.begin(make_signature("all_gather", dtype, counts, {}), 2 * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
   auto workspace = [&](int r, size_t k) { return call->workspace(r) + (k % 2) * block * size; };
@@ -194,23 +209,29 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   const int me = group.rank();
   const auto send_offsets = offsets_of(send_counts);
   const auto receive_offsets = offsets_of(receive_counts);
-  // The workspace starts with the table of send offsets, so that peers find their part.
-  const size_t table = round_up(send_offsets.size() * sizeof(size_t), kLine);
+  // The workspace starts with what the rank sends to each and expects from each: where its peers find their part, and
+  // what lets all of them notice when any two disagree.
+  const size_t n = static_cast<size_t>(ranks);
+  const size_t table = round_up(2 * n * sizeof(size_t), kLine);
   const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size, false);
-  std::memcpy(call->workspace(me), send_offsets.data(), send_offsets.size() * sizeof(size_t));
+  auto sends = [&](int r) { return reinterpret_cast<size_t*>(call->workspace(r)); };
+  auto expects = [&](int r) { return sends(r) + n; };
+  std::copy(send_counts.begin(), send_counts.end(), sends(me));
+  std::copy(receive_counts.begin(), receive_counts.end(), expects(me));
   copy(call->workspace(me) + table, in, send_offsets.back() * size);
   call->signal(1);
+  call->wait_all(1);
+  for (int from = 0; from < ranks; ++from)
+    for (int to = 0; to < ranks; ++to)
+      if (sends(from)[to] != expects(to)[from])
+        throw RankMismatchError("ranks disagree about call " + std::to_string(call->number()) + ", all_to_all: rank " +
+                                std::to_string(from) + " sends " + std::to_string(sends(from)[to]) +
+                                " elements to rank " + std::to_string(to) + ", which expects " +
+                                std::to_string(expects(to)[from]));
   for (int step = 0; step < ranks; ++step) {
     const int r = (me + step) % ranks;
-    if (r != me) call->wait(r, 1);
-    size_t their_offsets[2];
-    std::memcpy(their_offsets, call->workspace(r) + static_cast<size_t>(me) * sizeof(size_t), sizeof their_offsets);
-    if (their_offsets[1] - their_offsets[0] != receive_counts[r])
-      throw RankMismatchError("all_to_all, call " + std::to_string(call->number()) + ": rank " + std::to_string(r) +
-                              " sends " + std::to_string(their_offsets[1] - their_offsets[0]) + " elements to rank " +
-                              std::to_string(me) + ", which expects " + std::to_string(receive_counts[r]));
-    copy(at(out, receive_offsets[r] * size), call->workspace(r) + table + their_offsets[0] * size,
-         receive_counts[r] * size);
+    const size_t offset = std::accumulate(sends(r), sends(r) + me, size_t{0});
+    copy(at(out, receive_offsets[r] * size), call->workspace(r) + table + offset * size, receive_counts[r] * size);
   }
   call->end();
 }

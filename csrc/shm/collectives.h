@@ -42,7 +42,7 @@ struct NormArguments {
   void* new_residual;    // [rows, columns]
   size_t rows;
   size_t columns;
-  float eps;
+  double eps;
 };
 
 // new_residual = residual + sum over ranks of partial; normed = new_residual / rms(new_residual) * weight.

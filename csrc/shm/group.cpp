@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -48,6 +49,10 @@ std::string describe(const Signature& signature) {
   return text.str();
 }
 
+std::string describe_call(const Signature& signature, uint64_t number) {
+  return describe(signature) + ", call " + std::to_string(number);
+}
+
 int open_pidfd(int pid) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
@@ -55,6 +60,15 @@ int open_pidfd(int pid) {
   (void)pid;
   return -1;
 #endif
+}
+
+// How often this process is a fork of another. A forked child has its parent's groups mapped and may run its exit
+// handlers: it must neither speak for the rank nor call its ops.
+uint32_t count_forks() {
+  static std::atomic<uint32_t> forks{0};
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  (void)registered;
+  return forks.load(std::memory_order_relaxed);
 }
 
 // Spin while an answer within microseconds is likely; then yield, which hands the core to a rank that shares it; then
@@ -100,7 +114,9 @@ Group::Group(int rank, int size, size_t reserve_bytes, double timeout_seconds, s
       timeout_seconds_(timeout_seconds),
       interrupted_(std::move(interrupted)),
       segments_(static_cast<size_t>(size)),
-      pidfds_(static_cast<size_t>(size), -1) {
+      pidfds_(static_cast<size_t>(size), -1),
+      connected_(size == 1),
+      forks_(count_forks()) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw GroupError("shared memory serves groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
                      std::to_string(rank) + " of " + std::to_string(size));
@@ -113,10 +129,12 @@ void Group::connect(const std::vector<SegmentAddress>& addresses) {
     throw GroupError("got " + std::to_string(addresses.size()) + " addresses for " + std::to_string(size_) + " ranks");
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    segments_[r] = Segment::open(addresses[r]);
+    // The process first: should its pid be reused in between, the segment's token will not be there.
     pidfds_[r] = open_pidfd(addresses[r].pid);
     if (pidfds_[r] >= 0) ::fcntl(pidfds_[r], F_SETFD, FD_CLOEXEC);
+    segments_[r] = Segment::open(addresses[r]);
   }
+  connected_ = true;
 }
 
 Group::~Group() {
@@ -126,11 +144,17 @@ Group::~Group() {
 }
 
 void Group::close() {
+  if (forks_ != count_forks()) return;
   uint32_t running = static_cast<uint32_t>(RankState::kRunning);
   control(rank_).state.compare_exchange_strong(running, static_cast<uint32_t>(RankState::kClosed));
 }
 
 void Group::throw_if_unusable() {
+  if (!connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
+  if (forks_ != count_forks())
+    throw GroupError("this process is a fork of rank " + std::to_string(rank_) +
+                     ", which made the group; only the rank itself can call its ops");
+  std::lock_guard<std::mutex> lock(failure_mutex_);
   if (unusable_state_ == RankState::kRunning) return;
   const std::string text =
       "this group is unusable since an earlier call failed; make a new group. Then: " + unusable_because_;
@@ -138,49 +162,62 @@ void Group::throw_if_unusable() {
   throw PeerLostError(text);
 }
 
-void Group::lose(int rank, const std::string& how, const std::string& doing) {
-  unusable_state_ = RankState::kPeerLost;
-  unusable_because_ = "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(rank) + " " + how;
-  control(rank_).lost_rank.store(static_cast<uint32_t>(rank), std::memory_order_relaxed);
-  control(rank_).state.store(static_cast<uint32_t>(RankState::kPeerLost), std::memory_order_release);
-  throw PeerLostError(unusable_because_);
+void Group::fail(RankState state, const std::string& because) {
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    unusable_state_ = state;
+    unusable_because_ = because;
+  }
+  // Before the call ends on this rank: a peer that sees it ended unfinished looks here for the reason.
+  control(rank_).state.store(static_cast<uint32_t>(state), std::memory_order_release);
+  if (state == RankState::kTimedOut) throw CollectiveTimeoutError(because);
+  throw PeerLostError(because);
 }
 
-void Group::check_peers(const Signature& signature, uint64_t number) {
-  const std::string doing = describe(signature) + ", call " + std::to_string(number);
+void Group::lose(int rank, const std::string& how, const std::string& doing) {
+  control(rank_).lost_rank.store(static_cast<uint32_t>(rank), std::memory_order_relaxed);
+  fail(RankState::kPeerLost,
+       "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(rank) + " " + how);
+}
+
+void Group::follow(int rank, const std::string& doing) {
+  const auto state = static_cast<RankState>(control(rank).state.load(std::memory_order_acquire));
+  if (state == RankState::kTimedOut)
+    fail(state, "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(rank) +
+                    " waited past its deadline and left the group");
+  if (state != RankState::kPeerLost) return;
+  const int lost = static_cast<int>(control(rank).lost_rank.load(std::memory_order_relaxed));
+  if (lost == rank_) lose(rank, "has given this rank up", doing);
+  lose(lost, "died or left (as rank " + std::to_string(rank) + " saw)", doing);
+}
+
+bool Group::died(int rank) const {
+  if (pidfds_[rank] >= 0) {
+    pollfd exited{pidfds_[rank], POLLIN, 0};
+    return ::poll(&exited, 1, 0) > 0;
+  }
+  return ::kill(segments_[rank]->address().pid, 0) != 0 && errno == ESRCH;
+}
+
+int Group::dead_peer() const {
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_ && segments_[r] && died(r)) return r;
+  return -1;
+}
+
+void Group::check_peers(const Wait& wait) {
   for (int r = 0; r < size_; ++r) {
-    // A rank that ended the call did its part; whether it lives on does not matter to this call.
-    if (r == rank_ || control(r).slots[number % kSlots].ended.load(std::memory_order_acquire) >= number) continue;
-    switch (static_cast<RankState>(control(r).state.load(std::memory_order_acquire))) {
-      case RankState::kRunning:
-        break;
-      case RankState::kPeerLost: {
-        const int lost = static_cast<int>(control(r).lost_rank.load(std::memory_order_relaxed));
-        lose(lost == rank_ ? r : lost, lost == rank_ ? "has given this rank up" : "died (as rank " + std::to_string(r) +
-             " saw)", doing);
-      }
-      case RankState::kTimedOut:
-        unusable_state_ = RankState::kTimedOut;
-        unusable_because_ = "rank " + std::to_string(rank_) + ", in " + doing + ": rank " + std::to_string(r) +
-                            " waited past its deadline and left the group";
-        control(rank_).state.store(static_cast<uint32_t>(RankState::kTimedOut), std::memory_order_release);
-        throw CollectiveTimeoutError(unusable_because_);
-      case RankState::kClosed:
-        lose(r, "has left the group", doing);
-    }
-    if (pidfds_[r] >= 0) {
-      pollfd exited{pidfds_[r], POLLIN, 0};
-      if (::poll(&exited, 1, 0) > 0) lose(r, "died", doing);
-    } else if (::kill(segments_[r]->address().pid, 0) != 0 && errno == ESRCH) {
-      lose(r, "died", doing);
-    }
+    if (r == rank_ || !wait.matters(r)) continue;
+    follow(r, wait.doing());
+    const bool closed = control(r).state.load(std::memory_order_acquire) == static_cast<uint32_t>(RankState::kClosed);
+    if (!closed && !died(r)) continue;
+    // Looked at once more: a rank may do its part and leave between two looks.
+    if (wait.done() || !wait.matters(r)) continue;
+    lose(r, closed ? "has left the group" : "died", wait.doing());
   }
 }
 
-void Group::wait_until(const std::function<bool()>& done, const std::function<bool(int)>& missing,
-                       const std::function<void()>& check, const Signature& signature, uint64_t number,
-                       double timeout_seconds) {
-  if (done()) return;
+void Group::wait_until(const Wait& wait) {
   const auto begin = Clock::now();
   struct CountWait {
     std::atomic<uint64_t>& total;
@@ -189,32 +226,27 @@ void Group::wait_until(const std::function<bool()>& done, const std::function<bo
   } count{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
   Backoff backoff(crowded_);
-  while (!done()) {
+  while (!wait.done()) {
     if (!backoff.step()) continue;
-    check();
-    // A peer that signalled and then exited has done its part: look once more before calling it lost.
-    if (done()) return;
-    check_peers(signature, number);
+    wait.check();
+    check_peers(wait);
     const auto now = Clock::now();
     if (interrupted_ && now > next_interrupt_check) {
       next_interrupt_check = now + std::chrono::milliseconds(100);
       interrupted_();
     }
-    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds) continue;
+    if (std::chrono::duration<double>(now - begin).count() < wait.timeout_seconds || wait.done()) continue;
     std::ostringstream text;
-    text << describe(signature) << ", call " << number << ", on rank " << rank_ << " of " << size_
-         << ": waited " << timeout_seconds << " s (FUSED_TP_TIMEOUT) for rank";
+    text << wait.doing() << ", on rank " << rank_ << " of " << size_ << ": waited " << wait.timeout_seconds
+         << " s (FUSED_TP_TIMEOUT) for rank";
     const char* separator = " ";
     for (int r = 0; r < size_; ++r)
-      if (missing(r)) {
+      if (wait.missing(r)) {
         text << separator << r;
         separator = ", ";
       }
     text << ", which had not arrived";
-    unusable_state_ = RankState::kTimedOut;
-    unusable_because_ = text.str();
-    control(rank_).state.store(static_cast<uint32_t>(RankState::kTimedOut), std::memory_order_release);
-    throw CollectiveTimeoutError(unusable_because_);
+    fail(RankState::kTimedOut, text.str());
   }
 }
 
@@ -228,19 +260,18 @@ void Group::wait_signal(uint32_t* word, uint32_t target, int source, double time
     const uint32_t value = reinterpret_cast<std::atomic<uint32_t>*>(word)->load(std::memory_order_acquire);
     return static_cast<int32_t>(value - target) >= 0;
   };
-  Signature signature{};
-  std::strncpy(signature.op, "wait_signal", sizeof signature.op - 1);
-  signature.n_dims = 1;
-  signature.dims[0] = source;
-  // A number that no rank has ended: every peer matters to this wait.
-  wait_until(done, [&](int r) { return r == source; }, [] {}, signature, last_call_ + kSlots,
-             timeout_seconds > 0 ? timeout_seconds : timeout_seconds_);
+  if (done()) return;
+  auto is_source = [&](int r) { return r == source; };
+  wait_until({done, is_source, is_source, [] {},
+              [&] { return "wait_signal(" + std::to_string(source) + "), signal " + std::to_string(target); },
+              timeout_seconds > 0 ? timeout_seconds : timeout_seconds_.load(std::memory_order_relaxed)});
 }
 
 uint64_t Group::all_ended_by_me() {
   const ControlBlock& mine = control(rank_);
-  while (own_ended_ < last_call_ &&
-         mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_relaxed) >= own_ended_ + 1)
+  // acquire: another thread may have ended the call, and what it read must come before what we publish.
+  while (own_ended_ < last_call_.load(std::memory_order_relaxed) &&
+         mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_acquire) >= own_ended_ + 1)
     ++own_ended_;
   return own_ended_;
 }
@@ -249,10 +280,37 @@ void Group::recycle() {
   while (!to_recycle_.empty()) {
     const HeapWorkspace oldest = to_recycle_.front();
     for (int r = 0; r < size_; ++r)
-      if (control(r).slots[oldest.number % kSlots].ended.load(std::memory_order_acquire) < oldest.number) return;
+      if (!has_ended(r, oldest.number)) return;
     heap_->release(oldest.offset);
     to_recycle_.pop_front();
   }
+}
+
+size_t Group::allocate(size_t bytes) {
+  size_t offset;
+  if (heap_->try_allocate(bytes, &offset)) return offset;
+  std::lock_guard<std::mutex> lock(mutex_);
+  recycle();
+  return heap_->allocate(bytes);
+}
+
+// A rank may run up to kSlots calls ahead of its peers; where memory does not allow that, it waits for them.
+size_t Group::allocate_workspace(size_t bytes, const Signature& signature, uint64_t number) {
+  size_t offset;
+  while (!heap_->try_allocate(bytes, &offset)) {
+    if (to_recycle_.empty() || !has_ended(rank_, to_recycle_.front().number)) return heap_->allocate(bytes);  // throws
+    const uint64_t oldest = to_recycle_.front().number;
+    auto all_ended = [&] {
+      for (int r = 0; r < size_; ++r)
+        if (!has_ended(r, oldest)) return false;
+      return true;
+    };
+    const auto missing = [&](int r) { return !has_ended(r, oldest); };
+    wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }, timeout_seconds_});
+    recycle();
+  }
+  to_recycle_.push_back({number, offset});
+  return offset;
 }
 
 std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish) {
@@ -260,30 +318,35 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
   throw_if_unusable();
   const uint64_t number = last_call_ + 1;
   const int slot_index = static_cast<int>(number % kSlots);
-  if (number > kSlots) {
-    const uint64_t before = number - kSlots;
-    auto ended = [&](int r) {
-      // What a peer said when it began a later call often answers this without touching its memory.
-      return known_ended_[r].load(std::memory_order_relaxed) >= before ||
-             control(r).slots[slot_index].ended.load(std::memory_order_acquire) >= before;
-    };
-    if (!ended(rank_))
-      throw GroupError(std::to_string(kSlots) + " calls of this group are in flight on rank " + std::to_string(rank_) +
-                       ", which is the limit; finish one before starting the next");
-    auto all_ended = [&] {
-      for (int r = 0; r < size_; ++r)
-        if (!ended(r)) return false;
-      return true;
-    };
-    wait_until(all_ended, [&](int r) { return !ended(r); }, [] {}, signature, before, timeout_seconds_);
-  }
-  recycle();
   Slot& slot = control(rank_).slots[slot_index];
-  if (bytes <= kInlineBytes) {
-    slot.workspace_offset = kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes;
-  } else {
-    slot.workspace_offset = heap_->allocate(bytes);
-    to_recycle_.push_back({number, slot.workspace_offset});
+  if (number > kSlots && !has_ended(rank_, number - kSlots))
+    throw GroupError(std::to_string(kSlots) + " calls of this group are in flight on rank " + std::to_string(rank_) +
+                     ", which is the limit; finish one before starting the next");
+  try {
+    if (number > kSlots) {
+      const uint64_t before = number - kSlots;
+      auto ended = [&](int r) {
+        // What a peer said when it began a later call often answers this without touching its memory.
+        return known_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
+      };
+      auto all_ended = [&] {
+        for (int r = 0; r < size_; ++r)
+          if (!ended(r)) return false;
+        return true;
+      };
+      const auto missing = [&](int r) { return !ended(r); };
+      if (!all_ended())
+        wait_until(
+            {all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }, timeout_seconds_});
+    }
+    recycle();
+    slot.workspace_offset = bytes <= kInlineBytes ? kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes
+                                                  : allocate_workspace(bytes, signature, number);
+  } catch (...) {
+    // Ended though never begun: peers find that this rank has left the call.
+    last_call_ = number;
+    slot.ended.store(number, std::memory_order_release);
+    throw;
   }
   last_call_ = number;
   slot.workspace_bytes = bytes;
@@ -317,8 +380,9 @@ void Call::verify(int rank) {
   const Slot& mine = group_->control(group_->rank()).slots[slot_];
   const Slot& theirs = group_->control(rank).slots[slot_];
   verified_ |= 1ull << rank;
-  // Monotonic per rank, and any older value is still true, so a racing store of another thread does no harm.
-  group_->known_ended_[rank].store(theirs.all_ended, std::memory_order_relaxed);
+  // Monotonic per rank, and any older value is still true, so a racing store of another thread does no harm. Release:
+  // the thread that overwrites a slot on the strength of this may not be the one that read it from the peer.
+  group_->known_ended_[rank].store(theirs.all_ended, std::memory_order_release);
   if (mine.signature_hash == theirs.signature_hash) return;
   std::ostringstream text;
   text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
@@ -328,27 +392,36 @@ void Call::verify(int rank) {
 }
 
 void Call::wait(int rank, uint32_t stage) {
-  if (!reached(rank, stage)) {
-    const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
-    auto check = [&] {
-      // The rank waited for may itself have met a rank that disagrees and left: find that rank too.
-      for (int r = 0; r < group_->size(); ++r)
-        if (reached(r, 0)) verify(r);
-      const bool ended = group_->control(rank).slots[slot_].ended.load(std::memory_order_acquire) >= number_;
-      if (ended && !reached(rank, stage))
-        throw GroupError("rank " + std::to_string(rank) + " left " + describe(signature) + ", call " +
-                         std::to_string(number_) + ", because of an error of its own");
-    };
-    group_->wait_until([&] { return reached(rank, stage); },
-                       [&](int r) { return !reached(r, stage); }, check, signature, number_,
-                       group_->timeout_seconds_);
-  }
+  if (!reached(rank, stage)) wait_slowly(rank, stage, false);
   verify(rank);
 }
 
 void Call::wait_all(uint32_t stage) {
-  for (int r = 0; r < group_->size(); ++r)
-    if (r != group_->rank()) wait(r, stage);
+  for (int r = 0; r < group_->size(); ++r) {
+    if (r == group_->rank()) continue;
+    if (!reached(r, stage)) wait_slowly(r, stage, true);
+    verify(r);
+  }
+}
+
+void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
+  const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
+  auto missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !reached(r, stage)); };
+  auto check = [&] {
+    // Whether it left comes first. The rank waited for may have met a rank that disagrees, and left for that: what it
+    // saw before it left is then visible here too, and the disagreement is reported, not its consequence.
+    const bool left = group_->has_ended(rank, number_);
+    for (int r = 0; r < group_->size(); ++r)
+      if (reached(r, 0)) verify(r);
+    if (!left || reached(rank, stage)) return;
+    const std::string doing = describe_call(signature, number_);
+    group_->follow(rank, doing);
+    throw GroupError("rank " + std::to_string(rank) + " left " + doing + ", because of an error of its own");
+  };
+  // A rank that ended the call did its part; whether it lives on does not matter to this call.
+  auto matters = [&](int r) { return !group_->has_ended(r, number_); };
+  group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
+                      [&] { return describe_call(signature, number_); }, group_->timeout_seconds_});
 }
 
 char* Call::workspace(int rank) {
@@ -373,7 +446,12 @@ void Call::end() {
   if (ended_) return;
   if (!reached(group_->rank(), 0))  // begun unpublished and nothing signalled: there was nothing to move
     group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
-  wait_all(0);
+  try {
+    wait_all(0);
+  } catch (...) {
+    abandon();  // not left to the destructor: whoever keeps the exception may keep this call
+    throw;
+  }
   abandon();
 }
 

@@ -1,6 +1,7 @@
 // A group of ranks on one host that share memory: calls in flight, signals, deadlines, lost peers.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -45,6 +46,7 @@ class Call {
 
   bool reached(int rank, uint32_t stage) const;
   void verify(int rank);
+  void wait_slowly(int rank, uint32_t stage, bool for_all);
 
   std::shared_ptr<Group> group_;
   uint64_t number_;
@@ -65,20 +67,31 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  void set_timeout(double seconds) { timeout_seconds_ = seconds; }
+  void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
 
   // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ. With
   // `publish` false peers see the call only at its first signal: one transfer of the slot's line less.
+  // A begin that fails on this rank alone (no memory, interrupted) still counts as the call: its peers are told that
+  // this rank left it, and the ranks stay in step.
   std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true);
 
-  // Waits, bounded by the deadline, until `done` is true. `missing` tells for each rank whether it still lacks;
-  // `check` looks for other reasons never to succeed.
-  void wait_until(const std::function<bool()>& done, const std::function<bool(int)>& missing,
-                  const std::function<void()>& check, const Signature& signature, uint64_t number,
-                  double timeout_seconds);
+  struct Wait {
+    std::function<bool()> done;
+    std::function<bool(int)> missing;  // for the error message: does this rank still lack?
+    std::function<bool(int)> matters;  // does it matter to the wait that this rank lives?
+    std::function<void()> check;       // looks for other reasons never to succeed, and throws them
+    std::function<std::string()> doing;
+    double timeout_seconds;
+  };
+  // Until `done`, bounded by the deadline.
+  void wait_until(const Wait& wait);
 
   Heap& heap() { return *heap_; }
+  // A range of the heap; takes back what ended calls have left there first, if it must.
+  size_t allocate(size_t bytes);
+  // A peer whose process has ended, or -1.
+  int dead_peer() const;
   const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
   ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(segments_[rank]->data()); }
   void close();
@@ -93,21 +106,29 @@ class Group : public std::enable_shared_from_this<Group> {
   friend class Call;
 
   void throw_if_unusable();
-  void check_peers(const Signature& signature, uint64_t number);
+  void check_peers(const Wait& wait);
+  bool died(int rank) const;
+  bool has_ended(int rank, uint64_t number) const {
+    return control(rank).slots[number % kSlots].ended.load(std::memory_order_acquire) >= number;
+  }
+  // If `rank` has given the group up, so does this rank, for the same reason.
+  void follow(int rank, const std::string& doing);
+  [[noreturn]] void fail(RankState state, const std::string& because);
   [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
   void recycle();
+  size_t allocate_workspace(size_t bytes, const Signature& signature, uint64_t number);
   uint64_t all_ended_by_me();
 
   int rank_;
   int size_;
   bool crowded_;  // more ranks than cores
-  double timeout_seconds_;
+  std::atomic<double> timeout_seconds_;
   std::function<void()> interrupted_;
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> pidfds_;
   std::unique_ptr<Heap> heap_;
   std::mutex mutex_;  // order of calls
-  uint64_t last_call_ = 0;
+  std::atomic<uint64_t> last_call_{0};  // written with mutex_ held
   uint64_t own_ended_ = 0;  // this rank has ended all calls up to here
   std::atomic<uint64_t> known_ended_[kMaxRanks] = {};  // and rank r has, as far as this rank has heard
   struct HeapWorkspace {
@@ -115,9 +136,12 @@ class Group : public std::enable_shared_from_this<Group> {
     size_t offset;
   };
   std::deque<HeapWorkspace> to_recycle_;
+  std::mutex failure_mutex_;  // of the next two: another thread may fail while one begins a call
   std::string unusable_because_;
   RankState unusable_state_ = RankState::kRunning;
   std::atomic<uint64_t> waited_ns_{0};
+  bool connected_;
+  uint32_t forks_;  // of this process, when the group was made
 };
 
 }  // namespace fused_tp::shm

@@ -20,21 +20,28 @@ Heap::Heap(size_t begin, size_t end) : begin_(round_up(begin, kPage)), end_(end)
 }
 
 size_t Heap::allocate(size_t bytes) {
+  size_t offset;
+  if (try_allocate(bytes, &offset)) return offset;
+  std::lock_guard<std::mutex> lock(mutex_);
+  throw GroupError("the shared-memory pool of this rank is full: " + std::to_string(bytes) + " bytes asked, " +
+                   std::to_string(in_use_) + " of " + std::to_string(end_ - begin_) +
+                   " in use; raise FUSED_TP_SHM_RESERVE (bytes) or keep fewer outputs alive");
+}
+
+bool Heap::try_allocate(size_t bytes, size_t* offset) {
+  if (bytes > end_ - begin_) return false;  // also keeps the rounding below from wrapping around
   bytes = round_up(std::max<size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
   std::lock_guard<std::mutex> lock(mutex_);
   auto fit = free_by_size_.lower_bound(bytes);
-  if (fit == free_by_size_.end())
-    throw GroupError("the shared-memory pool of this rank is full: " + std::to_string(bytes) + " bytes asked, " +
-                     std::to_string(in_use_) + " of " + std::to_string(end_ - begin_) +
-                     " in use; raise FUSED_TP_SHM_RESERVE (bytes) or keep fewer outputs alive");
-  const size_t offset = fit->second.back();
+  if (fit == free_by_size_.end()) return false;
+  *offset = fit->second.back();
   const size_t available = fit->first;
-  erase_free(free_by_offset_.find(offset));
-  if (available > bytes) insert_free(offset + bytes, available - bytes);
-  used_[offset] = bytes;
+  erase_free(free_by_offset_.find(*offset));
+  if (available > bytes) insert_free(*offset + bytes, available - bytes);
+  used_[*offset] = bytes;
   in_use_ += bytes;
-  high_water_ = std::max(high_water_, offset + bytes);
-  return offset;
+  high_water_ = std::max(high_water_, *offset + bytes);
+  return true;
 }
 
 void Heap::release(size_t offset) {

@@ -19,6 +19,8 @@ class Heap {
 
   // Throws GroupError when the segment is full. Aligned to 64 bytes.
   size_t allocate(size_t bytes);
+  // False when it is full.
+  bool try_allocate(size_t bytes, size_t* offset);
   void release(size_t offset);
 
   size_t bytes_in_use() const;

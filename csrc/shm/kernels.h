@@ -18,7 +18,7 @@ struct RmsNormRow {
   void* new_residual;
   void* normed;
   size_t columns;
-  float eps;
+  double eps;  // of the arithmetic's precision: float64 rows need all of it
 };
 
 struct Kernels {

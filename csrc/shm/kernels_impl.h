@@ -131,7 +131,7 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
     squares = Lanes::fma(sum, sum, squares);
   }
   const float mean = Lanes::sum(squares) / static_cast<float>(row.columns);
-  const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + row.eps));
+  const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + static_cast<float>(row.eps)));
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
     store(row.normed, i, Lanes::mul(Lanes::mul(load(row.new_residual, i, n), scale), load(row.weight, i, n)), n);
@@ -150,7 +150,7 @@ inline void rms_norm_row_f64(const RmsNormRow& row) {
     out[i] = sum;
     squares += sum * sum;
   }
-  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(row.columns) + static_cast<double>(row.eps));
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(row.columns) + row.eps);
   for (size_t i = 0; i < row.columns; ++i) static_cast<double*>(row.normed)[i] = out[i] * scale * weight[i];
 }
 

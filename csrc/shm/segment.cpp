@@ -49,7 +49,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
 std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   std::shared_ptr<Segment> segment(new Segment);
-  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);  // it might be anything
   if (segment->fd_ < 0) fail("cannot open the shared memory of process " + std::to_string(address.pid));
   struct stat status;
   if (::fstat(segment->fd_, &status) != 0) fail("cannot look at the shared memory of a peer");
@@ -62,11 +62,10 @@ std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   if (std::memcmp(segment->data_, address.token, sizeof address.token) != 0)
     throw GroupError("the shared memory of process " + std::to_string(address.pid) +
                      " carries another token; the ranks are likely on different hosts or containers");
+  // The mapping is enough; 64 ranks would otherwise hold 63 descriptors more for every group.
+  ::close(segment->fd_);
+  segment->fd_ = -1;
   return segment;
-}
-
-void Segment::discard(size_t offset, size_t length) {
-  ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(length));
 }
 
 Segment::~Segment() {

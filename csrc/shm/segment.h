@@ -36,8 +36,6 @@ class Segment {
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   const SegmentAddress& address() const { return address_; }
-  // Gives the pages of [offset, offset + length) back to the system; they read as zero afterwards.
-  void discard(size_t offset, size_t length);
 
   // The token is the first thing in a segment; what follows is the owner's.
   static constexpr size_t kTokenBytes = 64;

@@ -6,13 +6,13 @@ is the way back. Both directions are a dict lookup, since every op call pays for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
@@ -29,6 +29,7 @@ class Group:
         rank: this process's rank in the group.
         size: how many ranks it has.
         ranks: their global ranks, by group rank.
+        memo: what other modules keep for a group, for as long as the group is there.
     """
 
     process_group: ProcessGroup | None
@@ -36,6 +37,7 @@ class Group:
     rank: int
     size: int
     ranks: tuple[int, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
@@ -49,6 +51,9 @@ def _describe(process_group: ProcessGroup) -> Group:
     # The name alone does not identify a group: destroy_process_group() and a second init reuse names.
     if known is not None and known.process_group is process_group:
         return known
+    # What torch has destroyed must not live on here, with all the memory that its ranks share.
+    for gone in [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
+        del _groups[gone]
     group = Group(
         process_group=process_group,
         name=name,

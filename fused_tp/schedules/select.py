@@ -20,8 +20,6 @@ from fused_tp.transport.torch_dist import backend_of, torch_dist
 LOCAL = Local()
 NAMES = ("plain", "pipelined", "one_sided")
 
-_made: dict[tuple[str, str, str], tuple[Group, Schedule]] = {}
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -56,11 +54,10 @@ def select_schedule(
     if name is None:
         transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
         name = dispatch.choose(op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device)).schedule
-    known = _made.get((name, group.name, device.type))
-    if known is not None and known[0] is group:
-        return known[1]
-    schedule = _make(name, group, device)
-    _made[name, group.name, device.type] = (group, schedule)
+    schedule: Schedule | None = group.memo.get(("schedule", name, device.type))
+    # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
+    if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
+        schedule = group.memo["schedule", name, device.type] = _make(name, group, device)
     return schedule
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.errors import CollectiveTimeoutError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
 
 try:
@@ -49,6 +49,9 @@ _DTYPE_NUMBERS = {
     torch.int64: 8,
 }
 _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
+
+# Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
+_LOOK_SECONDS = 0.5
 
 # Address space, not memory: pages exist once touched.
 _DEFAULT_RESERVE_BYTES = 32 << 30
@@ -125,11 +128,26 @@ class Workspace:
             self._call.abandon()
 
 
+def _reduction_number(op: str, tensor: Tensor) -> int:
+    if op not in _REDUCE_NUMBERS:
+        raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
+    if op == "sum" and tensor.dtype == torch.bool:
+        raise TypeError("A sum of torch.bool is no torch.bool; use max (any) or min (all), or convert tensor first.")
+    return _REDUCE_NUMBERS[op]
+
+
 def _contiguous_cpu(name: str, tensor: Tensor) -> None:
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}; shared-memory collectives take CPU tensors.")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first.")
+
+
+def _check_sizes(name: str, sizes: Sequence[int], world_size: int, rows: int | None = None) -> None:
+    if len(sizes) != world_size or min(sizes) < 0:
+        raise ValueError(f"{name} is {list(sizes)}; one number of rows is needed for each of {world_size} ranks.")
+    if rows is not None and sum(sizes) != rows:
+        raise ValueError(f"{name} {list(sizes)} adds up to {sum(sizes)}; dim 0 of tensor has {rows} rows.")
 
 
 def _same(name: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
@@ -150,11 +168,18 @@ class ShmTransport:
         self.world_size: int = core_group.size
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not."""
+        """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not.
+
+        Where the pool is full it comes from the ordinary allocator: outputs may be kept for as long as a caller likes.
+        """
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self.core_group.allocate(count * dtype.itemsize), dtype=dtype).view(shape)
+        try:
+            memory = self.core_group.allocate(count * dtype.itemsize)
+        except FusedTPError:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int) -> Workspace:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
@@ -168,8 +193,7 @@ class ShmTransport:
             op: "sum", "max" or "min".
         """
         _contiguous_cpu("tensor", tensor)
-        if op not in _REDUCE_NUMBERS:
-            raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
+        reduction = _reduction_number(op, tensor)
         if out is None:
             out = torch.empty_like(tensor)
         elif out is not tensor:
@@ -180,15 +204,15 @@ class ShmTransport:
             out.data_ptr(),
             tensor.numel(),
             dtype_number(tensor.dtype),
-            _REDUCE_NUMBERS[op],
+            reduction,
         )
         return out
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks and keep this rank's rows: `sizes[r]` rows of dim 0 belong to rank r."""
         _contiguous_cpu("tensor", tensor)
-        if sum(sizes) != tensor.shape[0]:
-            raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}; dim 0 of tensor has {tensor.shape[0]} rows.")
+        reduction = _reduction_number(op, tensor)
+        _check_sizes("sizes", sizes, self.world_size, tensor.shape[0])
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
         _core.reduce_scatter(
@@ -197,13 +221,14 @@ class ShmTransport:
             out.data_ptr(),
             [size * row for size in sizes],
             dtype_number(tensor.dtype),
-            _REDUCE_NUMBERS[op],
+            reduction,
         )
         return out
 
     def all_gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the shards of all ranks along dim 0; `sizes[r]` is the number of rows rank r has."""
         _contiguous_cpu("shard", shard)
+        _check_sizes("sizes", sizes, self.world_size)
         if sizes[self.rank] != shard.shape[0]:
             raise ValueError(f"sizes says {sizes[self.rank]} rows for this rank; shard has {shard.shape[0]}.")
         row = math.prod(shard.shape[1:])
@@ -216,8 +241,8 @@ class ShmTransport:
     def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
         """Give rows of dim 0 to every rank (`send_sizes[r]` to rank r) and get `receive_sizes[r]` rows from each."""
         _contiguous_cpu("tensor", tensor)
-        if sum(send_sizes) != tensor.shape[0]:
-            raise ValueError(f"send_sizes adds up to {sum(send_sizes)}; dim 0 of tensor has {tensor.shape[0]} rows.")
+        _check_sizes("send_sizes", send_sizes, self.world_size, tensor.shape[0])
+        _check_sizes("receive_sizes", receive_sizes, self.world_size)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         _core.all_to_all(
@@ -253,13 +278,13 @@ class ShmTransport:
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """(normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
+        if not partial.is_floating_point():
+            raise TypeError(f"partial is {partial.dtype}; RMSNorm needs a floating dtype.")
         columns = partial.shape[-1]
         for name, tensor in (("partial", partial), ("residual", residual)):
             _same(name, tensor, partial.numel(), partial.dtype)
         _same("norm_weight", norm_weight, columns, partial.dtype)
         normed, new_residual = torch.empty_like(partial), torch.empty_like(partial)
-        if partial.numel() == 0:
-            return normed, new_residual
         _core.all_reduce_rms_norm(
             self.core_group,
             partial.data_ptr(),
@@ -267,7 +292,7 @@ class ShmTransport:
             norm_weight.data_ptr(),
             normed.data_ptr(),
             new_residual.data_ptr(),
-            partial.numel() // columns,
+            math.prod(partial.shape[:-1]),
             columns,
             eps,
             dtype_number(partial.dtype),
@@ -275,20 +300,34 @@ class ShmTransport:
         return normed, new_residual
 
 
-# What a group has: a transport, or the sentence why there is none. Keyed by the group object: names are reused.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
+# What a group has: a transport, or the sentence why there is none, or how its rendezvous failed. Keyed by the group
+# object: names are reused.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str | FusedTPError]
+_transports = weakref.WeakKeyDictionary()
 
 
 def shm_transport(group: Group) -> ShmTransport | None:
     """The shared-memory transport of `group`, or None where it cannot be had; the same answer on all its ranks.
 
     The first call for a group is a rendezvous: every rank of the group must make it.
+
+    Raises:
+        CollectiveTimeoutError, PeerLostError: a rank did not join the rendezvous, or died in it.
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
     found = _transports.get(group.process_group)
     if found is None:
-        found = _transports[group.process_group] = _rendezvous(group)
+        try:
+            found = _rendezvous(group, dist.distributed_c10d._get_process_group_store(group.process_group))
+        except FusedTPError as error:
+            # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
+            sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
+            _transports[group.process_group] = type(error)(sentence)
+            raise
+        _transports[group.process_group] = found
+    if isinstance(found, FusedTPError):
+        raise type(found)(*found.args)
     if isinstance(found, str):
         return None
     found.core_group.set_timeout(settings.timeout_seconds())
@@ -307,32 +346,30 @@ def shm_unavailable_reason(group: Group) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendezvous(group: Group) -> ShmTransport | str:
-    process_group = group.process_group
-    assert process_group is not None
+def _rendezvous(group: Group, store: dist.Store) -> ShmTransport | str:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
-    store = dist.distributed_c10d._get_process_group_store(process_group)
+    reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
     # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
     generation = store.add(f"fused_tp/shm/generation/{group.rank}", 1)
-    prefix = f"fused_tp/shm/{generation}"
+    core_group, problem = None, ""
 
     def exchange(what: str, mine: bytes) -> list[bytes]:
-        store.set(f"{prefix}/{what}/{group.rank}", mine)
-        return [_get(store, f"{prefix}/{what}/{rank}", group, rank) for rank in range(group.size)]
+        key = f"fused_tp/shm/{generation}/{what}"
+        store.set(f"{key}/{group.rank}", mine)
+        return [_get(store, f"{key}/{rank}", group, rank, core_group) for rank in range(group.size)]
 
-    core_group, problem = None, ""
     try:
         if _core is None:
             raise RuntimeError(_why_no_core)
-        core_group = _core.Group(group.rank, group.size, _reserve_bytes(), settings.timeout_seconds())
-    except RuntimeError as error:
+        core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds())
+    except (RuntimeError, TypeError) as error:  # TypeError: more bytes than a number of the core can hold
         problem = str(error)
     addresses = exchange("address", core_group.address if core_group is not None else b"")
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
     problems = [text.decode() for text in exchange("problem", problem.encode())]
@@ -341,27 +378,42 @@ def _rendezvous(group: Group) -> ShmTransport | str:
             return f"rank {rank}: {text}"
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
-    # A rank that leaves says so; peers that still wait for it then need not wait for the system to notice.
-    atexit.register(_close, weakref.ref(core_group))
+    _open.add(core_group)
     return transport
 
 
-def _close(reference: weakref.ref[Any]) -> None:
-    core_group = reference()
-    if core_group is not None:
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A rank that leaves says so; peers that still wait for it then need not wait for the system to notice."""
+    for core_group in list(_open):
         core_group.close()
 
 
-def _get(store: dist.Store, key: str, group: Group, rank: int) -> bytes:
+def _get(store: dist.Store, key: str, group: Group, rank: int, core_group: Any) -> bytes:
+    """What `rank` has put there. In slices: a wait inside the store sees neither Ctrl-C nor the death of a peer."""
     seconds = settings.timeout_seconds()
     begin = time.perf_counter()
     try:
-        store.wait([key], timedelta(seconds=seconds))
-    except dist.DistStoreError as error:
-        raise CollectiveTimeoutError(
-            f"Rank {rank} did not join the shared-memory rendezvous of group {group.name!r} within {seconds} s "
-            f"(FUSED_TP_TIMEOUT); all ranks of a group must call its ops. This is rank {group.rank}."
-        ) from error
+        while True:
+            left = seconds - (time.perf_counter() - begin)
+            try:
+                store.wait([key], timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01)))
+                return store.get(key)
+            except dist.DistStoreError as error:
+                dead = core_group.dead_peer() if core_group is not None else -1
+                if dead >= 0 and not store.check([key]):
+                    raise PeerLostError(
+                        f"Rank {dead} died in the shared-memory rendezvous of group {group.name!r}. "
+                        f"This is rank {group.rank}."
+                    ) from error
+                if left > _LOOK_SECONDS:
+                    continue
+                raise CollectiveTimeoutError(
+                    f"Rank {rank} did not join the shared-memory rendezvous of group {group.name!r} within {seconds} s "
+                    f"(FUSED_TP_TIMEOUT); all ranks of a group must call its ops. This is rank {group.rank}."
+                ) from error
     finally:
         tracing.add_wait(time.perf_counter() - begin)
-    return store.get(key)

@@ -250,19 +250,15 @@ class _Works:
             work.wait() if timeout is None else work.wait(timeout)
 
 
-_transports: dict[tuple[str, str], TorchDist] = {}
-_backends: dict[tuple[str, str], tuple[Group, str]] = {}
-
-
 def backend_of(group: Group, device_type: str) -> str:
     """Name of the backend that moves `group`'s tensors on `device_type`.
 
     Raises:
         ValueError: the group has none.
     """
-    known = _backends.get((group.name, device_type))
-    if known is not None and known[0] is group:
-        return known[1]
+    known: str | None = group.memo.get(("backend", device_type))
+    if known is not None:
+        return known
     config = dist.get_backend_config(group.process_group)
     backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}
     if device_type not in backends:
@@ -270,15 +266,14 @@ def backend_of(group: Group, device_type: str) -> str:
             f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
             f"make the group with a backend for {device_type}."
         )
-    _backends[group.name, device_type] = (group, backends[device_type])
-    return backends[device_type]
+    backend: str = backends[device_type]
+    group.memo["backend", device_type] = backend
+    return backend
 
 
 def torch_dist(group: Group, device_type: str) -> TorchDist:
     """The transport of `group` for tensors on `device_type`, made once."""
-    known = _transports.get((group.name, device_type))
-    if known is not None and known.group is group:
-        return known
-    made = TorchDist(group, device_type)
-    _transports[group.name, device_type] = made
+    made: TorchDist | None = group.memo.get(("torch_dist", device_type))
+    if made is None:
+        made = group.memo["torch_dist", device_type] = TorchDist(group, device_type)
     return made

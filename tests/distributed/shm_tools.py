@@ -1,0 +1,105 @@
+"""What the tests of the shared-memory core share: inputs that every rank can make, references, counts of resources."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport import shm
+from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def transport_of(group: dist.ProcessGroup) -> ShmTransport:
+    transport = shm_transport(resolve_group(group))
+    assert transport is not None, shm_unavailable_reason(resolve_group(group))
+    return transport
+
+
+@contextlib.contextmanager
+def own_group(ranks: Sequence[int]) -> Iterator[dist.ProcessGroup]:
+    """A new group of these global ranks. All ranks of the default group enter; others than `ranks` get a non-member."""
+    group = dist.new_group(list(ranks), backend="gloo")
+    try:
+        yield group
+    finally:
+        if dist.get_rank() in ranks:
+            dist.destroy_process_group(group)
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def new_tag() -> str:
+    """For `own_transport`, drawn by the test process."""
+    return uuid.uuid4().hex
+
+
+def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
+    """A transport over the ranks of `group` that no other test sees, so that it may be left unusable or out of step."""
+    store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
+    transport = shm._rendezvous(resolve_group(group), store)
+    assert isinstance(transport, ShmTransport), transport
+    return transport
+
+
+def values(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
+    """Numbers of `rank` that all ranks can make; whole range for integers, so that sums wrap around."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max, (count,), generator=generator, dtype=dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def reduced(terms: Sequence[Tensor], op: str) -> Tensor:
+    """`terms` reduced in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
+    dtype = terms[0].dtype
+    if dtype == torch.bool:
+        return torch.stack(list(terms)).any(0) if op == "max" else torch.stack(list(terms)).all(0)
+    wide = accumulate_dtype(dtype) if dtype.is_floating_point else dtype
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = combine(total, term.to(wide))
+    return total.to(dtype)
+
+
+def assert_same_bits(actual: Tensor, wanted: Tensor, what: str) -> None:
+    """Bit for bit, except that any NaN is as good as another."""
+    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, f"{what}: {actual.shape} {actual.dtype}"
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), before)
+
+
+def core_resources() -> dict[str, int]:
+    """How many descriptors and mappings of the native core this process holds."""
+    gc.collect()
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(entry))
+    return {
+        "segments": sum("memfd:fused_tp" in link for link in links),
+        "pidfds": sum("[pidfd]" in link for link in links),
+        "mappings": sum("memfd:fused_tp" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+    }

@@ -1,0 +1,320 @@
+"""The native collectives: every dtype and reduction, sizes around every boundary, bit for bit in rank order."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.shm import ShmTransport
+from tests.distributed.shm_tools import (
+    FLOATS,
+    INTEGERS,
+    assert_same_bits,
+    checksum,
+    core_resources,
+    own_group,
+    ranks_of,
+    reduced,
+    transport_of,
+    values,
+)
+from tests.reference import assert_within_dtype_error, rms_norm64
+from tests.workers import fresh_ranks, run_ranks
+
+ONE_SHOT_BYTES = 32 * 1024  # csrc/shm/collectives.cpp
+CHUNK_BYTES = 256 * 1024
+NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+def sizes(dtype: torch.dtype) -> list[int]:
+    """0, 1, primes; the one-shot boundary; a chunk of the pipeline and several, all +-1."""
+    boundary, chunk = ONE_SHOT_BYTES // dtype.itemsize, CHUNK_BYTES // dtype.itemsize
+    if dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        return [0, 1, 13, 997, boundary - 1, boundary, boundary + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 13]
+    return [0, 1, 997, boundary + 1, 2 * chunk + 17]
+
+
+def all_reduce_case(group: Any) -> int:
+    transport = transport_of(group)
+    seen = 0
+    for dtype in (*FLOATS, *INTEGERS, torch.bool):
+        for count in sizes(dtype):
+            terms = [values(count, dtype, rank) for rank in range(transport.world_size)]
+            for op in ("sum", "max", "min"):
+                if dtype == torch.bool and op == "sum":
+                    continue
+                what = f"all_reduce {op} of {count} {dtype}"
+                wanted = reduced(terms, op)
+                own = terms[transport.rank].clone()
+                out = transport.all_reduce(own, op=op)
+                assert_same_bits(out, wanted, what)
+                assert_same_bits(own, terms[transport.rank], f"{what}, its input")
+                seen = checksum(out, seen)
+                assert transport.all_reduce(own, out=own, op=op) is own
+                assert_same_bits(own, wanted, f"{what}, in place")
+    return seen
+
+
+def moving_case(group: Any) -> None:
+    """reduce_scatter, all_gather, all_to_all with unequal parts (some empty); broadcast; ring_shift."""
+    transport = transport_of(group)
+    size, rank = transport.world_size, transport.rank
+    for dtype in (*FLOATS, *INTEGERS, torch.bool):
+        big = CHUNK_BYTES // dtype.itemsize
+        for rows, columns in ((0, 3), (1, 1), (7, 5), (13, 1), (2 * big // 64 + 3, 64)):
+            for parts in (even(rows, size), uneven(rows, size)):
+                what = f"{rows}x{columns} {dtype} as {parts}"
+                begins = [sum(parts[:r]) for r in range(size)]
+                whole = [values(rows * columns, dtype, r, 1).view(rows, columns) for r in range(size)]
+                mine = slice(begins[rank], begins[rank] + parts[rank])
+                if dtype != torch.bool:
+                    scattered = transport.reduce_scatter(whole[rank], parts)
+                    assert_same_bits(scattered, reduced(whole, "sum")[mine], f"reduce_scatter {what}")
+                gathered = transport.all_gather(whole[0][mine].contiguous(), parts)
+                assert_same_bits(gathered, whole[0], f"all_gather {what}")
+                # Row b of the table is what rank b sends: parts, turned by b places.
+                table = [parts[r:] + parts[:r] for r in range(size)]
+                receive = [table[r][rank] for r in range(size)]
+                exchanged = transport.all_to_all(whole[rank], table[rank], receive)
+                wanted = [whole[r][sum(table[r][:rank]) : sum(table[r][: rank + 1])] for r in range(size)]
+                assert_same_bits(exchanged, torch.cat(wanted), f"all_to_all {what}")
+            for root in range(size):
+                data = whole[rank].clone()
+                assert transport.broadcast(data, root) is data
+                assert_same_bits(data, whole[root], f"broadcast from {root} {rows}x{columns} {dtype}")
+            for shift in (-1, 1, 2, size):
+                shifted = transport.ring_shift(whole[rank], shift)
+                assert_same_bits(shifted, whole[(rank - shift) % size], f"ring_shift {shift} {rows}x{columns} {dtype}")
+        transport.barrier()
+
+
+def even(rows: int, size: int) -> list[int]:
+    chunk = -(-rows // size)
+    return [max(0, min(chunk, rows - r * chunk)) for r in range(size)]
+
+
+def uneven(rows: int, size: int) -> list[int]:
+    """Everything but one row on the last rank, which makes the others' chunks short or empty."""
+    first = min(1, rows)
+    return [first, *[0] * (size - 2), rows - first] if size > 1 else [rows]
+
+
+def rms_norm_case(group: Any) -> int:
+    transport = transport_of(group)
+    seen = 0
+    for dtype in FLOATS:
+        eps = 1e-5
+        for rows, columns in ((0, 8), (3, 0), (1, 1), (3, 17), (5, 64), (40, 1024), (333, 1023), (2, 70_000)):
+            what = f"all_reduce_rms_norm [{rows}, {columns}] {dtype}"
+            partials = [values(rows * columns, dtype, r, 2).view(rows, columns) for r in range(transport.world_size)]
+            residual = values(rows * columns, dtype, 9, 3).view(rows, columns)
+            weight = values(columns, dtype, 9, 4)
+            normed, new_residual = transport.all_reduce_rms_norm(partials[transport.rank], residual, weight, eps)
+            assert_same_bits(new_residual, reduced([*partials, residual], "sum"), f"{what}, new_residual")
+            wanted = rms_norm64(new_residual, weight, eps)
+            assert_within_dtype_error(normed, wanted, dtype, reduced_over=max(columns, 1), roundings=2, name=what)
+            seen = checksum(new_residual, checksum(normed, seen))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_reduce_in_rank_order(world_size: int) -> None:
+    assert len(set(run_ranks(world_size, all_reduce_case))) == 1, "the ranks got different bits"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_that_move(world_size: int) -> None:
+    run_ranks(world_size, moving_case)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_reduce_rms_norm(world_size: int) -> None:
+    assert len(set(run_ranks(world_size, rms_norm_case))) == 1, "the ranks got different bits"
+
+
+def special_values_case(group: Any) -> int:
+    """NaN and infinities on one rank, at every position of a vector and of its tail."""
+    transport = transport_of(group)
+    seen = 0
+    for dtype in FLOATS:
+        for special in (math.nan, math.inf, -math.inf):
+            for count in (37, 20_000):
+                for holder in range(transport.world_size):
+                    terms = [values(count, dtype, r) for r in range(transport.world_size)]
+                    terms[holder][:: 3 if count < 100 else 1111] = special
+                    terms[(holder + 1) % transport.world_size][5] = -special  # inf - inf
+                    for op in ("sum", "max", "min"):
+                        out = transport.all_reduce(terms[transport.rank], op=op)
+                        assert_same_bits(out, reduced(terms, op), f"{op} with {special} on {holder}, {count} {dtype}")
+                        seen = checksum(torch.nan_to_num(out), seen)
+    for dtype in (torch.bfloat16, torch.float16):  # a sum that overflows only where it is rounded
+        largest = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+        out = transport.all_reduce(largest)
+        assert_same_bits(out, reduced([largest] * transport.world_size, "sum"), f"overflow of {dtype}")
+    return seen
+
+
+def test_nan_and_infinity() -> None:
+    assert len(set(run_ranks(3, special_values_case))) == 1
+
+
+# Loads the core by its path: neither torch nor fused_tp, whose imports would cost seconds per instruction set.
+KERNELS_UNDER_ISA = """
+import importlib.util, sys, zlib
+import numpy as np
+spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+random = np.random.default_rng(7)
+BYTES = {0: 4, 1: 2, 2: 2, 3: 8, 4: 1, 5: 1, 6: 2, 7: 4, 8: 8}  # csrc/shm/dtype.h
+EXPONENT = {0: ("u4", 0x7F800000), 1: ("u2", 0x7F80), 2: ("u2", 0x7C00), 3: ("u8", 0x7FF << 52)}
+bits = 0
+for dtype, size in BYTES.items():
+    for count in (1, 7, 15, 16, 17, 31, 63, 64, 65, 100, 1023):
+        sources = [np.frombuffer(random.bytes(count * size), "u1").copy() for _ in range(4)]
+        if dtype in EXPONENT:  # any bits but NaN, infinity and what a bf16 conversion may flush to zero
+            kind, mask = EXPONENT[dtype]
+            for source in sources:
+                words = source.view(kind)
+                exponent = words & mask
+                words[(exponent == mask) | (exponent == 0)] = 0
+        out = np.zeros(count * size, "u1")
+        for op in range(3):
+            core.reduce_rows(out.ctypes.data, 0, [s.ctypes.data for s in sources], [0] * 4, 1, count, dtype, op)
+            bits = zlib.crc32(out.tobytes(), bits)
+print(core.isa(), bits)
+"""
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    from fused_tp import _core
+
+    found = {}
+    for isa in ("plain", "avx2", "avx512"):
+        command = [sys.executable, "-c", KERNELS_UNDER_ISA, _core.__file__]
+        name, bits = subprocess.check_output(command, env={**os.environ, "FUSED_TP_ISA": isa}, text=True).split()
+        found[name] = bits
+    assert "plain" in found
+    assert len(set(found.values())) == 1, found
+
+
+def two_groups_case(group: Any) -> None:
+    """{0, 1, 2} and {1, 2, 3} of four ranks at once, and the world: what they share is processes, never memory."""
+    rank = dist.get_rank(group)
+    world = transport_of(group)
+    with own_group([0, 1, 2]) as low, own_group([1, 2, 3]) as high:
+        transports = {tuple(ranks_of(one)): transport_of(one) for one in (low, high) if one is not NOT_A_MEMBER}
+        use_all(world, transports, rank)
+
+
+def use_all(world: ShmTransport, transports: dict[tuple[int, ...], ShmTransport], rank: int) -> None:
+    for i in range(30):
+        count = (i * 7919) % 50_000
+        for members, transport in transports.items():
+            out = transport.all_reduce(values(count, torch.float32, rank, i))
+            wanted = reduced([values(count, torch.float32, r, i) for r in members], "sum")
+            assert_same_bits(out, wanted, f"{members}, round {i}")
+        out = world.all_reduce(torch.full((5,), float(rank)))
+        assert_same_bits(out, torch.full((5,), 6.0), f"world, round {i}")
+
+
+def test_overlapping_groups() -> None:
+    run_ranks(4, two_groups_case)
+
+
+def subgroup_case(group: Any, members: list[int]) -> None:
+    rank = dist.get_rank(group)
+    with own_group(members) as sub:
+        if sub is not NOT_A_MEMBER:
+            transport = transport_of(sub)
+            assert transport.rank == members.index(rank)
+            shifted = transport.ring_shift(torch.tensor([rank]))
+            assert shifted.item() == members[(transport.rank - 1) % len(members)]
+
+
+def test_subgroup_of_the_world() -> None:
+    run_ranks(4, subgroup_case, [1, 3])
+    run_ranks(4, subgroup_case, [0, 2, 3])
+
+
+def many_groups_case(group: Any, rounds: int) -> tuple[dict[str, int], dict[str, int]]:
+    members = ranks_of(group)
+    with own_group(members) as one:
+        transport_of(one).barrier()
+    before = core_resources()
+    for i in range(rounds):
+        with own_group(members) as one:
+            transport = transport_of(one)
+            assert transport.all_reduce(torch.ones(30_000)).sum().item() == 30_000 * len(members)
+            kept = transport.empty((10,), torch.float32) if i == 0 else None
+        del transport, one, kept
+    return before, core_resources()
+
+
+def test_groups_come_and_go_without_leaks() -> None:
+    for before, after in run_ranks(4, many_groups_case, 12):
+        # What was destroyed last may still be known by its name until the next group is looked up.
+        assert all(after[what] <= before[what] for what in before), f"before {before}, after {after}"
+
+
+def same_name_case(group: Any, folder: str) -> list[float]:
+    """destroy_process_group and a second init reuse the name of the group, and here even its store."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    dist.destroy_process_group()
+    results = []
+    for i in range(3):
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(i), store), rank=rank, world_size=size)
+        world = dist.group.WORLD
+        assert world is not None
+        results.append(transport_of(world).all_reduce(torch.tensor([float(rank + i)])).item())
+        assert resolve_group(None).process_group is world
+        if i < 2:
+            dist.destroy_process_group()
+    return results
+
+
+def test_the_name_of_a_group_may_be_reused(tmp_path: Any) -> None:
+    for outcome in fresh_ranks(3, same_name_case, str(tmp_path)):
+        assert outcome.unwrap() == [3.0, 6.0, 9.0]
+
+
+def refusals_case(group: Any) -> None:
+    transport = transport_of(group)
+    x = torch.ones(4, 2)
+    refused: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "not contiguous", lambda: transport.all_reduce(x.t())),
+        (ValueError, "one of sum, max, min", lambda: transport.all_reduce(x, op="mean")),
+        (ValueError, "one of sum, max, min", lambda: transport.reduce_scatter(x, [2, 2], op="mean")),
+        (ValueError, "8 of torch.float32 are needed", lambda: transport.all_reduce(x, out=x.double())),
+        (TypeError, "no torch.bool", lambda: transport.all_reduce(x.bool())),
+        (TypeError, "not torch.complex64", lambda: transport.all_reduce(x.to(torch.complex64))),
+        (ValueError, "adds up to 5", lambda: transport.reduce_scatter(x, [2, 3])),
+        (ValueError, "for each of 2 ranks", lambda: transport.all_gather(x, [4])),
+        (ValueError, "for each of 2 ranks", lambda: transport.all_to_all(x, [1, 1, 2], [2, 2])),
+        (ValueError, "for each of 2 ranks", lambda: transport.all_to_all(x, [2, 2], [5, -1])),
+        (ValueError, "root is not a rank", lambda: transport.broadcast(x, 2)),
+        (TypeError, "floating", lambda: transport.all_reduce_rms_norm(x.int(), x.int(), x[0].int(), 1e-5)),
+    ]
+    for kind, words, call in refused:
+        with pytest.raises(kind, match=words):
+            call()
+    if transport.rank == 0:  # nothing was sent: the ranks are still in step, whichever of them was refused
+        with pytest.raises(ValueError, match="contiguous"):
+            transport.all_reduce(x.t())
+    out: Tensor = transport.all_reduce(x)
+    assert out.sum().item() == 16
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    run_ranks(2, refusals_case)
