@@ -114,10 +114,12 @@ def _forward(
     # exp(-inf - -inf) is NaN: a rank (or all of them) may have nothing but -inf to offer.
     shift = torch.where(top.isinf(), torch.zeros_like(top), top)
     scaled = exp_sum * torch.exp(maximum - shift)
-    log_sum_exp = torch.log(_sum(scaled)) + shift
-    losses = log_sum_exp - (1.0 - label_smoothing) * _sum(target_logit)
+    # lse - target, but from the shift, so that nothing cancels where the target is (nearly) the maximum.
+    log_sum = torch.log(_sum(scaled))
+    log_sum_exp = log_sum + shift
+    losses = log_sum + (1.0 - label_smoothing) * (shift - _sum(target_logit))
     if label_smoothing != 0.0:
-        losses = losses - (label_smoothing / vocab_size) * _sum(logit_sum)
+        losses = losses + label_smoothing * (shift - _sum(logit_sum) / vocab_size)
     losses = torch.where(counts.reshape(-1), losses, torch.zeros_like(losses))
     return losses.view(target.shape), log_sum_exp.view(target.shape)
 

@@ -1,8 +1,8 @@
 """torch.autograd.gradcheck of every op in fp64, on several ranks in lockstep.
 
-All ranks hold the same whole inputs and perturb the same element; each cuts its shard with an op whose backward puts the
-shards' gradients together, runs the op under test, and gathers the output. So the function that gradcheck sees is the
-unsharded one, on every rank.
+All ranks hold the same whole inputs and perturb the same element; each cuts its shard with an op whose backward puts
+the shards' gradients together, runs the op under test, and gathers the output. So the function that gradcheck sees is
+the unsharded one, on every rank.
 """
 
 from __future__ import annotations

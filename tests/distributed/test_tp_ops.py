@@ -20,8 +20,9 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24)]
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
-def own_part(t: Tensor, dim: int, group: Any) -> Tensor:
-    """This rank's part of a whole tensor along `dim`."""
+def own_part(t: Tensor | None, dim: int, group: Any) -> Tensor:
+    """This rank's part of a whole tensor (or gradient, which must be there) along `dim`."""
+    assert t is not None
     start, stop = shard_range(t.shape[dim], dist.get_world_size(group), dist.get_rank(group))
     return t.narrow(dim, start, stop - start)
 

@@ -1,0 +1,216 @@
+"""Bad input of every public op: which error, and that its sentence names the argument and what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import fused_tp
+
+X, W, B, R, NW = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5), torch.ones(3, 5), torch.ones(5)
+LOGITS, TARGET = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+
+
+def ag(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
+    return fused_tp.all_gather_matmul(x, w, b, **{"group": None, **kw})
+
+
+def rs(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
+    return fused_tp.matmul_reduce_scatter(x, w, b, **{"group": None, **kw})
+
+
+def ar(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
+    return fused_tp.matmul_all_reduce(x, w, b, **{"group": None, **kw})
+
+
+def col(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
+    return fused_tp.column_parallel_matmul(x, w, b, **{"group": None, **kw})
+
+
+def norm(partial: Any = R, residual: Any = R, w: Any = NW, eps: Any = 1e-6, **kw: Any) -> Any:
+    return fused_tp.all_reduce_rms_norm(partial, residual, w, eps, **{"group": None, **kw})
+
+
+def mm_norm(x: Any = X, w: Any = W, residual: Any = R, nw: Any = NW, eps: Any = 1e-6, **kw: Any) -> Any:
+    return fused_tp.matmul_all_reduce_rms_norm(x, w, residual, nw, eps, **{"group": None, **kw})
+
+
+def ce(logits: Any = LOGITS, target: Any = TARGET, **kw: Any) -> Any:
+    return fused_tp.vocab_parallel_cross_entropy(logits, target, **{"group": None, **kw})
+
+
+def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    """What every op with x, weight and bias refuses."""
+    return [
+        (lambda: op([1.0]), TypeError, f"{x} must be a Tensor, not list."),
+        (lambda: op(X.long()), TypeError, f"{x} has dtype torch.int64; the op takes float16, bfloat16"),
+        (lambda: op(w=None), TypeError, "weight must be a Tensor, not NoneType."),
+        (lambda: op(w=W.double()), TypeError, f"weight has dtype torch.float64, but {x} has torch.float32"),
+        (lambda: op(w=W.to("meta")), ValueError, f"weight is on meta, but {x} is on cpu; move one of them."),
+        (
+            lambda: op(w=W.t()),
+            ValueError,
+            f"weight has shape (4, 5); it must be [out, 4], because {x} has shape (3, 4).",
+        ),
+        (lambda: op(w=torch.ones(4)), ValueError, "weight has shape (4,); it must be [out, 4]"),
+        (lambda: op(group="tp"), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not str."),
+    ]
+
+
+def bias_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (lambda: op(b=torch.ones(4)), ValueError, "bias has shape (4,); it must be (5,), one for each row of weight."),
+        (lambda: op(b=B.half()), TypeError, "bias has dtype torch.float16, but"),
+        (lambda: op(b=1.0), TypeError, "bias must be a Tensor, not float."),
+    ]
+
+
+def list_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (lambda: op(w=[]), ValueError, "weight is an empty list; pass at least one weight."),
+        (lambda: op(w=[W, W.t()]), ValueError, "weight[1] has shape (4, 5); it must be [out, 4]"),
+        (lambda: op(w=[W, W], b=[B]), ValueError, "bias is a list of 1, but weight is a list of 2"),
+        (lambda: op(w=[W, W], b=B), ValueError, "bias is Tensor, but weight is a list of 2"),
+        (lambda: op(b=[B]), TypeError, "bias is a list, but weight is a single tensor"),
+    ]
+
+
+def dim_cases(op: Callable[..., Any], dim: str, x: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (
+            lambda: op(**{dim: 1}),
+            ValueError,
+            f"{dim}=1 is the last dim of {x}, its features; pass a dim of tokens, 0 to 0",
+        ),
+        (lambda: op(**{dim: -1}), ValueError, f"{dim}=1 is the last dim of {x}"),
+        (lambda: op(**{dim: 2}), ValueError, f"{dim}=2 is out of range for {x} of shape (3, 4)."),
+        (lambda: op(**{dim: "0"}), TypeError, f"{dim} must be an int, not str."),
+        (lambda: op(**{dim: True}), TypeError, f"{dim} must be an int, not bool."),
+        (lambda: op(torch.ones(4)), ValueError, f"{x} has shape (4,); it needs at least 2 dims."),
+    ]
+
+
+CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *linear_cases(ag, "x_shard"),
+    *bias_cases(ag),
+    *list_cases(ag),
+    *dim_cases(ag, "gather_dim", "x_shard"),
+    (lambda: ag(gather_size=7), ValueError, "gather_size=7 cut over 1 ranks as torch.chunk does gives rank 0 7, but"),
+    (lambda: ag(gather_size=-1), ValueError, "gather_size=-1 cut over 1 ranks"),
+    (lambda: ag(gather_size=3.0), TypeError, "gather_size must be an int, not float."),
+    *linear_cases(rs, "x"),
+    *bias_cases(rs),
+    *dim_cases(rs, "scatter_dim", "x"),
+    *linear_cases(ar, "x"),
+    *bias_cases(ar),
+    *linear_cases(col, "x"),
+    *bias_cases(col),
+    *list_cases(col),
+    (lambda: norm(partial=None), TypeError, "partial must be a Tensor, not NoneType."),
+    (lambda: norm(partial=R.int()), TypeError, "partial has dtype torch.int32"),
+    (lambda: norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but partial has torch.float32"),
+    (lambda: norm(residual=R[:2]), ValueError, "residual has shape (2, 5); it must be (3, 5), the shape of the sum"),
+    (lambda: norm(w=R), ValueError, "norm_weight has shape (3, 5); it must be (5,), one for each feature."),
+    (lambda: norm(w=NW.double()), TypeError, "norm_weight has dtype torch.float64, but partial has torch.float32"),
+    (lambda: norm(eps=0.0), ValueError, "eps is 0.0; it must be positive"),
+    (lambda: norm(eps=float("nan")), ValueError, "eps is nan; it must be positive"),
+    (lambda: norm(eps="1e-6"), TypeError, "eps must be a float, not str."),
+    (lambda: norm(group=0), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not int."),
+    *linear_cases(mm_norm, "x"),
+    (lambda: mm_norm(residual=X), ValueError, "residual has shape (3, 4); it must be (3, 5), the shape of the sum"),
+    (lambda: mm_norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but x has torch.float32"),
+    (lambda: mm_norm(nw=NW[:4]), ValueError, "norm_weight has shape (4,); it must be (5,), one for each feature."),
+    (lambda: mm_norm(eps=-1), ValueError, "eps is -1; it must be positive"),
+    (lambda: ce(logits=1.0), TypeError, "logits_shard must be a Tensor, not float."),
+    (lambda: ce(logits=LOGITS.long()), TypeError, "logits_shard has dtype torch.int64"),
+    (lambda: ce(target=[0]), TypeError, "target must be a Tensor, not list."),
+    (lambda: ce(target=TARGET.int()), TypeError, "target has dtype torch.int32; it must be int64 class indices"),
+    (lambda: ce(target=LOGITS), TypeError, "target has dtype torch.float32; it must be int64 class indices"),
+    (lambda: ce(target=TARGET[:2]), ValueError, "target has shape (2,); it must be (3,), one for each row of"),
+    (lambda: ce(target=TARGET.to("meta")), ValueError, "target is on meta, but logits_shard on cpu"),
+    (lambda: ce(target=TARGET + 4), ValueError, "target holds 4; class indices are 0 to 3, or ignore_index=-100."),
+    (lambda: ce(label_smoothing=1.5), ValueError, "label_smoothing is 1.5; it must be between 0 and 1."),
+    (lambda: ce(label_smoothing=None), TypeError, "label_smoothing must be a float, not NoneType."),
+    (lambda: ce(ignore_index=0.5), TypeError, "ignore_index must be an int, not float."),
+    (lambda: ce(reduction="max"), ValueError, "reduction is 'max'; it must be one of mean, sum, none."),
+    (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 cut over 1 ranks as torch.chunk does gives rank 0 9, but"),
+]
+
+
+def gather_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (lambda: op(1, 0, group=None), TypeError, "x_shard must be a Tensor, not int."),
+        (lambda: op(X.long(), 0, group=None), TypeError, "x_shard has dtype torch.int64"),
+        (lambda: op(X[0, 0], 0, group=None), ValueError, "x_shard has shape (); it needs at least 1 dims."),
+        (lambda: op(X, 2, group=None), ValueError, "dim=2 is out of range for x_shard of shape (3, 4)."),
+        (lambda: op(X, None, group=None), TypeError, "dim must be an int, not NoneType."),
+        (lambda: op(X, 0, group=None, gather_size=4), ValueError, "gather_size=4 cut over 1 ranks"),
+        (lambda: op(X, 0, group=1), TypeError, "group must be a ProcessGroup"),
+    ]
+
+
+def scatter_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (lambda: op(1, 0, group=None), TypeError, "x must be a Tensor, not int."),
+        (lambda: op(X.bool(), 0, group=None), TypeError, "x has dtype torch.bool"),
+        (lambda: op(X[0, 0], 0, group=None), ValueError, "x has shape (); it needs at least 1 dims."),
+        (lambda: op(X, -3, group=None), ValueError, "dim=-3 is out of range for x of shape (3, 4)."),
+        (lambda: op(X, 0.0, group=None), TypeError, "dim must be an int, not float."),
+        (lambda: op(X, 0, group=1), TypeError, "group must be a ProcessGroup"),
+    ]
+
+
+def reduce_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    return [
+        (lambda: op(None, group=None), TypeError, "x must be a Tensor, not NoneType."),
+        (lambda: op("x", group=None), TypeError, "x must be a Tensor, not str."),
+        (lambda: op(X.int(), group=None), TypeError, "x has dtype torch.int32"),
+        (lambda: op(X.to(torch.complex64), group=None), TypeError, "x has dtype torch.complex64"),
+        (lambda: op(X, group="world"), TypeError, "group must be a ProcessGroup"),
+        (lambda: op(X), TypeError, "missing 1 required keyword-only argument: 'group'"),
+    ]
+
+
+def explain(*args: Any, **keywords: Any) -> Any:
+    return fused_tp.explain(*args, **keywords)
+
+
+CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(fused_tp.gather)]
+CASES += [*scatter_cases(fused_tp.reduce_scatter), *scatter_cases(fused_tp.scatter)]
+CASES += [*reduce_cases(fused_tp.all_reduce), *reduce_cases(fused_tp.copy_to_group)]
+CASES += [
+    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather_matmul"),
+    (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
+    (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
+    (lambda: explain("all_reduce_rms_norm", 3), TypeError, "The shape of partial must be a sequence of ints"),
+    (lambda: explain("all_reduce_rms_norm", (-1,)), ValueError, "The shape of partial is (-1,); it needs"),
+    (lambda: explain("all_reduce_rms_norm", (2,), group=3), TypeError, "group must be a ProcessGroup"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"), CASES, ids=[f"{i}-{case[2][:40]}" for i, case in enumerate(CASES)]
+)
+def test_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_mesh_of_two_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = DeviceMesh.__new__(DeviceMesh)
+    monkeypatch.setattr(DeviceMesh, "ndim", 2)
+    monkeypatch.setattr(DeviceMesh, "mesh_dim_names", ("dp", "tp"), raising=False)
+    with pytest.raises(ValueError, match=r"group is a DeviceMesh with 2 dims .* pass a 1-D mesh, such as mesh\['tp'\]"):
+        fused_tp.all_reduce(X, group=mesh)
+
+
+def test_not_a_member_of_the_group() -> None:
+    outsider: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that it leaves out
+    with pytest.raises(ValueError, match="group does not contain this rank"):
+        fused_tp.all_reduce(X, group=outsider)

@@ -1,0 +1,103 @@
+"""What torch expects of custom ops (schema, fake, autograd, tracing), by its own checks, on a group of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
+from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
+from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
+from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
+from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
+from tests.reference import seeded
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    return seeded(*shape, dtype=torch.float64, seed=seed).requires_grad_()
+
+
+SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
+    (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], "", 1, 3, True)),
+    (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), "", 1)),
+    (MATMUL_ALL_REDUCE, (leaf(3, 4), leaf(5, 4), None, "")),
+    (COLUMN_PARALLEL_MATMUL, (leaf(3, 4), [leaf(5, 4), leaf(2, 4)], [leaf(5)], [True, False], "")),
+    (ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(3, 4, seed=1), leaf(4), 1e-6, "")),
+    (MATMUL_ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(5, 4), leaf(3, 5), leaf(5), 1e-6, "")),
+    (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), "", 4, 0.1, -100)),
+    (ALL_GATHER, (leaf(3, 4), 1, 4, "")),
+    (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
+    (ALL_REDUCE, (leaf(3, 4), "")),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), SAMPLES, ids=[op.name for op, _ in SAMPLES])
+def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
+    torch.library.opcheck(op.overload, args)
+
+
+@pytest.mark.parametrize(("op", "args"), SAMPLES, ids=[op.name for op, _ in SAMPLES])
+def test_both_doors_lead_to_the_same(op: Any, args: tuple[Any, ...]) -> None:
+    """The eager shortcut and the torch.library op: same outputs, same gradients, to the bit."""
+    results = []
+    for door in (op, op.overload):
+        copies = [_copy(arg) for arg in args]
+        out = door(*copies)
+        outputs = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        leaves = [t for arg in copies for t in (arg if isinstance(arg, list) else [arg]) if _is_leaf(t)]
+        results.append([*outputs, *(t.grad for t in leaves)])
+    assert len(results[0]) == len(results[1])
+    for ours, torchs in zip(*results, strict=True):
+        assert torch.equal(ours, torchs)
+
+
+def _is_leaf(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.requires_grad
+
+
+def _copy(arg: Any) -> Any:
+    if isinstance(arg, list):
+        return [_copy(one) for one in arg]
+    return arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+
+
+@pytest.mark.parametrize(
+    "module", [all_gather_matmul, matmul_reduce_scatter, column_parallel_matmul], ids=lambda module: module.__name__
+)
+def test_second_derivative_is_refused(module: Any) -> None:
+    op = getattr(module, module.__name__.rpartition(".")[2])
+    x, w = leaf(3, 4), leaf(5, 4)
+    with pytest.raises(RuntimeError, match="the ops can be differentiated only once"):
+        torch.autograd.grad(op(x, w, group=None).pow(2).sum(), x, create_graph=True)
+
+
+def test_local_op_can_be_differentiated_twice() -> None:
+    x, w = leaf(3, 4), leaf(5, 4)
+    assert torch.autograd.gradgradcheck(lambda x, w: matmul_all_reduce.matmul_all_reduce(x, w, group=None), (x, w))
+
+
+def test_selective_checkpointing_sees_the_op() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    x, w = leaf(3, 4), leaf(5, 4)
+    y = checkpoint(
+        lambda x: matmul_all_reduce.matmul_all_reduce(x, w, group=None).sin(),
+        x,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    y.sum().backward()
+    assert MATMUL_ALL_REDUCE.overload in seen

@@ -1,0 +1,164 @@
+"""Partitions, settings, the dispatch table, tracing and the group of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_tp
+from fused_tp.ops.explain import explain_for
+from fused_tp.runtime import dispatch, settings, tracing
+from fused_tp.runtime.group import group_by_name, resolve_group
+from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.transport.base import sum_in_rank_order
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 7, 8, 12, 13])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_partition_is_that_of_torch_chunk(size: int, world_size: int) -> None:
+    chunks = list(torch.arange(size).chunk(world_size)) if size else []
+    chunks += [torch.arange(0)] * (world_size - len(chunks))
+    assert shard_sizes(size, world_size) == [len(chunk) for chunk in chunks]
+    for rank, chunk in enumerate(chunks):
+        assert list(range(*shard_range(size, world_size, rank))) == chunk.tolist()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
+def test_timeout_must_be_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", text)
+    with pytest.raises(ValueError, match="set it to a positive number of seconds"):
+        settings.timeout_seconds()
+
+
+def test_settings_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSED_TP_CHECK", raising=False)
+    assert not settings.check_ranks()
+    monkeypatch.setenv("FUSED_TP_CHECK", "yes")
+    assert settings.check_ranks()
+    monkeypatch.setenv("FUSED_TP_CHECK", "perhaps")
+    with pytest.raises(ValueError, match="FUSED_TP_CHECK is 'perhaps'; set it to 1 or 0"):
+        settings.check_ranks()
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "2.5")
+    assert settings.timeout_seconds() == 2.5
+
+
+def test_group_of_one_process() -> None:
+    group = resolve_group(None)
+    assert (group.size, group.rank, group.ranks) == (1, 0, (0,))
+    assert group_by_name(group.name) is group
+    with pytest.raises(RuntimeError, match="no process group named 'gone'"):
+        group_by_name("gone")
+
+
+def test_sum_is_in_rank_order_and_rounded_once() -> None:
+    terms = torch.tensor([[1.0], [2.0**-9], [2.0**-9]], dtype=torch.bfloat16)
+    # Each small term alone would be rounded away in bf16; together they are half a unit and with the bias a whole one.
+    assert sum_in_rank_order(terms, torch.tensor([2.0**-8], dtype=torch.bfloat16)).item() == 1.0 + 2.0**-7
+    big = torch.tensor([[1e8], [-1e8], [1.0]])
+    assert sum_in_rank_order(big).item() == 1.0
+    assert big[0].item() == 1e8, "the terms must not change"
+
+
+def choose(op: str, m: int, k: int | None, n: int | None) -> str:
+    return dispatch.choose(op, torch.float32, m, k, n, 2, "gloo", "cpu").schedule
+
+
+def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
+    assert choose("matmul_all_reduce", 1, None, 4096) == "plain"
+    assert choose("matmul_all_reduce", 4096, None, 4096) == "pipelined"
+    assert choose("all_gather_matmul", 1, 4096, None) == "plain"
+    assert choose("all_gather_matmul", 4096, 4096, None) == "pipelined"
+
+
+def write(path: Path, rules: list[dict[str, object]]) -> str:
+    path.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
+    return str(path)
+
+
+def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rules: list[dict[str, object]] = [
+        {"max_m": 4, "dtypes": ["bfloat16"], "schedule": "pipelined"},
+        {"world_sizes": [8], "schedule": "pipelined"},
+        {"schedule": "plain"},
+    ]
+    monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", rules))
+
+    def ask(m: int, dtype: torch.dtype, world_size: int) -> str:
+        return dispatch.choose("matmul_all_reduce", dtype, m, None, 8, world_size, "gloo", "cpu").schedule
+
+    assert ask(4, torch.bfloat16, 2) == "pipelined"
+    assert ask(5, torch.bfloat16, 2) == "plain"
+    assert ask(4, torch.float32, 2) == "plain"
+    assert ask(4, torch.float32, 8) == "pipelined"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not a dispatch table"),
+        ("{}", "is not a dispatch table"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "needs a schedule and may have"),
+    ],
+)
+def test_broken_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "broken.json").write_text(content)
+    monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "broken.json"))
+    with pytest.raises(ValueError, match=said):
+        choose("matmul_all_reduce", 1, None, 1)
+
+
+def test_table_without_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "short.json", [{"max_m": 1, "schedule": "plain"}]))
+    with pytest.raises(
+        ValueError, match="No rule of the dispatch table below default/default/default covers this call"
+    ):
+        choose("matmul_all_reduce", 2, None, 1)
+
+
+def test_missing_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "nowhere.json"))
+    with pytest.raises(ValueError, match=r"nowhere\.json is not a dispatch table"):
+        choose("matmul_all_reduce", 1, None, 1)
+
+
+def test_explain_on_one_rank() -> None:
+    explanation = fused_tp.explain("matmul_all_reduce", (1, 8), (4, 8), dtype=torch.float32)
+    assert str(explanation).splitlines() == [
+        "matmul_all_reduce(x [1, 8], weight [4, 8]), float32 on cpu, 1 rank",
+        "  forward: local over none, because the group has one rank, so nothing moves",
+        "  backward: nothing moves",
+    ]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "column_parallel_matmul"])
+def test_explain_for_groups_that_do_not_exist(op: str) -> None:
+    answer = explain_for(op, (512, 64), (32, 64), dtype=torch.float32, world_size=8, transport="nccl", arch="sm_90")
+    assert answer.backward is not None and answer.backward.schedule == "plain"
+    assert "sm_90, 8 ranks" in answer.call
+
+
+def test_spans_show_in_the_profiler() -> None:
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused_tp.matmul_all_reduce(x, w, group=None)
+    assert any(event.key == "fused_tp::matmul_all_reduce" for event in profile.key_averages())
+
+
+def test_waited_seconds_add_up() -> None:
+    before = tracing.waited_seconds()
+    tracing.add_wait(0.25)
+    assert tracing.waited_seconds() - before == pytest.approx(0.25)
+
+
+def test_import_brings_no_optional_dependency_and_no_process_group() -> None:
+    code = (
+        "import sys, fused_tp, torch.distributed as dist; assert not dist.is_initialized(); "
+        "loaded = {'transformers', 'triton', 'matplotlib', 'rich', 'torch.distributed.tensor'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
