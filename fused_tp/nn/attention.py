@@ -175,7 +175,7 @@ class ParallelAttention(nn.Module):
         shared: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
         shared |= {"cp_group": cp_group, "cp_layout": cp_layout}
         if isinstance(module, nn.MultiheadAttention):
-            return _from_multihead(cls, module, bool(causal), num_heads, shared)
+            return _from_multihead(cls, module, bool(causal), num_heads, shared, memo)
         return _from_projections(cls, module, causal, num_heads, shared, memo)
 
     def forward(
@@ -202,7 +202,7 @@ class ParallelAttention(nn.Module):
         Raises:
             ValueError: x that is not 3-D or of other width; a mask that does not fit; a mask or cache with cp_group.
         """
-        self._check_input(x, attention_mask, kv_cache)
+        self._check_input(x, positions, attention_mask, kv_cache)
         gather_size = self._gather_size(seq_len)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
@@ -211,7 +211,13 @@ class ParallelAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = self.rope(q, k, self._positions(q, kv_cache, seq_len) if positions is None else positions)
+            positions = self._positions(q, kv_cache, seq_len) if positions is None else positions
+            if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
+                raise ValueError(
+                    f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
+                    f"{q.shape[1]}."
+                )
+            q, k = self.rope(q, k, positions)
         if self.cp_group is not None:
             out = ring_attention(
                 q,
@@ -248,11 +254,11 @@ class ParallelAttention(nn.Module):
         return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
 
     def _gather_size(self, seq_len: int | None) -> int | None:
-        """How many tokens the tensor parallel ranks hold together."""
+        """How many tokens the tensor parallel ranks hold together, where that is said."""
         if self.cp_group is None or seq_len is None:
-            return seq_len if self.sequence_parallel else None
+            return seq_len
         _, size, rank = group_identity(self.cp_group)
-        return local_length(seq_len, size, rank, self.cp_layout) if self.sequence_parallel else None
+        return local_length(seq_len, size, rank, self.cp_layout)
 
     def _positions(self, q: Tensor, kv_cache: KVCache | None, seq_len: int | None) -> Tensor:
         if self.cp_group is not None:
@@ -261,7 +267,9 @@ class ParallelAttention(nn.Module):
         seen = 0 if kv_cache is None else kv_cache.length
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 
-    def _check_input(self, x: Tensor, attention_mask: Tensor | None, kv_cache: KVCache | None) -> None:
+    def _check_input(
+        self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None, kv_cache: KVCache | None
+    ) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.hidden_size:
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
@@ -270,6 +278,8 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"{name} cannot be used with cp_group: ring attention has each rank see a part of the keys only."
             )
+        if positions is not None and self.rope is None:
+            raise ValueError("positions were given, but this attention has no rope that would use them.")
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
                 raise TypeError(
@@ -320,6 +330,7 @@ def _from_multihead(
     causal: bool,
     num_heads: int | None,
     shared: dict[str, Any],
+    memo: Memo | None,
 ) -> ParallelAttention:
     if num_heads not in (None, module.num_heads):
         raise ValueError(f"num_heads is {num_heads}, but the nn.MultiheadAttention has {module.num_heads}.")
@@ -337,6 +348,11 @@ def _from_multihead(
             raise ValueError(f"the nn.MultiheadAttention has {name} (add_bias_kv=True), which ParallelAttention lacks.")
     if module.add_zero_attn:
         raise ValueError("the nn.MultiheadAttention has add_zero_attn=True, which ParallelAttention lacks.")
+    if memo is not None and module.in_proj_weight in memo:
+        raise ValueError(
+            "the nn.MultiheadAttention shares its packed in_proj_weight with one converted before, and the projections "
+            "made of it cannot be kept tied; give it weights of its own."
+        )
     hidden = module.embed_dim
     weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
@@ -352,8 +368,10 @@ def _from_multihead(
         dtype=module.in_proj_weight.dtype,
         **shared,
     )
-    # The slices of the packed weight are views made for this call, so they cannot be tied to anything: no memo.
-    return _take(made, [*projections, module.out_proj], None).train(module.training)
+    _take(made, [*projections, module.out_proj], memo)
+    if memo is not None:
+        memo[module.in_proj_weight] = made.q_proj.weight
+    return made.train(module.training)
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -312,6 +312,13 @@ def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_siz
     """The outputs of column-parallel layers that read the same x, by one op: x travels once for all of them."""
     first = layers[0]
     first._check_input(x, first.in_features, "in_features")
+    if gather_size is not None and not first.sequence_parallel:
+        check_sequence_dim(x, first.sequence_dim)
+        if x.shape[first.sequence_dim] != gather_size:
+            raise ValueError(
+                f"the whole sequence is said to be {gather_size} long, but x holds {x.shape[first.sequence_dim]} along "
+                f"dim {first.sequence_dim} and the layer is not sequence_parallel; leave the length out or pass x's."
+            )
     weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
     outputs: Sequence[Tensor]
     if first.sequence_parallel:
@@ -421,6 +428,7 @@ def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | No
         for layer in layers
         if type(layer) in (ColumnParallelLinear, RepeatedColumnLinear)
         and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
         and "forward" not in layer.__dict__
     ]
     if len(plain) == len(layers):
@@ -436,8 +444,8 @@ def check_positive(name: str, value: int) -> None:
 def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
     if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; under sequence_parallel it must name a "
-            "dim of x before the last one."
+            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of x before "
+            "the last one."
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.nn.linear import ColumnParallelLinear, column_forward
 
-_waiting = threading.local()  # .group: the SharedGather of this thread whose parts wait
+
+class _Waiting(threading.local):
+    """The group of this thread whose parts wait; weakly, so that a model can be freed."""
+
+    def __init__(self) -> None:
+        self.group: Callable[[], SharedGather | None] = lambda: None
+
+
+_waiting = _Waiting()
 
 
 class _Parts:
@@ -57,11 +65,11 @@ class SharedGather:
             return output
         outputs = dict(enumerate(column_forward(self.layers, x, gather_size)))
         output = outputs.pop(index)
-        previous = getattr(_waiting, "group", None)
+        previous = _waiting.group()
         if previous is not None:
             previous.parts = None
         self.parts = _Parts(x, state, outputs)
-        _waiting.group = self
+        _waiting.group = weakref.ref(self)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:

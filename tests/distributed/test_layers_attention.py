@@ -287,6 +287,10 @@ def multihead(group: dist.ProcessGroup) -> None:
     for option, message in options:
         with pytest.raises(ValueError, match=message):
             ParallelAttention.from_module(nn.MultiheadAttention(24, HEADS, **option), mesh=mesh)
+    memo: dict[Tensor, nn.Parameter] = {}
+    ParallelAttention.from_module(full, mesh=mesh, memo=memo)
+    with pytest.raises(ValueError, match="in_proj_weight"):
+        ParallelAttention.from_module(full, mesh=mesh, memo=memo)
     with pytest.raises(ValueError, match="num_heads is 6"):
         ParallelAttention.from_module(full, mesh=mesh, num_heads=6)
 
@@ -337,6 +341,13 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         attention(x, attention_mask=torch.ones(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="attention_mask has shape"):
         attention(x, attention_mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="positions were given"):
+        attention(x, positions=torch.arange(3))
+    turned = ParallelAttention(8, 4, mesh=mesh, rope=RotaryEmbedding(2))
+    with pytest.raises(ValueError, match=r"positions has shape \(4,\)"):
+        turned(x, positions=torch.arange(4))
+    with pytest.raises(ValueError, match="said to be 4 long"):
+        turned(x, seq_len=4)
     with pytest.raises(ValueError, match="does not fit"):
         attention(x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="attention_mask cannot be used with cp_group"):

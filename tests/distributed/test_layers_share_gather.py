@@ -180,6 +180,12 @@ def nothing_is_kept(group: dist.ProcessGroup) -> None:
     gc.collect()
     assert held() is None
 
+    model.linears[0](seeded(4, 6, dtype=torch.float64))
+    layer = weakref.ref(model.linears[0])
+    del model
+    gc.collect()
+    assert layer() is None
+
 
 def test_nothing_is_kept_alive() -> None:
     run_ranks(2, nothing_is_kept)
