@@ -134,13 +134,10 @@ class DemoSettings:
             )
 
     def _check_packages(self) -> None:
-        needed = ["matplotlib", "rich"] + (["transformers"] if self.hf else [])
-        missing = [name for name in needed if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"The demo draws with matplotlib, shows progress with rich and reads --hf with transformers; "
-                f"not installed here: {', '.join(missing)}. Install: pip install {' '.join(missing)}"
-            )
+        needed = {"matplotlib": "demo", "rich": "demo"} | ({"transformers": "hf"} if self.hf else {})
+        for package, extra in needed.items():
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"The demo needs {package}, which is not installed: pip install 'fused-tp[{extra}]'")
 
     def to_json(self) -> dict[str, object]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
