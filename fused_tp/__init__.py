@@ -1,7 +1,13 @@
 """fused_tp: tensor and context parallelism whose communication hides behind its compute.
 
-Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with.
+Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with. What
+needs DTensor (layers, `parallelize`, parallel styles) is loaded at first use.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
@@ -11,26 +17,61 @@ from fused_tp.ops.explain import explain
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
+if TYPE_CHECKING:
+    from fused_tp import nn
+    from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
+    from fused_tp.integrations.parallelize import parallelize
+
+_LAZY = {
+    "FusedColwiseParallel": "fused_tp.integrations.dtensor",
+    "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
+    "FusedSequenceParallel": "fused_tp.integrations.dtensor",
+    "nn": "fused_tp.nn",
+    "parallelize": "fused_tp.integrations.parallelize",
+}
+
 __all__ = [
-    "CollectiveTimeoutError",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "column_parallel_matmul",
+    "all_reduce_rms_norm",
+    "matmul_all_reduce_rms_norm",
+    "vocab_parallel_cross_entropy",
+    "ring_attention",
+    "shard_sequence",
+    "unshard_sequence",
+    "sequence_positions",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "copy_to_group",
+    "scatter",
+    "gather",
+    "nn",
+    "parallelize",
+    "FusedColwiseParallel",
+    "FusedRowwiseParallel",
+    "FusedSequenceParallel",
+    "explain",
     "FusedTPError",
+    "CollectiveTimeoutError",
     "PeerLostError",
     "RankMismatchError",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_reduce_rms_norm",
-    "column_parallel_matmul",
-    "copy_to_group",
-    "explain",
-    "gather",
-    "matmul_all_reduce",
-    "matmul_all_reduce_rms_norm",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
-    "scatter",
-    "vocab_parallel_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fused_tp' has no attribute {name!r}")
+    module = import_module(_LAZY[name])
+    return module if name == "nn" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,13 +17,19 @@ from fused_tp.runtime.partition import shard_range
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+def check_local(name: str, t: Any) -> None:
+    """A tensor that is this rank's own, of any dtype."""
+    if type(t) is Tensor or type(t) is Parameter:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
+    if hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
+        raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
+
+
 def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
     """A local floating-point tensor with at least `least_dims` dims."""
-    if type(t) is not Tensor and type(t) is not Parameter:
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
-        if hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
-            raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
+    check_local(name, t)
     if t.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {t.dtype}; the op takes float16, bfloat16, float32 and float64.")
     if t.ndim < least_dims:

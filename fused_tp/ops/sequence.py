@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fused_tp.ops.arguments import any_dim, check_int
+from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.ring_plan import check_layout, local_length, position_ranges
@@ -96,10 +95,7 @@ def unshard_sequence(
 
 
 def _check(x: Any, name: str, dim: Any, layout: Any) -> int:
-    if isinstance(x, DTensor):
-        raise TypeError(f"{name} is a DTensor; pass this rank's part of it, {name}.to_local().")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, not {type(x).__name__}.")
+    check_local(name, x)
     check_layout(layout)
     return any_dim("dim", dim, name, x)
 
