@@ -22,7 +22,7 @@ all: test
 
 install: $(STAMP)
 
-# --no-build-isolation: no build environment can then take another torch than the pinned one, and the compiler flags name
+# --no-build-isolation: no build environment can then take another torch than the pinned one, and compiler flags name
 # the same include folders each time, so that only what changed compiles.
 $(STAMP): setup.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
 format: $(STAMP)

@@ -51,7 +51,7 @@ POOL_SIZE = 4
 START_SECONDS = 120  # importing torch in four processes at once on a busy machine
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 GRACE_SECONDS = 15  # once a rank has failed, how long the others get to finish or to notice
-EXIT_SECONDS = 10
+EXIT_SECONDS = 60  # the last garbage collection takes seconds on a busy machine
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -133,7 +133,8 @@ def fresh_ranks(
     workers = _Workers(world_size, env=env)
     try:
         outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
-        if not expect_deaths:
+        # A rank that raised may have left peers in the middle of something, and gloo's threads then take long to end.
+        if not expect_deaths and all(outcome.error is None for outcome in outcomes):
             workers.exit_cleanly()
         return sorted(outcomes, key=lambda outcome: outcome.rank)
     finally:
@@ -209,6 +210,10 @@ class _Workers:
         accept_deaths: bool = False,
     ) -> list[Outcome]:
         """The outcomes in the order of arrival."""
+        if fn.__module__ == "__main__":
+            raise TypeError(
+                f"{fn.__qualname__} cannot run on ranks from __main__: import its module under its own name"
+            )
         if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
             raise TypeError(f"{fn.__qualname__} cannot run on ranks: only a module-level function can be sent there")
         if world_size in self.spoiled:

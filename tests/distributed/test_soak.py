@@ -1,0 +1,19 @@
+"""One short round of `make soak` each way, so that the soak itself keeps working."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests import soak
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
+
+
+def test_a_round_of_random_calls() -> None:
+    assert "growth" in soak.soak_round(seed=1, calls=12)
+
+
+def test_a_round_in_which_a_rank_dies() -> None:
+    assert "all others noticed" in soak.soak_round(seed=3, calls=12)

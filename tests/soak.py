@@ -1,0 +1,204 @@
+"""`make soak`: random ops of random sizes on random numbers of ranks, for as long as asked.
+
+    python -m tests.soak --minutes 10 [--seed 0]
+
+Every round starts new ranks, runs a few hundred random calls with their backwards, and compares each with fp64. Every
+fourth round one rank kills itself on the way, and all others must notice. A round also fails when memory of a rank
+keeps growing or something is left in /dev/shm. It prints each round's seed first, which repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.sequence import shard_sequence
+from fused_tp.runtime.partition import shard_range
+from tests.reference import assert_within_dtype_error, attention64, gradients64, matmul64, rms_norm64, seeded
+from tests.workers import Outcome, fresh_ranks
+
+CALLS = 300
+KILL_EVERY = 4
+GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
+
+
+def own(t: Tensor | None, dim: int, group: Any) -> Tensor:
+    assert t is not None
+    start, stop = shard_range(t.shape[dim], dist.get_world_size(group), dist.get_rank(group))
+    return t.narrow(dim, start, stop - start).contiguous().requires_grad_(t.is_floating_point())
+
+
+def inputs(rng: random.Random) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    """x [M, K], weight [N, K], the output's gradient [M, N]."""
+    m, k, n = (rng.choice((1, rng.randint(2, 33), rng.randint(34, 300))) for _ in range(3))
+    dtype = rng.choice(DTYPES)
+    seed = rng.randrange(1 << 30)
+    return (
+        seeded(m, k, dtype=dtype, seed=seed),
+        seeded(n, k, dtype=dtype, seed=seed + 1, scale=k**-0.5),
+        seeded(m, n, dtype=dtype, seed=seed + 2),
+        dtype,
+    )
+
+
+def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, terms: int) -> None:
+    assert actual is not None and wanted is not None, f"{name} is missing"
+    assert_within_dtype_error(actual.detach(), wanted, dtype, reduced_over=max(1, terms), roundings=2, name=name)
+
+
+def gathered_matmul(group: Any, rng: random.Random) -> None:
+    x, w, d, dtype = inputs(rng)
+    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
+    x_shard, w_shard = own(x, 0, group), own(w, 0, group)
+    y = fused_tp.all_gather_matmul(x_shard, w_shard, group=group, gather_size=x.shape[0])
+    assert isinstance(y, Tensor)
+    y.backward(own(d, 1, group).detach())
+    check("all_gather_matmul", y, own(y64, 1, group), dtype, x.shape[1])
+    check("its dx", x_shard.grad, own(dx64, 0, group), dtype, w.shape[0])
+    check("its dw", w_shard.grad, own(dw64, 0, group), dtype, x.shape[0])
+
+
+def scattered_matmul(group: Any, rng: random.Random) -> None:
+    x, w, d, dtype = inputs(rng)
+    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
+    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
+    y = fused_tp.matmul_reduce_scatter(x_shard, w_shard, group=group)
+    y.backward(own(d, 0, group).detach())
+    check("matmul_reduce_scatter", y, own(y64, 0, group), dtype, x.shape[1])
+    check("its dx", x_shard.grad, own(dx64, 1, group), dtype, w.shape[0])
+    check("its dw", w_shard.grad, own(dw64, 1, group), dtype, x.shape[0])
+
+
+def reduced_matmul(group: Any, rng: random.Random) -> None:
+    x, w, d, dtype = inputs(rng)
+    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
+    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
+    y = fused_tp.matmul_all_reduce(x_shard, w_shard, group=group)
+    y.backward(d)
+    check("matmul_all_reduce", y, y64, dtype, x.shape[1])
+    check("its dx", x_shard.grad, own(dx64, 1, group), dtype, w.shape[0])
+    check("its dw", w_shard.grad, own(dw64, 1, group), dtype, x.shape[0])
+
+
+def normed_matmul(group: Any, rng: random.Random) -> None:
+    x, w, residual, dtype = inputs(rng)
+    norm_weight = seeded(w.shape[0], dtype=dtype, seed=rng.randrange(1 << 30))
+    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
+    normed, new_residual = fused_tp.matmul_all_reduce_rms_norm(
+        x_shard, w_shard, residual, norm_weight, 1e-5, group=group
+    )
+    check("new_residual", new_residual, matmul64(x, w) + residual.double(), dtype, x.shape[1])
+    # The norm of what was rounded: its error is that of one op, not of two.
+    check("normed", normed, rms_norm64(new_residual.detach(), norm_weight, 1e-5), dtype, w.shape[0])
+
+
+def attention(group: Any, rng: random.Random) -> None:
+    seq, kv_heads, head_dim = rng.randint(8, 200), rng.choice((1, 2)), rng.choice((8, 16))
+    causal, dtype, layout = rng.random() < 0.7, rng.choice(DTYPES), rng.choice(("zigzag", "contiguous"))
+    seed = rng.randrange(1 << 30)
+    q = seeded(1, seq, kv_heads * 2, head_dim, dtype=dtype, seed=seed)
+    k, v = (seeded(1, seq, kv_heads, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2))
+    out64 = attention64(q, k, v, causal=causal)[0]
+    shards = [shard_sequence(t, 1, group=group, layout=layout) for t in (q, k, v)]
+    out = ring_attention(*shards, group=group, causal=causal, layout=layout, seq_len=seq)
+    check("ring_attention", out, shard_sequence(out64, 1, group=group, layout=layout), dtype, head_dim + seq)
+
+
+CASES: tuple[Callable[[Any, random.Random], None], ...] = (
+    gathered_matmul,
+    scattered_matmul,
+    reduced_matmul,
+    normed_matmul,
+    attention,
+)
+
+
+def soak_rank(group: Any, seed: int, calls: int, kill_at: int | None) -> int:
+    """Runs the calls that `seed` gives, the same on all ranks, and returns by how many bytes this rank then grew."""
+    rng = random.Random(seed)
+    half_way = 0
+    for call in range(calls):
+        if call == kill_at and dist.get_rank(group) == dist.get_world_size(group) - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rng.choice(CASES)(group, rng)
+        if call == calls // 2:
+            half_way = resident_bytes()
+    return resident_bytes() - half_way
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def soak_round(seed: int, calls: int = CALLS) -> str:
+    """One round; returns what it did, raises what went wrong."""
+    rng = random.Random(seed)
+    world_size, schedule = rng.randint(2, 4), rng.choice(SCHEDULES)
+    kill_at = rng.randrange(calls) if seed % KILL_EVERY == KILL_EVERY - 1 else None
+    left_before = set(os.listdir("/dev/shm"))
+    began = time.monotonic()
+    outcomes = fresh_ranks(
+        world_size,
+        soak_rank,
+        seed,
+        calls,
+        kill_at,
+        timeout=600,
+        env={"FUSED_TP_SCHEDULE": schedule},
+        expect_deaths=kill_at is not None,
+    )
+    seconds = time.monotonic() - began
+    left = set(os.listdir("/dev/shm")) - left_before
+    assert not any("fused_tp" in name for name in left), f"left in /dev/shm: {sorted(left)}"
+    what = f"{world_size} ranks, schedule {schedule or 'by table'}, {calls} calls, {seconds:.0f} s"
+    if kill_at is not None:
+        check_deaths(outcomes)
+        return f"{what}, rank {world_size - 1} killed at call {kill_at}: all others noticed"
+    growth = max(outcome.unwrap() for outcome in outcomes) / 2**20
+    assert growth < GROWTH_MIB, f"a rank grew by {growth:.0f} MiB over {math.ceil(calls / 2)} calls"
+    return f"{what}, growth {growth:.1f} MiB"
+
+
+def check_deaths(outcomes: list[Outcome]) -> None:
+    *others, victim = outcomes
+    assert victim.exit_code == -signal.SIGKILL
+    for outcome in others:
+        assert isinstance(outcome.error, RuntimeError), f"rank {outcome.rank} did not notice: {outcome}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--calls", type=int, default=CALLS, help="per round")
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
+    rounds = 0
+    while rounds == 0 or time.monotonic() < end:
+        seed = arguments.seed + rounds
+        print(f"seed {seed}: ", end="", flush=True)
+        print(soak_round(seed, arguments.calls), flush=True)
+        rounds += 1
+    print(f"{rounds} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    # Under its own name: the ranks import the function they run by the name of its module.
+    from tests.soak import main as soak_main
+
+    soak_main()
