@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo: 0 when the runs train alike, 1 when they differ, 2 when the arguments do not fit (stderr says why)."""
+    """Run the demo: 0 when the runs train alike, 1 when they differ, 2 when the arguments do not fit."""
     try:
         settings = DemoSettings.from_arguments(arguments)
         # Here, not above: `fused-tp --help` and a wrong argument need not wait for torch.

@@ -76,7 +76,7 @@ class DemoResult:
 
     @property
     def largest_difference(self) -> float:
-        """Of either parallel run to the single process, over the first steps: in time the last bits of any two runs grow."""
+        """Of either parallel run, over the first steps: in time the last bits of any two runs grow apart."""
         return largest(self.differences(self.plain)[:EQUAL_STEPS] + self.differences(self.fused)[:EQUAL_STEPS])
 
     @property
