@@ -34,9 +34,9 @@ X86_FLAGS = {
 }
 
 
-# Device code and examples live beside the package and are installed inside it: the triton project ships a top-level
-# `triton_kernels` of its own, and a top-level `examples` would be anybody's.
-FOLDED_IN = {"fused_tp.triton_kernels": "triton_kernels", "fused_tp.examples": "examples"}
+# These live beside the package and are installed inside it: the triton project ships a top-level `triton_kernels` of
+# its own, and top-level `examples` and `benchmarks` would be anybody's.
+FOLDED_IN = {f"fused_tp.{folder}": folder for folder in ("triton_kernels", "examples", "benchmarks")}
 
 
 class NativeCoreError(Exception):

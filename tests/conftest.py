@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests import workers
 
 torch.set_num_threads(1)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank processes inherit it
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -57,16 +58,17 @@ _LIBRARIES = {
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
-# Sizes whose dispatch is shown: one token and a prompt through a layer of an 8B model, on two ranks.
+# Sizes whose dispatch is shown: rows per rank, in a layer of an 8B model, on two ranks.
 _TOKENS = {"1 token": 1, "2048 tokens": 2048}
 _HIDDEN, _RANKS = 4096, 2
-_OPS = {  # (k, n) as dispatch.choose wants them: None where cut over the ranks
-    "all_gather_matmul": (_HIDDEN, None),
-    "matmul_reduce_scatter": (None, _HIDDEN),
-    "matmul_all_reduce": (None, _HIDDEN),
-    "column_parallel_matmul": (_HIDDEN, None),
-    "all_reduce_rms_norm": (None, _HIDDEN),
-    "matmul_all_reduce_rms_norm": (None, _HIDDEN),
+# How many tensors each op's shapes are those of: x [tokens, hidden], and weight [hidden, hidden] where there are two.
+_OPS = {
+    "all_gather_matmul": 2,
+    "matmul_reduce_scatter": 2,
+    "matmul_all_reduce": 2,
+    "column_parallel_matmul": 2,
+    "all_reduce_rms_norm": 1,
+    "matmul_all_reduce_rms_norm": 2,
 }
 
 
@@ -234,12 +236,16 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
         ways.append(("cuda", "nccl", dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))))
     forced = settings.forced_schedule()
     for device, transport, arch in ways:
-        for op, (k, n) in _OPS.items():
+        for op, tensors in _OPS.items():
             try:
-                chosen = [
-                    forced or dispatch.choose(op, torch.bfloat16, m, k, n, _RANKS, transport, arch).schedule
-                    for m in _TOKENS.values()
-                ]
+                chosen = []
+                for tokens in _TOKENS.values():
+                    shapes = ((tokens, _HIDDEN), (_HIDDEN, _HIDDEN))[:tensors]
+                    explanation = explain_for(
+                        op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
+                    )
+                    decision = explanation.forward or explanation.backward
+                    chosen.append(forced or (decision.schedule if decision else "local"))
             except (ValueError, OSError) as error:
                 yield Finding(section, f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:

@@ -20,6 +20,7 @@ pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
 CSRC = REPOSITORY / "csrc"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "out", "dist", "*.egg-info", "__pycache__", "*.so")
 BUILD = "import sys; from setuptools import build_meta; print('BUILT', getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+FOLDERS = ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks", "tests")
 # Without bindings.cpp: it needs Python's headers, which are those of this machine.
 SHM_SOURCES = sorted(CSRC.glob("shm/*.cpp"))
 PORTABLE_SOURCES = [source for source in SHM_SOURCES if "_avx" not in source.stem]
@@ -64,9 +65,7 @@ def wheel_without_core(unpacked_sdist: Path) -> tuple[Path, str]:
 
 
 def test_sdist_has_all_that_a_build_and_the_tests_need(unpacked_sdist: Path) -> None:
-    wanted = [
-        file for folder in ("csrc", "fused_tp", "triton_kernels", "examples", "tests") for file in sources(folder)
-    ]
+    wanted = [file for folder in FOLDERS for file in sources(folder)]
     wanted += [Path(name) for name in ("Makefile", "constraints.txt", "LICENSE", ".ci/run", ".clang-format")]
     missing = [str(file) for file in wanted if not (unpacked_sdist / file).exists()]
     assert not missing
@@ -80,7 +79,8 @@ def sources(folder: str) -> list[Path]:
 def test_wheel_has_every_package_and_no_top_level_of_others(wheel_without_core: tuple[Path, str]) -> None:
     names = set(zipfile.ZipFile(wheel_without_core[0]).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fused_tp"}
-    for folder, installed in [("fused_tp", ""), ("triton_kernels", "fused_tp/"), ("examples", "fused_tp/")]:
+    for folder in ("fused_tp", "triton_kernels", "examples", "benchmarks"):
+        installed = "" if folder == "fused_tp" else "fused_tp/"
         missing = [file for file in sources(folder) if file.suffix != ".h" and f"{installed}{file}" not in names]
         assert not missing
 
