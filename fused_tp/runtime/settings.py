@@ -51,6 +51,12 @@ def forced_schedule() -> str | None:
     return os.environ.get("FUSED_TP_SCHEDULE") or None
 
 
+def routing() -> tuple[str | None, str | None, str | None]:
+    """Whatever decides between schedules, unread: equal values mean equal choices. Every op call asks."""
+    get = os.environ.get
+    return get("FUSED_TP_SCHEDULE"), get("FUSED_TP_SHM"), get("FUSED_TP_TABLE")
+
+
 def table_path() -> str | None:
     """A dispatch table to use in place of the shipped one (`FUSED_TP_TABLE`), as `fused-tp bench --tune` writes."""
     return os.environ.get("FUSED_TP_TABLE") or None

@@ -18,6 +18,7 @@ from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 
 LOCAL = Local()
+_MOST_REMEMBERED = 4096
 NAMES = ("plain", "pipelined", "one_sided")
 
 
@@ -50,6 +51,20 @@ def select_schedule(
     """
     if group.size == 1:
         return LOCAL
+    # One lookup for a call like one before; all that follows takes several times as long.
+    key = ("selected", op, dtype, device, m, k, n, settings.routing())
+    selected: Schedule | None = group.memo.get(key)
+    if selected is None:
+        if len(group.memo) > _MOST_REMEMBERED:  # lengths that keep changing
+            for old in [old for old in group.memo if old[0] == "selected"]:
+                del group.memo[old]
+        selected = group.memo[key] = _select(op, group, dtype, device, m, k, n)
+    return selected
+
+
+def _select(
+    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
+) -> Schedule:
     name = settings.forced_schedule()
     if name is None:
         transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
