@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.workers import REPOSITORY
 
@@ -91,10 +92,12 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
     assert "apt-get install g++" in output
     site = wheel.parent / "site"
     zipfile.ZipFile(wheel).extractall(site)
+    # -S: no .pth file is read, so that an editable install in this environment does not lend its core.
+    paths = os.pathsep.join([str(site), str(Path(torch.__file__).parents[1])])
     done = subprocess.run(
-        [sys.executable, "-m", "fused_tp", "doctor", "--json"],
+        [sys.executable, "-S", "-m", "fused_tp", "doctor", "--json"],
         cwd=site,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=120,
