@@ -1,5 +1,6 @@
 // fused_tp._core. The only file that knows pybind11. Tensors come as addresses, sizes and dtype numbers: the module
 // needs no torch to build or to load, so one wheel serves every torch version.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -134,8 +135,8 @@ void bind_group(py::module_& m) {
       .def("abandon", &Call::abandon);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Ranks of one host that share memory.")
-      .def(py::init([](int rank, int size, size_t reserve_bytes, double timeout_seconds) {
-             return std::make_shared<Group>(rank, size, reserve_bytes, timeout_seconds, check_signals);
+      .def(py::init([](int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds) {
+             return std::make_shared<Group>(rank, size, reserve_bytes, std::move(timeout_seconds), check_signals);
            }),
            py::arg("rank"), py::arg("size"), py::arg("reserve_bytes"), py::arg("timeout_seconds"))
       .def_property_readonly("address",
@@ -154,7 +155,6 @@ void bind_group(py::module_& m) {
       .def_property_readonly("waited_seconds", &Group::waited_seconds)
       .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
       .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
-      .def("set_timeout", &Group::set_timeout, py::arg("seconds"))
       .def("close", &Group::close)
       .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
       .def("allocate",
@@ -166,28 +166,30 @@ void bind_group(py::module_& m) {
              }
              return std::make_unique<PooledMemory>(group, offset, bytes);
            })
-      .def("at",
-           [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
-             require(rank >= 0 && rank < group->size(), "rank is not one of the group's");
-             const auto& segment = group->segment(rank);
-             require(offset <= segment->bytes() && bytes <= segment->bytes() - offset,
-                     "the range lies outside of the rank's shared memory");
-             return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
-           },
-           py::arg("rank"), py::arg("offset"), py::arg("bytes"))
+      .def(
+          "at",
+          [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
+            require(rank >= 0 && rank < group->size(), "rank is not one of the group's");
+            const auto& segment = group->segment(rank);
+            require(offset <= segment->bytes() && bytes <= segment->bytes() - offset,
+                    "the range lies outside of the rank's shared memory");
+            return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
+          },
+          py::arg("rank"), py::arg("offset"), py::arg("bytes"))
       .def("put_signal", [](Group& group, Address word) { group.put_signal(pointer<uint32_t>(word)); })
       .def("wait_signal",
            [](Group& group, Address word, uint32_t target, int source, double timeout_seconds) {
              py::gil_scoped_release release;
              group.wait_signal(pointer<uint32_t>(word), target, source, timeout_seconds);
            })
-      .def("begin",
-           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {
-             const Signature signature = to_signature(op, dtype, dims);
-             py::gil_scoped_release release;
-             return group.begin(signature, bytes);
-           },
-           py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"));
+      .def(
+          "begin",
+          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {
+            const Signature signature = to_signature(op, dtype, dims);
+            py::gil_scoped_release release;
+            return group.begin(signature, bytes);
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"));
 }
 
 void bind_collectives(py::module_& m) {
@@ -279,36 +281,13 @@ void bind_kernels(py::module_& m) {
         for (size_t row = 0; row < rows; ++row) {
           const size_t offset = row * row_bytes;
           for (size_t s = 0; s < partials.size(); ++s) at[s] = pointer<const char>(partials[s]) + offset;
-          kernels().rms_norm_row({at.data(), static_cast<int>(at.size()),
-                                  residual ? pointer<const char>(residual) + offset : nullptr, pointer<>(weight),
-                                  pointer<char>(new_residual) + offset, pointer<char>(normed) + offset, columns, eps},
-                                 type);
+          kernels().rms_norm_row(
+              {at.data(), static_cast<int>(at.size()), residual ? pointer<const char>(residual) + offset : nullptr,
+               pointer<>(weight), pointer<char>(new_residual) + offset, pointer<char>(normed) + offset, columns, eps},
+              type);
         }
       },
       "new_residual = residual + sum(partials); normed = new_residual / rms(new_residual) * weight; rows are dense.");
-  m.def(
-      "merge_attention",
-      [](Address out, Address lse, Address step_out, Address step_lse, size_t batch, size_t heads, size_t rows,
-         size_t columns, const std::vector<size_t>& out_strides, const std::vector<size_t>& lse_strides,
-         const std::vector<size_t>& step_out_strides, const std::vector<size_t>& step_lse_strides, int dtype) {
-        const DType type = to_dtype(dtype);
-        for (const auto& strides : {out_strides, lse_strides, step_out_strides, step_lse_strides})
-          require(strides.size() == 3, "strides are those of batch, head and row, in elements");
-        const size_t size = element_size(type);
-        auto offset = [](const std::vector<size_t>& strides, size_t b, size_t h, size_t row) {
-          return b * strides[0] + h * strides[1] + row * strides[2];
-        };
-        py::gil_scoped_release release;
-        for (size_t b = 0; b < batch; ++b)
-          for (size_t row = 0; row < rows; ++row)
-            for (size_t h = 0; h < heads; ++h)
-              kernels().merge_attention_row(
-                  pointer<float>(out) + offset(out_strides, b, h, row),
-                  pointer<float>(lse) + offset(lse_strides, b, h, row),
-                  pointer<const char>(step_out) + offset(step_out_strides, b, h, row) * size,
-                  pointer<const float>(step_lse)[offset(step_lse_strides, b, h, row)], columns, type);
-      },
-      "Joins one attention step into the carried fp32 (out, lse); strides of [batch, head, row] in elements.");
 }
 
 template <typename Error>

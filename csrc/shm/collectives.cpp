@@ -101,8 +101,7 @@ void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, si
   for (size_t k = 0; k < chunks; ++k) {
     call.wait_all(static_cast<uint32_t>(2 * k + 1));
     std::array<const void*, kMaxRanks> sources;
-    for (int r = 0; r < ranks; ++r)
-      sources[r] = r == me ? at(in, begin_of(k, me) * size) : workspace(r, k, me);
+    for (int r = 0; r < ranks; ++r) sources[r] = r == me ? at(in, begin_of(k, me) * size) : workspace(r, k, me);
     void* own = at(out, begin_of(k, me) * size);
     kernels().reduce(own, sources.data(), ranks, length_of(k, me), dtype, op);
     copy(workspace(me, k, ranks), own, length_of(k, me) * size);
@@ -261,7 +260,8 @@ void ring_shift(Group& group, const void* in, void* out, size_t count, DType dty
   const size_t bytes = count * element_size(dtype);
   const int ranks = group.size();
   const int from = ((group.rank() - shift) % ranks + ranks) % ranks;
-  const auto call = group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes, false);
+  const auto call =
+      group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes, false);
   copy(call->workspace(group.rank()), in, bytes);
   call->signal(1);
   if (from != group.rank()) call->wait(from, 1);
@@ -275,8 +275,8 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
   const size_t row_bytes = a.columns * element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
-  Signature signature = make_signature("all_reduce_rms_norm", dtype,
-                                       {static_cast<int64_t>(a.rows), static_cast<int64_t>(a.columns), 0});
+  Signature signature =
+      make_signature("all_reduce_rms_norm", dtype, {static_cast<int64_t>(a.rows), static_cast<int64_t>(a.columns), 0});
   std::memcpy(&signature.dims[2], &a.eps, sizeof a.eps);
   auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool add_residual) {
     kernels().rms_norm_row({partials, n_partials, add_residual ? at(a.residual, row * row_bytes) : nullptr, a.weight,
@@ -297,8 +297,8 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
     return;
   }
   // Two-shot by rows, as all_reduce_two_shot: the owner of a row sums it; the others normalise what it hands back.
-  const size_t block = std::max<size_t>(
-      {1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes, ceil_div(a.rows, kMaxChunks * static_cast<size_t>(ranks))});
+  const size_t block = std::max<size_t>({1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes,
+                                         ceil_div(a.rows, kMaxChunks * static_cast<size_t>(ranks))});
   const size_t chunk = block * static_cast<size_t>(ranks);
   const size_t chunks = ceil_div(a.rows, chunk);
   const size_t half = (chunk + block) * row_bytes;

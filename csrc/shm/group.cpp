@@ -107,11 +107,12 @@ class Backoff {
 
 }  // namespace
 
-Group::Group(int rank, int size, size_t reserve_bytes, double timeout_seconds, std::function<void()> interrupted)
+Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds,
+             std::function<void()> interrupted)
     : rank_(rank),
       size_(size),
       crowded_(size > ::sysconf(_SC_NPROCESSORS_ONLN)),  // asked once: it reads a file
-      timeout_seconds_(timeout_seconds),
+      timeout_seconds_(std::move(timeout_seconds)),
       interrupted_(std::move(interrupted)),
       segments_(static_cast<size_t>(size)),
       pidfds_(static_cast<size_t>(size), -1),
@@ -225,6 +226,7 @@ void Group::wait_until(const Wait& wait) {
     ~CountWait() { total += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()); }
   } count{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
+  double timeout_seconds = wait.timeout_seconds;
   Backoff backoff(crowded_);
   while (!wait.done()) {
     if (!backoff.step()) continue;
@@ -235,9 +237,10 @@ void Group::wait_until(const Wait& wait) {
       next_interrupt_check = now + std::chrono::milliseconds(100);
       interrupted_();
     }
-    if (std::chrono::duration<double>(now - begin).count() < wait.timeout_seconds || wait.done()) continue;
+    if (timeout_seconds <= 0) timeout_seconds = timeout_seconds_();
+    if (std::chrono::duration<double>(now - begin).count() < timeout_seconds || wait.done()) continue;
     std::ostringstream text;
-    text << wait.doing() << ", on rank " << rank_ << " of " << size_ << ": waited " << wait.timeout_seconds
+    text << wait.doing() << ", on rank " << rank_ << " of " << size_ << ": waited " << timeout_seconds
          << " s (FUSED_TP_TIMEOUT) for rank";
     const char* separator = " ";
     for (int r = 0; r < size_; ++r)
@@ -264,7 +267,7 @@ void Group::wait_signal(uint32_t* word, uint32_t target, int source, double time
   auto is_source = [&](int r) { return r == source; };
   wait_until({done, is_source, is_source, [] {},
               [&] { return "wait_signal(" + std::to_string(source) + "), signal " + std::to_string(target); },
-              timeout_seconds > 0 ? timeout_seconds : timeout_seconds_.load(std::memory_order_relaxed)});
+              timeout_seconds});
 }
 
 uint64_t Group::all_ended_by_me() {
@@ -306,7 +309,7 @@ size_t Group::allocate_workspace(size_t bytes, const Signature& signature, uint6
       return true;
     };
     const auto missing = [&](int r) { return !has_ended(r, oldest); };
-    wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }, timeout_seconds_});
+    wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
     recycle();
   }
   to_recycle_.push_back({number, offset});
@@ -336,8 +339,7 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
       };
       const auto missing = [&](int r) { return !ended(r); };
       if (!all_ended())
-        wait_until(
-            {all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }, timeout_seconds_});
+        wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
     }
     recycle();
     slot.workspace_offset = bytes <= kInlineBytes ? kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes
@@ -421,7 +423,7 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
   // A rank that ended the call did its part; whether it lives on does not matter to this call.
   auto matters = [&](int r) { return !group_->has_ended(r, number_); };
   group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
-                      [&] { return describe_call(signature, number_); }, group_->timeout_seconds_});
+                      [&] { return describe_call(signature, number_); }});
 }
 
 char* Call::workspace(int rank) {
@@ -438,8 +440,9 @@ void Call::signal(uint32_t stage) {
   if (stage == 0 || stage >= (1u << kStageBits))
     throw GroupError("stages are numbered 1 to " + std::to_string((1u << kStageBits) - 1) + ", not " +
                      std::to_string(stage));
-  group_->control(group_->rank()).slots[slot_].progress.store((number_ << kStageBits) | stage,
-                                                              std::memory_order_release);
+  group_->control(group_->rank())
+      .slots[slot_]
+      .progress.store((number_ << kStageBits) | stage, std::memory_order_release);
 }
 
 void Call::end() {

@@ -58,7 +58,8 @@ class Call {
 class Group : public std::enable_shared_from_this<Group> {
  public:
   // Reserves this rank's segment. `interrupted` is asked now and then during long waits and may throw.
-  Group(int rank, int size, size_t reserve_bytes, double timeout_seconds, std::function<void()> interrupted);
+  Group(int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds,
+        std::function<void()> interrupted);
   ~Group();
 
   SegmentAddress address() const { return segments_[rank_]->address(); }
@@ -67,7 +68,6 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
 
   // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ. With
@@ -82,7 +82,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::function<bool(int)> matters;  // does it matter to the wait that this rank lives?
     std::function<void()> check;       // looks for other reasons never to succeed, and throws them
     std::function<std::string()> doing;
-    double timeout_seconds;
+    double timeout_seconds = 0;  // 0: the group's own
   };
   // Until `done`, bounded by the deadline.
   void wait_until(const Wait& wait);
@@ -121,15 +121,15 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank_;
   int size_;
-  bool crowded_;  // more ranks than cores
-  std::atomic<double> timeout_seconds_;
+  bool crowded_;                             // more ranks than cores
+  std::function<double()> timeout_seconds_;  // asked once a wait turns out to be long
   std::function<void()> interrupted_;
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> pidfds_;
   std::unique_ptr<Heap> heap_;
-  std::mutex mutex_;  // order of calls
-  std::atomic<uint64_t> last_call_{0};  // written with mutex_ held
-  uint64_t own_ended_ = 0;  // this rank has ended all calls up to here
+  std::mutex mutex_;                                   // order of calls
+  std::atomic<uint64_t> last_call_{0};                 // written with mutex_ held
+  uint64_t own_ended_ = 0;                             // this rank has ended all calls up to here
   std::atomic<uint64_t> known_ended_[kMaxRanks] = {};  // and rank r has, as far as this rank has heard
   struct HeapWorkspace {
     uint64_t number;

@@ -35,9 +35,9 @@ class Heap {
   size_t end_;
   size_t high_water_;
   size_t in_use_ = 0;
-  std::map<size_t, size_t> free_by_offset_;                // offset -> bytes
-  std::map<size_t, std::vector<size_t>> free_by_size_;     // bytes -> offsets, last released last
-  std::unordered_map<size_t, size_t> used_;                // offset -> bytes
+  std::map<size_t, size_t> free_by_offset_;             // offset -> bytes
+  std::map<size_t, std::vector<size_t>> free_by_size_;  // bytes -> offsets, last released last
+  std::unordered_map<size_t, size_t> used_;             // offset -> bytes
 };
 
 }  // namespace fused_tp::shm

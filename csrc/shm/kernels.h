@@ -27,10 +27,6 @@ struct Kernels {
   void (*reduce)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype, ReduceOp op);
   // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
-  // Joins an attention step into the carried state, one query row of `columns` elements:
-  //   lse' = log(exp(lse) + exp(step_lse));  out' = out * exp(lse - lse') + step_out * exp(step_lse - lse')
-  void (*merge_attention_row)(float* out, float* lse, const void* step_out, float step_lse, size_t columns,
-                              DType dtype);
 };
 
 // The best table this CPU can run; FUSED_TP_ISA=plain|avx2|avx512 asks for a lesser one.

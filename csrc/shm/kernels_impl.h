@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "kernels.h"
 
@@ -170,45 +169,9 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
   }
 }
 
-template <typename Lanes, DType kDType>
-void merge_row_lanes(float* out, float scale, const void* step_out, float step_scale, size_t columns) {
-  constexpr size_t kWidth = Lanes::kWidth;
-  const auto a = Lanes::broadcast(scale);
-  const auto b = Lanes::broadcast(step_scale);
-  for (size_t i = 0; i < columns; i += kWidth) {
-    const size_t n = std::min(kWidth, columns - i);
-    const auto step =
-        Lanes::template load<kDType>(static_cast<const char*>(step_out) + i * element_size(kDType), n);
-    const auto carried = Lanes::template load<DType::kF32>(out + i, n);
-    Lanes::template store<DType::kF32>(out + i, Lanes::fma(carried, a, Lanes::mul(step, b)), n);
-  }
-}
-
-template <typename Lanes>
-void merge_attention_row(float* out, float* lse, const void* step_out, float step_lse, size_t columns, DType dtype) {
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
-  if (step_lse == kNothing) return;  // the step saw no key
-  const float before = *lse;
-  const float largest = std::max(before, step_lse);
-  const float after = largest + std::log1p(std::exp(std::min(before, step_lse) - largest));
-  const float scale = before == kNothing ? 0.0f : std::exp(before - after);
-  const float step_scale = std::exp(step_lse - after);
-  *lse = after;
-  switch (dtype) {
-    case DType::kF32:
-      return merge_row_lanes<Lanes, DType::kF32>(out, scale, step_out, step_scale, columns);
-    case DType::kBF16:
-      return merge_row_lanes<Lanes, DType::kBF16>(out, scale, step_out, step_scale, columns);
-    case DType::kF16:
-      return merge_row_lanes<Lanes, DType::kF16>(out, scale, step_out, step_scale, columns);
-    default:
-      return;
-  }
-}
-
 template <typename Lanes>
 constexpr Kernels make_kernels(const char* isa) {
-  return Kernels{isa, reduce<Lanes>, rms_norm_row<Lanes>, merge_attention_row<Lanes>};
+  return Kernels{isa, reduce<Lanes>, rms_norm_row<Lanes>};
 }
 
 // Scalar conversions, for the plain path and for what an instruction set lacks.

@@ -292,7 +292,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
-group = core.Group(1, 2, 1 << 20, 10.0)
+group = core.Group(1, 2, 1 << 20, lambda: 10.0)
 print(group.address.hex(), flush=True)
 first = bytes.fromhex(sys.stdin.readline())
 group.connect([first, group.address])
@@ -309,7 +309,7 @@ def _try_shared_memory(core: ModuleType) -> str | None:
     ) as peer:
         try:
             assert peer.stdin is not None and peer.stdout is not None and peer.stderr is not None
-            group = core.Group(0, 2, 1 << 20, 10.0)
+            group = core.Group(0, 2, 1 << 20, lambda: 10.0)
             peer.stdin.write(group.address.hex() + "\n")
             peer.stdin.flush()
             address = peer.stdout.readline()

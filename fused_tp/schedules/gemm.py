@@ -39,7 +39,7 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         and w.dtype == torch.float32
         and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN
         and _onednn_beats_mkl()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -29,11 +30,16 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
 
-try:
-    from fused_tp import _core
-except ImportError as error:
-    _core = None
-    _why_no_core = f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
+
+def _load_core() -> tuple[Any, str]:
+    """The native core, or None and why it is missing."""
+    try:
+        return import_module("fused_tp._core"), ""
+    except ImportError as error:
+        return None, f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
+
+
+_core, _why_no_core = _load_core()
 
 # The numbers of csrc/shm/dtype.h. bool moves as bytes.
 _DTYPE_NUMBERS = {
@@ -330,7 +336,6 @@ def shm_transport(group: Group) -> ShmTransport | None:
         raise type(found)(*found.args)
     if isinstance(found, str):
         return None
-    found.core_group.set_timeout(settings.timeout_seconds())
     return found
 
 
@@ -356,13 +361,13 @@ def _rendezvous(group: Group, store: dist.Store) -> ShmTransport | str:
 
     def exchange(what: str, mine: bytes) -> list[bytes]:
         key = f"fused_tp/shm/{generation}/{what}"
-        store.set(f"{key}/{group.rank}", mine)
+        store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
         return [_get(store, f"{key}/{rank}", group, rank, core_group) for rank in range(group.size)]
 
     try:
         if _core is None:
             raise RuntimeError(_why_no_core)
-        core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds())
+        core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
     except (RuntimeError, TypeError) as error:  # TypeError: more bytes than a number of the core can hold
         problem = str(error)
     addresses = exchange("address", core_group.address if core_group is not None else b"")
@@ -402,7 +407,7 @@ def _get(store: dist.Store, key: str, group: Group, rank: int, core_group: Any) 
             try:
                 store.wait([key], timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01)))
                 return store.get(key)
-            except dist.DistStoreError as error:
+            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
                 dead = core_group.dead_peer() if core_group is not None else -1
                 if dead >= 0 and not store.check([key]):
                     raise PeerLostError(

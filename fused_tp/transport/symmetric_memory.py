@@ -90,9 +90,7 @@ class CpuSymmetricMemory:
         """Address of an array of the ranks' signal pad addresses; a pad is uint32[CHANNELS, world_size]."""
         return self._pad_table.data_ptr()
 
-    def get_buffer(
-        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
-    ) -> Tensor:
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
         begin = (storage_offset or 0) * dtype.itemsize
         end = begin + math.prod(sizes) * dtype.itemsize
@@ -179,7 +177,7 @@ def symmetric_empty(
         from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
         tensor = torch_symmetric_memory.empty(*sizes, dtype=dtype, device=device)
-        handle: Any = torch_symmetric_memory.rendezvous(tensor, described.name)
+        handle: Any = torch_symmetric_memory.rendezvous(tensor, described.process_group)
         return tensor, handle
     if device.type != "cpu":
         raise ValueError(f"device is {device}; symmetric memory is there for cpu and cuda.")
