@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--batch", type=int, default=4, help="rows of a batch (4)")
     training.add_argument("--seq", type=int, default=256, help="tokens of a row (256)")
     training.add_argument(
-        "--lr", type=float, default=1e-3, help="AdamW's learning rate, after 10 steps of warm-up (1e-3)"
+        "--lr", type=float, default=5e-4, help="AdamW's learning rate, after 5 steps of warm-up (5e-4)"
     )
     training.add_argument("--seed", type=int, default=0, help="of weights, batches and the sample (0)")
     training.add_argument("--data", type=Path, metavar="FILE", help="text to train on (Python's language reference)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def plot(result: DemoResult, path: Path) -> None:
         figure = pyplot.figure(figsize=(11.5, 5.2), dpi=160, facecolor="white")
         grid = figure.add_gridspec(
             2, 2, height_ratios=(2.4, 1), width_ratios=(1.25, 1), hspace=0.14, wspace=0.3,
-            left=0.07, right=0.97, top=0.79, bottom=0.11,
+            left=0.075, right=0.97, top=0.79, bottom=0.11,
         )  # fmt: skip
         losses = figure.add_subplot(grid[0, 0])
         _draw_losses(losses, result)
@@ -53,7 +54,7 @@ def plot(result: DemoResult, path: Path) -> None:
         settings = result.settings
         model = settings.hf.name if settings.hf else "Llama"
         figure.text(
-            0.07,
+            0.075,
             0.935,
             f"{model}, {_millions(result.parameters)} parameters, trained three ways",
             fontsize=15,
@@ -61,7 +62,7 @@ def plot(result: DemoResult, path: Path) -> None:
         )
         unit = "GPU" if settings.device == "cuda" else f"{settings.threads} CPU thread{'s' * (settings.threads > 1)}"
         figure.text(
-            0.07,
+            0.075,
             0.885,
             f"TP {settings.tp} x CP {settings.cp}: {settings.ranks} ranks of {unit}, {settings.dtype}, "
             f"{settings.batch} x {settings.seq} tokens a step",
@@ -85,15 +86,15 @@ def _draw_losses(axes: Axes, result: DemoResult) -> None:
 
 
 def _draw_differences(axes: Axes, result: DemoResult) -> None:
-    steps = _steps(result)
-    # A difference of exactly 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
-    floor = 1e-8
-    axes.plot(steps, [max(d, floor) for d in result.differences(result.plain)], color=PLAIN_COLOR, linewidth=1.6)
-    axes.plot(steps, [max(d, floor) for d in result.differences(result.fused)], color=FUSED_COLOR, linewidth=1.6)
+    """The largest difference so far: one step's is as often 0 as not, since losses are fp32 numbers."""
+    for run, color, width in ((result.plain, PLAIN_COLOR, 4.0), (result.fused, FUSED_COLOR, 1.4)):
+        # 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
+        largest = accumulate(result.differences(run), max, initial=1e-8)
+        axes.plot(_steps(result), list(largest)[1:], color=color, linewidth=width)
     axes.set_yscale("log")
-    axes.set_ylabel("difference\nto single")
+    axes.set_ylabel("difference to\nsingle, so far", fontsize=9.5)
     axes.set_xlabel("step")
-    axes.margins(y=0.15)
+    axes.margins(y=0.2)
     axes.minorticks_off()
 
 
@@ -131,7 +132,7 @@ def _draw_times(axes: Axes, result: DemoResult) -> None:
         axes.text(0.0, place - 0.29, f"{who}{wait}", color=MUTED, va="top", fontsize=9)
     axes.set_title("Time of a step", loc="left", fontsize=11.5, weight="bold")
     axes.set_xlabel("milliseconds (median)")
-    axes.set_xlim(0, 1.3e3 * longest)
+    axes.set_xlim(0, 1.4e3 * longest)
     axes.set_ylim(-0.6, len(runs) - 0.4)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)

@@ -7,6 +7,7 @@ the machine does hits both alike, and the ratio of their times can be trusted wh
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,10 @@ def train_single(demo: Demo, progress: Progress) -> tuple[Run, Run | None]:
         progress.advance(run, settings.steps)
     if settings.device != "cpu" or settings.ranks == 1:
         return run, None
-    threaded = Run(THREADED, ranks=1, threads=settings.threads * settings.ranks)
+    threads = min(
+        settings.threads * settings.ranks, os.cpu_count() or 1
+    )  # more than there are cores only get in their way
+    threaded = Run(THREADED, ranks=1, threads=threads)
     torch.set_num_threads(threaded.threads)
     for step in range(THREADED_STEPS):
         trainer.timed_step(demo.batch(step), start + settings.steps, threaded)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fused_tp.runtime import tracing
 
-WARMUP_STEPS = 10  # of the learning rate
+WARMUP_STEPS = 5  # of the learning rate
 GRAD_NORM = 1.0
 
 

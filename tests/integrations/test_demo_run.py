@@ -103,6 +103,7 @@ raise SystemExit(demo.main(parser.parse_args({[*TINY.split(), "--steps", "1", "-
 
 def test_transformers_checkpoint_in_bf16(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=48,
@@ -112,10 +113,14 @@ def test_transformers_checkpoint_in_bf16(tmp_path: Path) -> None:
         num_key_value_heads=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    characters = {"?": 0} | {chr(code): code for code in range(32, 127) if chr(code) != "?"}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(characters, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
     line = f"--hf {tmp_path / 'model'} --batch 2 --seq 37 --sample-tokens 6 --steps 2 --tp 2 --dtype bf16"
     report = run_demo(tmp_path / "out", line)
     assert_all_train_alike(report, within=BF16_ROUNDING)
-    assert report["tokenizer"] == "bytes"
+    assert report["tokenizer"] == "the tokenizer of model"
 
 
 def test_what_only_the_ranks_can_find_is_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
