@@ -7,6 +7,8 @@ are two gathers and two scatters, which differ in backward: `all_gather` feeds r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -122,21 +124,26 @@ def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | No
 # -- custom ops: what moves -------------------------------------------------------------------------------------------
 
 
-def _schedule(op: str, x: Tensor, group: str) -> Schedule:
-    rows, columns = (x.numel(), 1) if x.ndim == 0 else (x.numel() // max(1, x.shape[-1]), x.shape[-1])
+def _schedule(op: str, x: Tensor, shape: Sequence[int], group: str) -> Schedule:
+    """By the `shape` of the tensor that is the same on all ranks: by that of a shard the ranks might choose apart."""
+    rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
     return select_schedule(op, group_by_name(group), x.dtype, x.device, rows, None, columns)
 
 
 def _all_gather(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Tensor:
-    schedule = _schedule("all_gather", x_shard, group)
+    schedule = _schedule("all_gather", x_shard, _gathered_shape(x_shard, dim, gather_size), group)
     x = schedule.all_gather(x_shard, gather_dim=dim, gather_size=gather_size).wait()
     return x_shard.clone() if x is x_shard else x
 
 
 def _all_gather_fake(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Tensor:
+    return x_shard.new_empty(_gathered_shape(x_shard, dim, gather_size))
+
+
+def _gathered_shape(x_shard: Tensor, dim: int, gather_size: int) -> list[int]:
     shape = list(x_shard.shape)
     shape[dim] = gather_size
-    return x_shard.new_empty(shape)
+    return shape
 
 
 def _all_gather_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -148,7 +155,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
-    return _schedule("reduce_scatter", x, group).reduce_scatter(x, scatter_dim=dim)
+    return _schedule("reduce_scatter", x, x.shape, group).reduce_scatter(x, scatter_dim=dim)
 
 
 def _reduce_scatter_fake(x: Tensor, dim: int, group: str) -> Tensor:
@@ -168,7 +175,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    return _schedule("all_reduce", x, group).all_reduce(x)
+    return _schedule("all_reduce", x, x.shape, group).all_reduce(x)
 
 
 def _all_reduce_fake(x: Tensor, group: str) -> Tensor:

@@ -13,6 +13,20 @@ from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.ring_plan import check_layout, local_length, position_ranges
 from fused_tp.schedules.select import select_schedule
 
+# What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
+_MOVED_AS_THEY_ARE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
 
 def sequence_positions(
     seq_len: int, *, group: GroupLike, layout: str = "zigzag", device: torch.device | str | None = None
@@ -141,10 +155,11 @@ def _unshard(x_shard: Tensor, dim: int, layout: str, seq_len: int, group_name: s
     rows = max(lengths)
     padded = x_shard.new_zeros((rows, *x_shard.shape[:dim], *x_shard.shape[dim + 1 :]))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
-    bits = padded.view(torch.uint8) if padded.dtype == torch.bool else padded  # gloo does not move bool
-    row = padded.numel() // rows
+    bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
+    row = bits.numel() // rows
     schedule = select_schedule("all_gather", group, bits.dtype, bits.device, rows * group.size, None, row)
-    everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait().view(padded.dtype)
+    everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
+    everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     whole = out.movedim(dim, 0)
     for rank in range(group.size):
         start = rank * rows

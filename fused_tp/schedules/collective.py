@@ -39,7 +39,7 @@ class Collective:
         self._check("all_gather", (*shape, gather_dim), x_shard)
         # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
         block = prod(shape[:gather_dim]) * max(sizes) * prod(shape[gather_dim + 1 :])
-        flat = x_shard.reshape(-1)
+        flat = x_shard.contiguous().view(-1)  # reshape(-1) may leave strides, also 0, which NCCL refuses
         if flat.numel() < block:
             flat = torch.nn.functional.pad(flat, (0, block - flat.numel()))
         moving = self.transport.all_gather("all_gather", flat)

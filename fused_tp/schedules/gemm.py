@@ -40,12 +40,16 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN
         and _onednn_beats_mkl()
         and bool(torch.backends.mkldnn.enabled)
+        # oneDNN's op has no derivative: a backward that is itself differentiated would silently lose this term.
+        and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
     )
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
     if _use_onednn(x, w):
+        if bias is not None:
+            bias = bias.contiguous()  # oneDNN reads a strided one as if it were dense
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
         return out
     return torch.nn.functional.linear(x, w, bias)

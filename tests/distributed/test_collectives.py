@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import unittest.mock
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.runtime.partition import shard_range
+from fused_tp.transport.base import Pending
+from fused_tp.transport.torch_dist import TorchDist
 from tests.distributed.schedule_variants import VARIANTS, run_variant
 from tests.reference import assert_within_dtype_error, seeded
 from tests.workers import device_mesh, fresh_ranks, run_ranks
@@ -89,6 +94,42 @@ def test_moves(variant: str, world_size: int, dtype_name: str) -> None:
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
 def test_one_rank(dtype_name: str) -> None:
     run_ranks(1, moves, dtype_name)
+
+
+def uneven_gather(group: Any) -> None:
+    whole = seeded(5, 4)
+    own = part(whole, 0, dist.get_world_size(group), dist.get_rank(group))
+    assert torch.equal(fused_tp.all_gather(own, 0, group=group, gather_size=5), whole)
+
+
+def test_ranks_choose_alike_for_uneven_shards(tmp_path: Path) -> None:
+    """Shards of 3 and 2 rows lie on both sides of this table's limit; the 5 rows that all ranks know decide."""
+    rules = [{"max_m": 2, "schedule": "plain"}, {"schedule": "one_sided"}]
+    others = [{"max_m": 2, "schedule": "plain"}, {"schedule": "pipelined"}]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"arch": {"default": {"shm": {"default": rules}, "default": {"default": others}}}}))
+    run_ranks(2, uneven_gather, env={"FUSED_TP_TABLE": str(table), "FUSED_TP_TIMEOUT": "10"})
+
+
+def strided_gather(group: Any) -> None:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    moved: list[Tensor] = []
+    all_gather = TorchDist.all_gather
+
+    def spy(self: TorchDist, op: str, x: Tensor) -> Pending[Tensor]:
+        moved.append(x)
+        return all_gather(self, op, x)
+
+    for terms in (seeded(size, 4, 6)[:, :, ::2], seeded(size, 1, 1).expand(size, 4, 3)):  # 1-D with a stride of 2, of 0
+        with unittest.mock.patch.object(TorchDist, "all_gather", spy):
+            gathered = fused_tp.all_gather(terms[rank], 0, group=group)
+        assert torch.equal(gathered, terms.flatten(0, 1))
+    assert len(moved) == 2 and all(x.is_contiguous() for x in moved)
+
+
+def test_strided_shards_are_dense_on_the_wire() -> None:
+    """gloo copies what is not; NCCL refuses it."""
+    run_ranks(2, strided_gather, env={"FUSED_TP_SCHEDULE": "plain"})
 
 
 def second_derivative(group: Any) -> Tensor:
