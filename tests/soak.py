@@ -5,6 +5,9 @@
 Every round starts new ranks, runs a few hundred random calls with their backwards, and compares each with fp64. Every
 fourth round one rank kills itself on the way, and all others must notice. A round also fails when memory of a rank
 keeps growing or something is left in /dev/shm. It prints each round's seed first, which repeats it.
+
+Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and 60
+ranks killed at random moments (tests/faults.py).
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ import fused_tp
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence
 from fused_tp.runtime.partition import shard_range
+from tests import faults, shm_soak
 from tests.reference import assert_within_dtype_error, attention64, gradients64, matmul64, rms_norm64, seeded
 from tests.workers import Outcome, fresh_ranks
 
 CALLS = 300
 KILL_EVERY = 4
+SHM_CALLS = 10_000
+KILLS = 60
 GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
@@ -187,6 +193,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--calls", type=int, default=CALLS, help="per round")
     arguments = parser.parse_args()
+    print(f"seed {arguments.seed}: {shm_soak.soak(SHM_CALLS, arguments.seed)}", flush=True)
+    print(f"seed {arguments.seed}: {faults.kill_many(KILLS, arguments.seed)}", flush=True)
     end = time.monotonic() + 60 * arguments.minutes
     rounds = 0
     while rounds == 0 or time.monotonic() < end:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SIGNATURE_BYTES = 512
+# Where a rank that gives the group up says so, and how often the others look there while they wait.
+_GIVEN_UP = "fused_tp/given_up"
+_LOOK_SECONDS = 0.5
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
@@ -52,6 +56,7 @@ class TorchDist:
         self.reduces_in_place = self.backend == "nccl"
         self.calls = 0
         self.broken: str | None = None
+        self._store = dist.distributed_c10d._get_process_group_store(group.process_group)
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -76,11 +81,41 @@ class TorchDist:
             if self.backend == "nccl":
                 work.wait()
             else:
-                work.wait(timedelta(seconds=settings.timeout_seconds()))
+                self._wait_in_slices(op, call, work, begun + settings.timeout_seconds())
+        except FusedTPError:
+            raise
         except RuntimeError as error:
             raise self._failure(op, call, error) from error
         finally:
             tracing.add_wait(time.perf_counter() - begun)
+
+    def _wait_in_slices(self, op: str, call: int, work: Any, deadline: float) -> None:
+        """Waits until `deadline`, and looks now and then whether a peer has given up, which gloo itself never tells.
+
+        A send or receive cannot be waited for in slices: one that is not done after its timeout closes its connections.
+        """
+        while True:
+            left = deadline - time.perf_counter()
+            last = isinstance(work, _Works) or left <= _LOOK_SECONDS
+            try:
+                work.wait(timedelta(seconds=max(left if last else _LOOK_SECONDS, 0.001)))
+                return
+            except RuntimeError as error:
+                if last or not any(word in str(error).lower() for word in _TIMED_OUT):
+                    raise
+                self._follow(op, call)
+
+    def _follow(self, op: str, call: int) -> None:
+        """Raise what a peer has raised that gave the group up: it will not come."""
+        try:
+            if not self._store.check([_GIVEN_UP]):
+                return
+            kind, said = self._store.get(_GIVEN_UP).decode().split(" ", 1)
+        except RuntimeError:  # the store may have died with a peer: then the deadline must do
+            return
+        where = f"{op} (call {call} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
+        self.broken = f"{where}: a peer has given the group up. It said: {said}"
+        raise (CollectiveTimeoutError if kind == CollectiveTimeoutError.__name__ else PeerLostError)(self.broken)
 
     def _failure(self, op: str, call: int, error: RuntimeError) -> FusedTPError:
         where = f"{op} (call {call} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
@@ -97,6 +132,9 @@ class TorchDist:
                 f"torch.distributed does not tell which. {self.backend} says: {reason}"
             )
         self.broken = sentence
+        if self.backend != "nccl":
+            with suppress(RuntimeError):
+                self._store.set(_GIVEN_UP, f"{kind.__name__} {sentence}")
         return kind(sentence)
 
     def check(self, op: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -74,10 +74,12 @@ def reduced(terms: Sequence[Tensor], op: str) -> Tensor:
     if dtype == torch.bool:
         return torch.stack(list(terms)).any(0) if op == "max" else torch.stack(list(terms)).all(0)
     wide = accumulate_dtype(dtype) if dtype.is_floating_point else dtype
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
     total = terms[0].to(wide)
     for term in terms[1:]:
-        total = combine(total, term.to(wide))
+        if op == "sum":
+            total = total + term.to(wide)
+        else:
+            total = torch.maximum(total, term.to(wide)) if op == "max" else torch.minimum(total, term.to(wide))
     return total.to(dtype)
 
 

@@ -1,0 +1,279 @@
+"""Calls in flight, the pool behind them, and every way not to get shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.runtime.errors import FusedTPError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport import shm
+from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of
+from tests.workers import fresh_ranks, run_ranks
+
+LIMIT = 16
+INLINE_BYTES = 64 * 1024  # larger workspaces come from the pool
+
+
+def in_flight(group: Any, tag: str) -> str:
+    """As many calls as there may be, ended in another order on every rank, small and large ones in turns."""
+    transport = own_transport(group, tag)
+    size, rank = transport.world_size, transport.rank
+    for round_ in range(6):
+        calls: list[tuple[int, int, Any]] = []
+        for i in range(LIMIT):
+            count = 10 + 30_000 * (i % 2)
+            workspace = transport.begin("many", (round_, i), torch.float32, 4 * count)
+            workspace.buffer(rank, (count,), torch.float32).fill_(1000 * rank + 100 * round_ + i)
+            workspace.signal(1)
+            calls.append((i, count, workspace))
+        order = torch.randperm(LIMIT, generator=torch.Generator().manual_seed(10 * round_ + rank)).tolist()
+        for i, count, workspace in (calls[j] for j in order):
+            with workspace:
+                for other in range(size):
+                    if other != rank:
+                        workspace.wait(other, 1)
+                    found = workspace.buffer(other, (count,), torch.float32)
+                    assert found.eq(1000 * other + 100 * round_ + i).all(), f"round {round_}, call {i}, rank {other}"
+    limit = [transport.begin("limit", (i,), torch.float32, 8) for i in range(LIMIT)]
+    with pytest.raises(FusedTPError) as refused:
+        transport.begin("limit", (LIMIT,), torch.float32, 8)
+    for begun in limit:
+        with begun:
+            pass
+    transport.barrier()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_many_calls_in_flight_and_their_limit(world_size: int) -> None:
+    for rank, sentence in enumerate(run_ranks(world_size, in_flight, new_tag())):
+        assert f"16 calls of this group are in flight on rank {rank}, which is the limit; finish one" in sentence
+
+
+def pool_use(group: Any, tag: str) -> tuple[int, int, int]:
+    transport = own_transport(group, tag)
+    marks = []
+    for i in range(1000):
+        with transport.begin("pool", (i,), torch.uint8, INLINE_BYTES + 1 + 4096 * (i % 7)) as workspace:
+            workspace.signal(1)
+            out = transport.empty((1000 + i % 5, 33), torch.float32)
+            workspace.wait_all(1)
+        assert transport.core_group.bytes_in_use > 0
+        del out
+        if i in (199, 999):
+            for _ in range(LIMIT + 1):  # ranks may be that far apart; then all have ended what came before
+                transport.barrier()
+            marks.append(transport.core_group.high_water_bytes)
+            in_use = transport.core_group.bytes_in_use
+    return in_use, marks[0], marks[1]
+
+
+def test_the_pool_reuses_memory() -> None:
+    # What 17 calls, the most that ranks can be apart, and one output can need.
+    most = 18 * (INLINE_BYTES + 8 * 4096) + 200_000
+    for in_use, _, after in run_ranks(3, pool_use, new_tag()):
+        assert in_use == 0, "memory of ended calls has not come back"
+        assert after <= most, "the pool grew with the number of calls"
+
+
+def outlive(group: Any, tag: str) -> None:
+    before = core_resources()
+    transport = own_transport(group, tag)
+    kept = transport.empty((1000, 50), torch.float32).fill_(transport.rank)
+    with transport.begin("views", (), torch.float32, 400_000) as workspace:
+        peer = (transport.rank + 1) % transport.world_size
+        workspace.buffer(transport.rank, (100_000,), torch.float32).fill_(7)
+        workspace.signal(1)
+        workspace.wait_all(1)
+        view = workspace.buffer(peer, (100_000,), torch.float32)
+    del transport, workspace
+    gc.collect()
+    torch.distributed.barrier(group)
+    assert kept.eq(kept[0, 0]).all() and view.eq(7).all()
+    kept.add_(1)
+    del kept, view
+    assert core_resources() == before
+
+
+def test_tensors_outlive_their_group() -> None:
+    run_ranks(2, outlive, new_tag())
+
+
+def fallback(group: Any) -> tuple[str | None, float]:
+    import fused_tp
+    from fused_tp.schedules.select import select_schedule
+
+    described = resolve_group(group)
+    assert shm.shm_transport(described) is None
+    total = fused_tp.all_reduce(torch.ones(5), group=group).sum().item()
+    name = select_schedule("all_reduce", described, torch.float32, torch.device("cpu"), 5, None, 1).name
+    assert name != "one_sided"
+    return shm.shm_unavailable_reason(described), total
+
+
+def test_turned_off() -> None:
+    for reason, total in run_ranks(2, fallback, env={"FUSED_TP_SHM": "0"}):
+        assert reason == "FUSED_TP_SHM=0 turns shared memory off" and total == 10
+
+
+def wrong_address(group: Any, tag: str, how: str) -> str:
+    """Rank 1 publishes an address that is not its own, as a rank on another host would seem to the others."""
+    real = shm._core
+
+    class Stranger:
+        """The core's group but for the address."""
+
+        def __init__(self, *arguments: Any) -> None:
+            self._group = real.Group(*arguments)
+
+        @property
+        def address(self) -> bytes:
+            address = bytearray(self._group.address)
+            if how == "token":
+                address[-1] ^= 1
+            elif how == "pid":
+                address[0:4] = (2**22 + 1).to_bytes(4, "little")  # above the highest pid there can be
+            elif how == "fd":
+                address[4:8] = os.open("/dev/null", os.O_RDWR).to_bytes(4, "little")
+            elif how == "version":
+                del address[-1]
+            return bytes(address)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._group, name)
+
+    class Core:
+        Group = Stranger
+        MAX_RANKS = real.MAX_RANKS
+
+    described = resolve_group(group)
+    before = core_resources()
+    store = torch.distributed.PrefixStore(tag, torch.distributed.distributed_c10d._get_process_group_store(group))
+    try:
+        if described.rank == 1:
+            shm._core = None if how == "no core" else Core
+            shm._why_no_core = "the native core is not built (for this test)"
+        answer = shm._rendezvous(described, store)
+    finally:
+        shm._core = real
+    assert isinstance(answer, str), answer
+    assert core_resources() == before, "what was mapped for nothing is still mapped"
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("token", "carries another token; the ranks are likely on different hosts"),
+        ("pid", "cannot open the shared memory of process 4194305: No such file"),
+        ("fd", "is not its shared memory; the ranks are likely on different hosts"),
+        ("version", "wrong length"),
+        ("no core", "rank 1: the native core is not built (for this test)"),
+    ],
+)
+def test_unreachable_peers_give_all_ranks_the_same_reason(how: str, said: str) -> None:
+    reasons = run_ranks(3, wrong_address, new_tag(), how)
+    assert len(set(reasons)) == 1 and said in reasons[0], reasons
+
+
+def small_reserve(group: Any) -> list[str]:
+    """1 MiB. A call that cannot fit says so, on all ranks; what only has to wait for earlier calls does."""
+    transport = transport_of(group)
+    said = []
+    for late in range(transport.world_size):  # on one rank alone: the others are told instead of left waiting
+        try:
+            with transport.begin("too_large", (), torch.uint8, 2 << 20 if transport.rank == late else 8) as workspace:
+                workspace.signal(1)
+                workspace.wait_all(1)
+        except FusedTPError as error:
+            said.append(str(error))
+        transport.barrier()
+    for i in range(50):  # four of them fill the pool; this rank may be ahead of its peers by more
+        with transport.begin("waits", (i,), torch.uint8, 250_000) as workspace:
+            workspace.signal(1)
+            if transport.rank and i % 10 == 0:
+                workspace.wait(0, 1)
+    # Outputs live as long as their users like: past the pool they come from elsewhere.
+    kept = [transport.empty((100_000,), torch.float32).fill_(i) for i in range(8)]
+    assert all(t.eq(i).all() for i, t in enumerate(kept))
+    kept.clear()
+    assert transport.all_reduce(torch.ones(300_000)).eq(transport.world_size).all()
+    return said
+
+
+def test_a_pool_that_is_too_small() -> None:
+    outcomes = fresh_ranks(2, small_reserve, env={"FUSED_TP_SHM_RESERVE": str(1 << 20)})
+    for rank, outcome in enumerate(outcomes):
+        said = outcome.unwrap()
+        full = "the shared-memory pool of this rank is full: 2097152 bytes asked"
+        assert full in said[rank] and "raise FUSED_TP_SHM_RESERVE" in said[rank]
+        left = f"rank {1 - rank} left too_large(; uint8), call"
+        assert left in said[1 - rank] and "because of an error of its own" in said[1 - rank]
+
+
+def bad_reserve(group: Any, text: str) -> str:
+    os.environ["FUSED_TP_SHM_RESERVE"] = text
+    try:
+        return str(shm.shm_transport(resolve_group(group)) or shm.shm_unavailable_reason(resolve_group(group)))
+    except ValueError as error:
+        return f"ValueError: {error}"
+
+
+def test_a_reserve_that_cannot_be() -> None:
+    (outcome,) = fresh_ranks(1, bad_reserve, "lots")
+    assert outcome.unwrap() == "ValueError: FUSED_TP_SHM_RESERVE is 'lots'; set it to a positive number of bytes."
+    for outcome in fresh_ranks(2, bad_reserve, str(1 << 62)):
+        assert re.search(r"rank 0: cannot (reserve|map) \d+ bytes of shared memory", outcome.unwrap())
+
+
+def deadline_can_change(group: Any, tag: str) -> list[str]:
+    """FUSED_TP_TIMEOUT is read when it is needed. Afterwards the rendezvous of a new group works."""
+    transport = own_transport(group, tag)
+    transport.barrier()
+    said = []
+    if transport.rank == 0:
+        os.environ["FUSED_TP_TIMEOUT"] = "0.3"
+        with pytest.raises(FusedTPError) as late:
+            transport.barrier()
+        said.append(str(late.value))
+        del os.environ["FUSED_TP_TIMEOUT"]
+    torch.distributed.barrier(group)
+    own_transport(group, f"{tag}/again").barrier()
+    assert len(ranks_of(group)) == 2
+    return said
+
+
+def test_the_deadline_is_read_when_needed() -> None:
+    first, second = run_ranks(2, deadline_can_change, new_tag(), env={"FUSED_TP_TIMEOUT": "30"})
+    assert first == [
+        "barrier(; uint8), call 2, on rank 0 of 2: waited 0.3 s (FUSED_TP_TIMEOUT) for rank 1, which had not arrived"
+    ]
+    assert second == []
+
+
+def stay_away(group: Any, tag: str) -> list[str]:
+    """A rank that never joins the rendezvous; a second attempt could only wait in vain, and says so at once."""
+    described = resolve_group(group)
+    if described.rank == 1:
+        torch.distributed.barrier(group)
+        return []
+    said = []
+    for _ in range(2):
+        with pytest.raises(FusedTPError) as error:
+            shm.shm_transport(described)
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    torch.distributed.barrier(group)
+    return said
+
+
+def test_a_rank_that_does_not_join() -> None:
+    outcomes = fresh_ranks(2, stay_away, new_tag(), env={"FUSED_TP_TIMEOUT": "0.7"})
+    first, again = outcomes[0].unwrap()
+    assert first.startswith("CollectiveTimeoutError: Rank 1 did not join the shared-memory rendezvous of group")
+    assert again.startswith("CollectiveTimeoutError: this group is unusable since its first call failed")

@@ -1,0 +1,9 @@
+"""A short run of what `make soak` does to shared memory."""
+
+from __future__ import annotations
+
+from tests import shm_soak
+
+
+def test_random_calls_over_overlapping_groups() -> None:
+    assert "300 shared-memory calls" in shm_soak.soak(calls=300, seed=1)

@@ -1,0 +1,505 @@
+"""Ranks that are killed, stopped, interrupted or leave while the others are in an op: what the others see, and when.
+
+    python -m tests.faults kill --count 50 --seed 1 --schedule one_sided
+
+A rank costs a fork, not an import of torch: this process imports everything, starts no thread, and forks W children per
+trial, which join over a FileStore. Every trial prints one line of JSON. Times are CLOCK_MONOTONIC, one for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fused_tp
+from fused_tp.runtime.errors import FusedTPError
+from tests.workers import REPOSITORY
+
+TRIAL_SECONDS = 60
+NOTICE_SECONDS = 2.0  # how long a loss may go unnoticed
+Step = Callable[[], Any]
+
+
+@dataclass
+class Report:
+    """What one rank has to say: its error, when it came, and whether a group of the survivors then worked."""
+
+    rank: int
+    error: str = ""
+    message: str = ""
+    at: float = 0.0
+    again: str = ""
+    survivors_work: bool = False
+    crash: str = ""
+
+
+@dataclass
+class Trial:
+    op: str
+    schedule: str
+    victim: int
+    at: float
+    reports: list[Report] = field(default_factory=list)
+    left_in_dev_shm: list[str] = field(default_factory=list)
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------
+
+
+def make_step(op: str, group: Any) -> Step:
+    """One forward and, where there is one, backward of a public op, on shapes the ranks agree about."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    m, k, n = 4 * size, 64, 8 * size
+    torch.manual_seed(rank)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, requires_grad=True)
+
+    x, w, wide = leaf(m, k), leaf(n, k), leaf(m, 8)
+    residual, norm = torch.randn(m, n), torch.ones(n)
+    target = torch.arange(m) % n
+    qkv = [torch.randn(1, 2 * 8, 2, 16, requires_grad=True) for _ in range(3)]
+    large = torch.randn(400_000, requires_grad=True)
+    steps: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: fused_tp.all_gather(x, 0, group=group),
+        "all_gather_matmul": lambda: fused_tp.all_gather_matmul(x, w, group=group),
+        "all_reduce": lambda: fused_tp.all_reduce(large, group=group),
+        "all_reduce_rms_norm": lambda: fused_tp.all_reduce_rms_norm(
+            torch.mm(x, w.t()), residual, norm, 1e-5, group=group
+        )[0],
+        "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
+        "copy_to_group": lambda: fused_tp.copy_to_group(x, group=group) * 2,
+        "gather": lambda: fused_tp.gather(x, 0, group=group),
+        "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(x, w, group=group),
+        "matmul_all_reduce_rms_norm": lambda: fused_tp.matmul_all_reduce_rms_norm(
+            x, w, residual, norm, 1e-5, group=group
+        )[0],
+        "matmul_reduce_scatter": lambda: fused_tp.matmul_reduce_scatter(x, w, group=group),
+        "reduce_scatter": lambda: fused_tp.reduce_scatter(wide, 0, group=group),
+        "scatter": lambda: fused_tp.scatter(wide, 0, group=group),
+        "vocab_parallel_cross_entropy": lambda: fused_tp.vocab_parallel_cross_entropy(wide, target, group=group),
+    }
+    for attention in ("ring_attention", "ulysses_attention"):
+        if hasattr(fused_tp, attention):
+            heads = [t.repeat(1, 1, size, 1) for t in qkv]
+            steps[attention] = partial(getattr(fused_tp, attention), *heads, group=group)
+    forward = steps[op]
+
+    def step() -> None:
+        out = forward()
+        (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+
+    return step
+
+
+def op_names() -> list[str]:
+    """The public ops that move anything (explain does not)."""
+    candidates = [
+        "all_gather",
+        "all_gather_matmul",
+        "all_reduce",
+        "all_reduce_rms_norm",
+        "column_parallel_matmul",
+        "copy_to_group",
+        "gather",
+        "matmul_all_reduce",
+        "matmul_all_reduce_rms_norm",
+        "matmul_reduce_scatter",
+        "reduce_scatter",
+        "ring_attention",
+        "scatter",
+        "ulysses_attention",
+        "vocab_parallel_cross_entropy",
+    ]
+    return [name for name in candidates if hasattr(fused_tp, name)]
+
+
+# ---- forked ranks ----------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """W forked children running `main(rank, folder)`, which says `ready` and returns a Report."""
+
+    def __init__(self, size: int, main: Callable[[int, Path], Report]) -> None:
+        self.size = size
+        # Not a TemporaryDirectory: some trials run exit handlers in a fork, and its own would remove the folder there.
+        self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_faults_"))
+        self.pids = [self._fork(rank, main) for rank in range(size)]
+        self.codes: dict[int, int] = {}
+
+    def _fork(self, rank: int, main: Callable[[int, Path], Report]) -> int:
+        sys.stdout.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        try:
+            report = main(rank, self.folder)
+        except BaseException:
+            report = Report(rank, crash=traceback.format_exc())
+        unfinished = self.folder / f"unfinished{rank}"
+        unfinished.write_text(json.dumps(asdict(report)))
+        unfinished.rename(self.folder / f"report{rank}")
+        os._exit(0)  # this is a fork: the parent's exit handlers are not its own
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + TRIAL_SECONDS
+        while not all((self.folder / f"ready{rank}").exists() for rank in range(self.size)):
+            if time.monotonic() > deadline or (self.folder / "report0").exists():
+                raise TimeoutError(f"the ranks did not get ready: {self.finish()}")
+            time.sleep(0.002)
+
+    def finish(self, dead: tuple[int, ...] = ()) -> list[Report]:
+        """The reports of all but `dead`; kills who does not come to an end."""
+        deadline = time.monotonic() + TRIAL_SECONDS
+        while len(self.codes) < self.size:
+            for rank, pid in enumerate(self.pids):
+                if rank not in self.codes and os.waitpid(pid, os.WNOHANG)[0]:
+                    self.codes[rank] = 0
+            if time.monotonic() > deadline:
+                for rank in set(range(self.size)) - set(self.codes):
+                    os.kill(self.pids[rank], signal.SIGKILL)
+            time.sleep(0.002)
+        reports = []
+        for rank in set(range(self.size)) - set(dead):
+            said = self.folder / f"report{rank}"
+            reports.append(Report(**json.loads(said.read_text())) if said.exists() else Report(rank, crash="stuck"))
+        shutil.rmtree(self.folder)
+        return reports
+
+
+def join(rank: int, size: int, folder: Path) -> Any:
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return dist.group.WORLD
+
+
+def say(folder: Path, what: str) -> None:
+    (folder / what).touch()
+
+
+def until_error(report: Report, step: Step, forever: bool = True) -> None:
+    try:
+        step()
+        while forever:
+            step()
+    except (FusedTPError, KeyboardInterrupt) as error:
+        report.at = time.monotonic()
+        report.error, report.message = type(error).__name__, str(error)
+
+
+def dev_shm() -> set[str]:
+    with contextlib.suppress(OSError):
+        return set(os.listdir("/dev/shm"))
+    return set()
+
+
+# ---- trials ----------------------------------------------------------------------------------------------------
+
+
+def kill_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """SIGKILL one rank at some moment of an endless loop of `op`."""
+    victim = chance.randrange(size)
+
+    def main(rank: int, folder: Path) -> Report:
+        report = Report(rank)
+        step = make_step(op, join(rank, size, folder))
+        step()
+        dist.barrier()
+        say(folder, f"ready{rank}")
+        until_error(report, step)
+        until = Report(rank)
+        until_error(until, step, forever=False)
+        report.again = f"{until.error}: {until.message}"
+        survivors = [r for r in range(size) if r != victim]
+        group = dist.new_group(survivors, use_local_synchronization=True)
+        total = fused_tp.all_reduce(torch.full((3,), float(rank)), group=group)
+        report.survivors_work = total.tolist() == [float(sum(survivors))] * 3
+        return report
+
+    before = dev_shm()
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    time.sleep(chance.random() * 0.05)
+    trial = Trial(op, schedule, victim, time.monotonic())
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    trial.reports = ranks.finish(dead=(victim,))
+    trial.left_in_dev_shm = sorted(dev_shm() - before)
+    return trial
+
+
+def stall_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """SIGSTOP one rank for longer than the deadline, then let it go on."""
+    victim = chance.randrange(size)
+
+    def main(rank: int, folder: Path) -> Report:
+        report = Report(rank)
+        step = make_step(op, join(rank, size, folder))
+        step()
+        dist.barrier()
+        say(folder, f"ready{rank}")
+        until_error(report, step)
+        until = Report(rank)
+        until_error(until, step, forever=False)
+        report.again = f"{until.error}: {until.message}"
+        say(folder, f"gave_up{rank}")
+        if rank == victim:
+            return report
+        while not (folder / f"gave_up{victim}").exists():  # its end would be another reason to fail
+            time.sleep(0.01)
+        return report
+
+    before = dev_shm()
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    time.sleep(chance.random() * 0.05)
+    trial = Trial(op, schedule, victim, time.monotonic())
+    os.kill(ranks.pids[victim], signal.SIGSTOP)
+    deadline = time.monotonic() + TRIAL_SECONDS
+    while not all((ranks.folder / f"gave_up{r}").exists() for r in range(size) if r != victim):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    os.kill(ranks.pids[victim], signal.SIGCONT)
+    trial.reports = ranks.finish()
+    trial.left_in_dev_shm = sorted(dev_shm() - before)
+    return trial
+
+
+def massacre_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """SIGKILL all ranks at once."""
+
+    def main(rank: int, folder: Path) -> Report:
+        step = make_step(op, join(rank, size, folder))
+        step()
+        say(folder, f"ready{rank}")
+        until_error(Report(rank), step)
+        return Report(rank)
+
+    before = dev_shm()
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    trial = Trial(op, schedule, -1, time.monotonic())
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGKILL)
+    ranks.finish(dead=tuple(range(size)))
+    trial.left_in_dev_shm = sorted(dev_shm() - before)
+    return trial
+
+
+def leave_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """One rank ends as a program does that has finished, while the others wait for it."""
+    victim = chance.randrange(size)
+
+    def main(rank: int, folder: Path) -> Report:
+        report = Report(rank)
+        step = make_step(op, join(rank, size, folder))
+        step()
+        dist.barrier()
+        say(folder, f"ready{rank}")
+        if rank == victim:
+            time.sleep(0.2)
+            report.at = time.monotonic()
+            atexit._run_exitfuncs()
+            time.sleep(1)  # the others know before the process is gone
+        else:
+            until_error(report, step)
+        return report
+
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    trial = Trial(op, schedule, victim, 0.0)
+    reports = ranks.finish()
+    trial.at = next(report.at for report in reports if report.rank == victim)
+    trial.reports = [report for report in reports if report.rank != victim]
+    return trial
+
+
+def interrupt_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """Ctrl-C for one rank that waits for peers that do not come: in an op, or (every other time) in the rendezvous."""
+    in_rendezvous = chance.random() < 0.5
+
+    def main(rank: int, folder: Path) -> Report:
+        report = Report(rank, again="rendezvous" if in_rendezvous else "op")
+        step = make_step(op, join(rank, size, folder))
+        if not in_rendezvous:
+            step()
+        dist.barrier()
+        if rank != 0:
+            say(folder, f"ready{rank}")
+            while not (folder / "report0").exists():
+                time.sleep(0.01)
+            return report
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        say(folder, "ready0")
+        until_error(report, step)
+        return report
+
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    time.sleep(0.3)
+    trial = Trial(op, schedule, 0, time.monotonic())
+    os.kill(ranks.pids[0], signal.SIGINT)
+    trial.reports = [report for report in ranks.finish() if report.rank == 0]
+    return trial
+
+
+def fork_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
+    """A rank forks a child, as data loaders do: the child must not speak for the rank, nor its end be the rank's."""
+
+    def main(rank: int, folder: Path) -> Report:
+        report = Report(rank)
+        group = join(rank, size, folder)
+        step = make_step(op, group)
+        step()
+        say(folder, f"ready{rank}")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                step()
+            except FusedTPError as error:
+                (folder / f"refused{rank}").write_text(str(error))
+            del step, group
+            gc.collect()
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        report.message = (folder / f"refused{rank}").read_text() if (folder / f"refused{rank}").exists() else ""
+        dist.barrier()
+        for _ in range(20):
+            step()
+        report.survivors_work = True
+        return report
+
+    os.environ["FUSED_TP_SCHEDULE"] = schedule
+    ranks = Ranks(size, main)
+    ranks.wait_ready()
+    trial = Trial(op, schedule, -1, time.monotonic())
+    trial.reports = ranks.finish()
+    return trial
+
+
+# ---- in the test process ---------------------------------------------------------------------------------------
+
+
+def trials(kind: str, *options: str, timeout: float = 120, **env: str) -> list[Trial]:
+    """The trials that `python -m tests.faults <kind> <options>` makes."""
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSED_TP_TIMEOUT": "30", **env}
+    command = [sys.executable, "-m", "tests.faults", kind, *options]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, f"{out}\n{err[-5000:]}"
+    return [as_trial(json.loads(line)) for line in out.splitlines()]
+
+
+def as_trial(said: dict[str, Any]) -> Trial:
+    return Trial(**{**said, "reports": [Report(**report) for report in said["reports"]]})
+
+
+def check_killed(trial: Trial) -> float:
+    """Returns how long the last survivor took to notice.
+
+    Shared memory names the rank that was lost; gloo does not. A rank that only waits for a send or receive of a peer
+    that has given up ("pipelined" has such) cannot be told, since gloo keeps the connection: only the deadline ends that.
+    """
+    assert len(trial.reports) == 2 and trial.left_in_dev_shm == [], trial
+    noticed = [report for report in trial.reports if report.error == "PeerLostError"]
+    told = [report for report in trial.reports if report.error == "CollectiveTimeoutError"]
+    assert noticed and len(noticed) + len(told) == 2 and (not told or trial.schedule == "pipelined"), trial
+    for report in trial.reports:
+        if trial.schedule == "one_sided":
+            assert f"rank {trial.victim} died" in report.message, trial
+            assert report.again.startswith("PeerLostError: this group is unusable"), trial
+        assert "is unusable since an earlier" in report.again, trial
+        assert report.survivors_work and not report.crash, trial
+    assert all(report.at - trial.at < NOTICE_SECONDS for report in noticed), trial
+    return max(report.at for report in noticed) - trial.at
+
+
+def kill_many(count: int, seed: int) -> str:
+    """Part of `make soak`: `count` kills with shared memory, a few without. What was found, in a sentence."""
+    found = []
+    for schedule, kills in (("one_sided", count), ("plain", count // 4), ("pipelined", count // 4)):
+        options = ("--count", str(kills), "--seed", str(seed), "--schedule", schedule)
+        # A short deadline, for the waits of "pipelined" that only it ends.
+        made = trials("kill", *options, timeout=600, FUSED_TP_TIMEOUT="10")
+        slowest = max(check_killed(trial) for trial in made)
+        found.append(f"{schedule} {len(made)} killed, noticed within {slowest * 1e3:.0f} ms")
+    return "; ".join(found)
+
+
+# ---- on the command line ---------------------------------------------------------------------------------------
+
+TRIALS = {
+    "kill": kill_trial,
+    "stall": stall_trial,
+    "massacre": massacre_trial,
+    "leave": leave_trial,
+    "interrupt": interrupt_trial,
+    "fork": fork_trial,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trial", choices=sorted(TRIALS))
+    parser.add_argument("--count", type=int, default=8, help="how many trials")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--schedule", default="one_sided")
+    parser.add_argument("--op", default=None, help="default: the public ops in turn, from one that the seed picks")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    chance = random.Random(arguments.seed)
+    names = [arguments.op] if arguments.op else op_names()
+    first = chance.randrange(len(names))
+    for i in range(arguments.count):
+        op = names[(first + i) % len(names)]
+        trial = TRIALS[arguments.trial](op, arguments.schedule, arguments.ranks, chance)
+        print(json.dumps(asdict(trial)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
