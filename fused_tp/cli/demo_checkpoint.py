@@ -25,13 +25,29 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, *, alone
     """Fill `model` and `optimizer` from `path` and return how many steps they have been trained.
 
     Called by all ranks, or by one for its own unsharded model (`alone`).
+
+    Raises:
+        ValueError: the checkpoint is of a model of other sizes.
     """
     state = _state(model, optimizer, 0)
+    _check_sizes(path, state["model"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what `alone` asks for
         dcp.load(state, checkpoint_id=path, no_dist=alone)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(state["steps"])
+
+
+def _check_sizes(path: Path, model_state: dict[str, Any]) -> None:
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, tensor in model_state.items():
+        size = getattr(saved.get(f"model.{name}"), "size", None)
+        if size != tensor.shape:
+            found = f"{name} as {tuple(size)}" if size is not None else f"no {name}"
+            raise ValueError(
+                f"--resume is {path}, which holds {found}; this model has it as {tuple(tensor.shape)}. "
+                "Give the model the sizes that it was saved with."
+            )
 
 
 def _state(model: nn.Module, optimizer: Optimizer, steps: int) -> dict[str, Any]:

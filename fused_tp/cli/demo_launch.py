@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from fused_tp.cli.demo_settings import DemoSettings, under_torchrun
 from fused_tp.runtime.settings import timeout_seconds
 
-REFUSED, REFUSAL = 2, "fused_tp_demo_refusal"  # exit code of a rank that cannot do what it was asked; store key of why
+REFUSAL = "fused_tp_demo_refusal"  # store key of why a rank cannot do what it was asked
 RankMain = Callable[[DemoSettings], None]
 
 
@@ -37,20 +37,16 @@ def launch(rank_main: RankMain, settings: DemoSettings) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         mp.spawn(_spawned, args=(rank_main, settings, store.port), nprocs=settings.ranks)
-    except mp.ProcessExitedException as error:
-        if error.exit_code == REFUSED:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        # The rank that refused may not be the one that ended first: its peers lose their connection to it.
+        if store.check([REFUSAL]):
             raise ValueError(store.get(REFUSAL).decode()) from None
         raise
 
 
 def _spawned(rank: int, rank_main: RankMain, settings: DemoSettings, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
-    try:
-        _run_rank(rank_main, settings, rank, rank, store)
-    except ValueError as error:
-        # An argument that does not fit the model or the text, found by every rank alike: a sentence, not a traceback.
-        store.set(REFUSAL, str(error))
-        sys.exit(REFUSED)
+    _run_rank(rank_main, settings, rank, rank, store)
 
 
 def _run_rank(
@@ -68,5 +64,9 @@ def _run_rank(
         dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=timeout)
     try:
         rank_main(settings)
+    except ValueError as error:
+        if store is not None:
+            store.set(REFUSAL, str(error))
+        raise
     finally:
         dist.destroy_process_group()

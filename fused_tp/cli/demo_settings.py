@@ -126,6 +126,9 @@ class DemoSettings:
                 raise ValueError(f"{name} is {count}, which --tp {self.tp} does not divide: a rank holds whole heads.")
 
     def _check_paths(self) -> None:
+        for name, folder in (("--out", self.out), ("--save", self.save)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise ValueError(f"{name} is {folder}, which is a file; give a folder, new or old.")
         if self.data is not None and not self.data.is_file():
             raise ValueError(f"--data is {self.data}, which is not a file.")
         if self.resume is not None and not (self.resume / ".metadata").is_file():

@@ -62,7 +62,9 @@ def test_context_and_tensor_parallel_train_as_the_single_process(tmp_path: Path)
     assert fused["largest_difference"] <= ROUNDING
 
 
-def test_resume_at_another_layout_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+def test_resume_at_another_layout_goes_on_with_the_same_losses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = run_demo(tmp_path / "first", f"{TINY} --steps 2 --tp 2 --save {tmp_path / 'saved'}")
     second = run_demo(tmp_path / "second", f"{TINY} --steps 2 --tp 1 --cp 2 --resume {tmp_path / 'saved'}")
     assert_all_train_alike(first, within=ROUNDING)
@@ -70,6 +72,9 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(tmp_path: Path) -
     together = losses_of(first, "fused_tp") + losses_of(second, "fused_tp")
     assert together == pytest.approx(uninterrupted_losses(4), abs=ROUNDING)
     assert second["steps_in_all"] == 4
+    # A model of other sizes: rank 0 finds it, for its unsharded model, and the others lose rank 0.
+    assert demo.main(parse(f"{TINY} --steps 1 --layers 1 --intermediate 96 --resume {tmp_path / 'saved'}")) == 2
+    assert "gate_proj.weight as (84, 48); this model has it as (96, 48)" in capfd.readouterr().err
 
 
 def uninterrupted_losses(steps: int) -> list[float]:

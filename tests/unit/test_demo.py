@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fused_tp.cli import demo
+from fused_tp.cli.demo_checkpoint import load_checkpoint, save_checkpoint
 from fused_tp.cli.demo_data import ByteTokenizer, make_batch, make_tokens
 from fused_tp.cli.demo_model import build_model, example_module
 from fused_tp.cli.demo_report import DemoResult, report, shown_steps, verdict
@@ -62,6 +63,7 @@ def test_defaults() -> None:
         ("--tp 1 --sequence-parallel", ["--sequence-parallel", "--tp is 1"]),
         ("--data no/such/file", ["no/such/file", "not a file"]),
         ("--resume no/such/folder", ["no/such/folder", "no checkpoint"]),
+        (f"--out {__file__}", ["--out is", "is a file"]),
         ("--hf no/such/folder", ["no/such/folder", "config.json"]),
         ("--hf no/such/folder --layers 3", ["--layers given with --hf"]),
         ("--sample-tokens -1", ["--sample-tokens is -1"]),
@@ -148,6 +150,17 @@ def test_plain_collectives_puts_the_environment_back(monkeypatch: pytest.MonkeyP
         assert not runtime_settings.shared_memory_allowed()
     assert runtime_settings.forced_schedule() == "pipelined"
     assert "FUSED_TP_SHM" not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_resume_of_a_model_of_other_sizes(tmp_path: Path) -> None:
+    small, other = (build_model(settings_of(f"{TINY} --tp 1 {more}")) for more in ("", "--intermediate 50"))
+    save_checkpoint(tmp_path, small, torch.optim.AdamW(small.parameters()), steps=3)
+    same = build_model(settings_of(f"{TINY} --tp 1 --seed 1"))
+    assert load_checkpoint(tmp_path, same, torch.optim.AdamW(same.parameters()), alone=True) == 3
+    torch.testing.assert_close(same.state_dict(), small.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"gate_proj.weight as \(48, 32\); this model has it as \(50, 32\)"):
+        load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()), alone=True)
 
 
 def test_sample_of_the_example() -> None:
