@@ -442,7 +442,7 @@ def check_killed(trial: Trial) -> float:
     """Returns how long the last survivor took to notice.
 
     Shared memory names the rank that was lost; gloo does not. A rank that only waits for a send or receive of a peer
-    that has given up ("pipelined" has such) cannot be told, since gloo keeps the connection: only the deadline ends that.
+    that has given up ("pipelined" has such) cannot be told, since gloo keeps the connection: the deadline must do.
     """
     assert len(trial.reports) == 2 and trial.left_in_dev_shm == [], trial
     noticed = [report for report in trial.reports if report.error == "PeerLostError"]
