@@ -16,10 +16,14 @@ LAYOUT = "zigzag"  # every rank holds an early and a late piece, so causal atten
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that one forward pass attends over, and the length of the whole sequence."""
+    """The ranks that one forward pass attends over, and the length of the whole sequence.
+
+    `padded`: the caller's mask had padding (on the right). Only causal attention may do without the mask then.
+    """
 
     mesh: DeviceMesh
     seq_len: int
+    padded: bool = False
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, dropout_p: float, **more: Any

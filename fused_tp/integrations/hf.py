@@ -6,6 +6,7 @@ Ring travels to the attention function as a keyword argument, which transformers
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,13 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{kind} uses attn_implementation={implementation!r}, which builds masks of its own; {asked} needs it "
                 "loaded with attn_implementation='sdpa' or another one of transformers' AttentionInterface."
             )
+        layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+        if others or getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"{kind} has layers that mix tokens by other means than attention ({', '.join(others) or 'a state'}); "
+                f"{asked} does not serve them."
+            )
         if not is_base and model.loss_type != "ForCausalLM":
             raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
@@ -99,6 +107,7 @@ class TransformersSequence(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
         if parallelism.cuts_sequence:
+            _own_config(model)
             model.config._attn_implementation = register_attention(model.config._attn_implementation)
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = GlobalLoss(
@@ -111,9 +120,9 @@ class TransformersSequence(SequenceSharding):
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
         if not self.parallelism.cuts_sequence:
-            return
+            return False
         for name in ("output_hidden_states", "output_attentions"):
             if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
                 raise ValueError(
@@ -123,8 +132,9 @@ class TransformersSequence(SequenceSharding):
         arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
         mask = arguments.get("attention_mask")
         if mask is not None and self.parallelism.cp_mesh is not None:
-            check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
             arguments["attention_mask"] = None
+            return check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
+        return False
 
     def default_positions(self, positions: Tensor) -> Tensor:
         return positions.unsqueeze(0)
@@ -143,6 +153,14 @@ class TransformersSequence(SequenceSharding):
         if not self.parallelism.cuts_sequence:
             return None
         key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
+        others = enumerate(output) if isinstance(output, tuple) else output.items()
+        for name, value in others:
+            if self.is_base and name != key and isinstance(value, Tensor):
+                raise ValueError(
+                    f"The model returns a tensor {name!r} next to {key!r}, made of this rank's part of the sequence; "
+                    "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
+                    "or use neither cp_dim nor sequence_parallel."
+                )
         t = self.whole(output[key], call, tp_sharded=self.is_base and self.tp_sharded)
         keep = call.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
@@ -153,8 +171,19 @@ class TransformersSequence(SequenceSharding):
         return output
 
 
-def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index: int) -> None:
-    """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right.
+def _own_config(model: PreTrainedModel) -> None:
+    """Give `model` a config of its own: transformers hands one object to all models that are made from it, and the
+    others keep the attention they have."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        held: Any = module.__dict__.get("config")
+        if id(held) in copies:
+            module.config = copies[id(held)]
+
+
+def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index: int) -> bool:
+    """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right (True).
 
     No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what
     it gives with the mask, so targets there must not count.
@@ -169,7 +198,7 @@ def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index:
         )
     keep = mask.bool()
     if bool(keep.all()):
-        return
+        return False
     if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         raise ValueError(
             "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes "
@@ -180,6 +209,7 @@ def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index:
             "labels count at padding positions; over context parallel ranks padding is not masked, so set the labels "
             f"of padding to {ignore_index}."
         )
+    return True
 
 
 def register_attention(implementation: str) -> str:
@@ -191,6 +221,8 @@ def register_attention(implementation: str) -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = f"fused_tp_{implementation}"
+    if implementation.startswith("fused_tp_"):  # the config of a parallel model, used for another
+        return implementation
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, ALL_ATTENTION_FUNCTIONS[implementation]))
     own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     if own_mask is not None:
@@ -230,11 +262,17 @@ def _attention(
             "cp_dim."
         )
     causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if ring.padded and not causal:
+        raise ValueError(
+            f"{type(module).__name__} is not causal, so its tokens would attend to the padding in attention_mask, "
+            "which context parallel ranks do not mask. Use rows of equal length, or no cp_dim."
+        )
     out = ring.attention(
         query,
         key,
         value,
-        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        causal=causal,
         scale=kwargs.get("scaling"),
         dropout_p=kwargs.get("dropout", 0.0),
     )
@@ -252,6 +290,12 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("use_vmap"):
             raise ValueError(
                 "The model adds a mask of its own to attention, which context parallel ranks do not serve."
+            )
+        window = kwargs.get("local_size")  # not every model tells its attention function, too
+        if window is not None and window < call.seq_len:
+            raise ValueError(
+                f"The model has a sliding window of {window} tokens, or chunks, and the sequence {call.seq_len}; "
+                "attention over context parallel ranks sees all earlier tokens. Use sequences that fit, or no cp_dim."
             )
         return None
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.

@@ -15,6 +15,9 @@ from fused_tp.integrations.grad_sync import scale_gradient
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
+# Keywords that would make it another loss, and the values that do not.
+OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
+
 
 def shift(labels: Tensor, ignore_index: int) -> Tensor:
     """The target of each token, which is its successor; the last token has none. Before the sequence is cut: a rank's
@@ -53,6 +56,22 @@ class GlobalLoss:
         call = current_call()
         if call is None or call.targets is None:
             return self.own(logits, labels, vocab_size, **kwargs)
+        ignore_index = kwargs.get("ignore_index", call.ignore_index)
+        if ignore_index != call.ignore_index:
+            raise ValueError(
+                f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
+                f"{call.ignore_index}; pass ignore_index to the model's forward, or use -100."
+            )
+        asked = [
+            name
+            for name, usual in OTHER_LOSSES.items()
+            if (value := kwargs.get(name)) is not None and (isinstance(value, Tensor) or value != usual)
+        ]
+        if asked:
+            raise ValueError(
+                f"The model calls its loss_function with {', '.join(asked)}; over cut tokens or a cut vocabulary it is "
+                "the plain mean cross entropy. Compute another loss from the logits: call the model without labels."
+            )
         assert call.target_count is not None  # set together with the targets
         loss = self._sum_of_own_tokens(logits, call, call.targets, vocab_size) / call.target_count
         if self.cp_mesh is None:

@@ -22,16 +22,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.call import Call, Ring
 from fused_tp.integrations.layers import wrap_forward
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
-from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
 
 POSITIONS = ("positions", "position_ids")
@@ -100,24 +100,24 @@ class PlainSequence(SequenceSharding):
             )
             model.loss_function = loss  # type: ignore[assignment]  # an attribute of the user's class, of any type
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
         if targets is not None and not self.has_loss:
             raise ValueError(
                 "labels were given, but the model has no loss_function attribute to compute a loss over all ranks "
                 "with. Give it one (see fused_tp.integrations.plain), or compute the loss from the logits: call the "
                 "model without labels."
             )
+        return False
 
     def put_together(self, output: Any, call: Call) -> Any:
         if call.ring is None:
             return None  # the head has gathered what the TP ranks had
         mine = self.local_len
 
-        def whole(value: Any) -> Any:
-            cut = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == mine
-            return self.whole(value, call) if cut else value
+        def whole(t: Tensor) -> Tensor:
+            return self.whole(t, call) if t.ndim >= 2 and t.shape[1] == mine else t
 
-        return tree_map(whole, output)
+        return map_tensors(whole, output)
 
 
 def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> list[nn.Module]:
@@ -141,6 +141,12 @@ def _with_ring_attention(sequence: SequenceSharding, forward: Callable[..., Any]
         _inside.mode = False
 
 
+WHOLE_ATTENTIONS = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+
 _inside = threading.local()  # .mode: whether this thread is in a RingAttentionMode
 
 
@@ -156,6 +162,13 @@ class RingAttentionMode(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
+        if func in WHOLE_ATTENTIONS:
+            # torch leaves the mode while they run, so what they call inside would not be seen: a rank's tokens would
+            # attend to each other only.
+            raise ValueError(
+                "nn.MultiheadAttention (or an nn.Transformer layer) was called; over context parallel ranks attention "
+                "must be F.scaled_dot_product_attention, called by the model's own modules."
+            )
         return func(*args, **(kwargs or {}))
 
     def _attention(

@@ -27,6 +27,11 @@ SPLITS_INPUT = {"rowwise_split_input", "rowwise_rep"}
 
 # What people call the projections whose output is split into heads, and the attributes that say how many heads.
 HEAD_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"}
+# Norms of what these projections return, of which a rank has its heads.
+HEAD_NORMS = {
+    *("q_norm", "k_norm", "query_norm", "key_norm"),
+    *("q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
+}
 HEAD_COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads"),
     *("n_heads", "n_kv_heads", "n_head", "n_kv_head"),
@@ -111,6 +116,13 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         if not (isinstance(style, str) and style in COLUMN - GATHERS_OUTPUT and leaf in HEAD_PROJECTIONS):
             continue
         parent = model.get_submodule(parent_name)
+        for norm, child in parent.named_children():
+            path = f"{parent_name}.{norm}".lstrip(".")
+            if norm in HEAD_NORMS and path not in plan and next(child.parameters(), None) is not None:
+                raise ValueError(
+                    f"{path!r} is not in the plan, and its parent's {leaf} is cut by heads: each rank would find the "
+                    "gradient of its own heads only. Add it to the plan as 'replicated_with_grad_allreduce'."
+                )
         counts = _head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if any(count % world_size for count in counts.values()):
             sizes = [w for w in range(1, min(counts.values()) + 1) if all(c % w == 0 for c in counts.values())]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -77,8 +78,12 @@ class SequenceSharding:
         """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it."""
         return any(arguments.get(name) is not None for name in self.caches)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> None:
-        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
+        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour.
+
+        Returns whether a mask was taken out that had padding.
+        """
+        return False
 
     def default_positions(self, positions: Tensor) -> Tensor:
         """`positions` [seq] in the shape that the model expects."""
@@ -135,7 +140,7 @@ class SequenceSharding:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
-        self.check(arguments, seq_len, targets)
+        padded = self.check(arguments, seq_len, targets)
         cp_mesh = self.parallelism.cp_mesh
         if self.parallelism.cuts_sequence and self.positions is not None:
             self._set_positions(arguments, tokens, self.positions)
@@ -161,7 +166,7 @@ class SequenceSharding:
             arguments["logits_to_keep"] = 0
         return Call(
             seq_len,
-            ring=None if cp_mesh is None else Ring(cp_mesh, seq_len),
+            ring=None if cp_mesh is None else Ring(cp_mesh, seq_len, padded),
             targets=targets,
             target_count=count,
             ignore_index=ignore_index,
@@ -238,7 +243,7 @@ class SequenceSharding:
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = partial(_scale_if_differentiable, 1 / self.parallelism.cp_mesh.size())
-            return tree_map(share, output)
+            return map_tensors(share, output)
         if call is None or call.targets is not None:
             return None
         return self.put_together(output, call)
@@ -255,5 +260,26 @@ class SequenceSharding:
         return t if parallelism.grad_sync else scale_gradient(t, call.ring.mesh.size())
 
 
-def _scale_if_differentiable(factor: float, value: Any) -> Any:
-    return scale_gradient(value, factor) if isinstance(value, Tensor) and value.requires_grad else value
+def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
+    """`output`, a nest of tuples, lists and dicts, with every tensor replaced by function(tensor).
+
+    Raises:
+        TypeError: it holds an object that cannot be searched, such as a dataclass; the tensors in it would stay what
+            one rank has.
+    """
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if is_dataclass(value):
+            raise TypeError(
+                f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "
+                "sequence; return a NamedTuple, tuple, list or dict, or register it by torch.utils._pytree."
+            )
+        return value
+
+    return tree_map(one, output)
+
+
+def _scale_if_differentiable(factor: float, value: Tensor) -> Tensor:
+    return scale_gradient(value, factor) if value.requires_grad else value

@@ -431,6 +431,13 @@ def _from_projections(
             raise ValueError(f"q_norm and k_norm of {kind} must be norms over head_dim {head_dim} with a weight.")
     if (norms[0] is None) != (norms[1] is None):
         raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention has both or none.")
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(f"{kind} has parameters of its own ({', '.join(own)}) that ParallelAttention would drop.")
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    for name, value in (("sliding_window", window), ("softcap", getattr(module, "attn_logit_softcapping", None))):
+        if value is not None:
+            raise ValueError(f"{kind} has {name}={value}, which ParallelAttention does not do.")
     dropout = getattr(module, "attention_dropout", 0.0)
     known = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb")
     for name, child in module.named_children():

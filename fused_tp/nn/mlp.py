@@ -124,6 +124,11 @@ class ParallelMLP(nn.Module):
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
         """
         names = _find_names(module)
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise ValueError(
+                f"{type(module).__name__} has parameters of its own ({', '.join(own)}) that {cls.__name__} would drop."
+            )
         known = {name for name in names if name} | set(_ACTIVATION_NAMES)
         for name, child in module.named_children():
             inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)

@@ -362,6 +362,11 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         module = _llama()
         module.extra = nn.Linear(2, 2)
         ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
+    for name, value in {"sinks": nn.Parameter(torch.ones(4)), "sliding_window": 4}.items():
+        module = _llama()
+        setattr(module, name, value)
+        with pytest.raises(ValueError, match=name):
+            ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
     with pytest.raises(TypeError, match="q_proj is a Identity"):
         module = _llama()
         module.q_proj = nn.Identity()

@@ -158,6 +158,10 @@ def bad_modules(group: dist.ProcessGroup) -> None:
         ParallelMLP.from_module(_with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), norm=nn.LayerNorm(3)), mesh=mesh)
     with pytest.raises(ValueError, match="submodule drop"):
         ParallelMLP.from_module(_with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), drop=nn.Dropout(0.5)), mesh=mesh)
+    with pytest.raises(ValueError, match=r"parameters of its own \(scale\)"):
+        module = _with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), act=nn.ReLU())
+        module.scale = nn.Parameter(torch.ones(3))
+        ParallelMLP.from_module(module, mesh=mesh)
     with pytest.raises(ValueError, match="last dim must be 6"):
         ParallelMLP(6, 8, mesh=mesh)(torch.ones(2, 5))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
+from examples.llama import Llama
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import resolve_plan
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
@@ -158,6 +160,53 @@ class Masked(Tagger):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
         q = x.unsqueeze(1)
         return {"scores": F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(x.shape[1], x.shape[1]).bool())}
+
+
+class WholeAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@dataclass
+class Scores:
+    scores: Tensor
+
+
+class Unsearchable(Tagger):
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+        return Scores(super().forward(x, positions)["scores"])
+
+
+class OtherLoss(Llama):
+    keywords: ClassVar[dict[str, Any]] = {}
+
+    def forward(self, tokens: Tensor, labels: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
+        logits = self.lm_head(self.model(tokens, positions))
+        return self.loss_function(logits, labels, self.config.vocab_size, **self.keywords)
+
+
+def test_nothing_is_left_to_one_rank_unseen() -> None:
+    run_ranks(2, unseen)
+
+
+def unseen(group: dist.ProcessGroup) -> None:
+    mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
+    for mode in (True, False):
+        with pytest.raises(ValueError, match=r"nn\.MultiheadAttention"):
+            parallelize(WholeAttention().train(mode), mesh)(x)
+    with pytest.raises(TypeError, match="returned a Scores"):
+        parallelize(Unsearchable(), mesh)(x)
+    model = make("plain")
+    model.__class__ = OtherLoss
+    parallelize(model, mesh)
+    for keywords in ({"ignore_index": 3}, {"label_smoothing": 0.1}, {"weight": torch.ones(67)}):
+        OtherLoss.keywords = keywords
+        with pytest.raises(ValueError, match=f"loss_function with {next(iter(keywords))}"):
+            model(tokens, labels=tokens)
 
 
 def test_refused_with_a_sentence() -> None:

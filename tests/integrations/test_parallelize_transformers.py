@@ -394,6 +394,67 @@ def refused_calls(group: Any) -> None:
         parallelize(make("llama"), group)
 
 
+def _bert(**keywords: Any) -> Any:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1}
+    return BertModel(BertConfig(num_attention_heads=4, attn_implementation="sdpa", **sizes), **keywords).eval()
+
+
+def test_attention_that_is_not_causal() -> None:
+    run_ranks(2, not_causal)
+
+
+def not_causal(group: dist.ProcessGroup) -> None:
+    mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 8)
+    whole = _bert(add_pooling_layer=False)
+    parallel = parallelize(copy_of(whole), mesh)
+    assert_near(parallel(tokens).last_hidden_state, whole(tokens).last_hidden_state, "hidden states")
+    mask = torch.ones_like(tokens)
+    mask[:, 6:] = 0  # every token would see this padding
+    with pytest.raises(ValueError, match="is not causal"):
+        parallel(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match="'pooler_output'"):
+        parallelize(_bert(), mesh)(tokens)
+
+
+def test_models_made_from_one_config_stay_apart() -> None:
+    run_ranks(2, one_config)
+
+
+def one_config(group: dist.ProcessGroup) -> None:
+    mesh, tokens = mesh_of(group, 1, 2), make_tokens(1, 6)
+    first = make("llama")
+    second = type(first)(first.config)
+    expected = second(tokens).logits
+    parallelize(first, mesh, sequence_parallel=True)
+    assert first.config._attn_implementation != second.config._attn_implementation == "sdpa"
+    assert_near(second(tokens).logits, expected, "logits of the whole model")
+    third = type(first)(first.config)
+    third.load_state_dict(second.state_dict())
+    assert_near(parallelize(third, mesh, sequence_parallel=True)(tokens).logits, expected, "logits")
+
+
+def test_what_only_attention_over_the_ring_could_mix() -> None:
+    run_ranks(2, mixed_otherwise)
+
+
+def mixed_otherwise(group: dist.ProcessGroup) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    layers = ["conv", "full_attention"]
+    convolution = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(layer_types=layers, **sizes))
+    with pytest.raises(ValueError, match="other means than attention"):
+        parallelize(convolution, mesh_of(group, 2, 1))
+    # Phi's own plan says nothing of its norms of q and k.
+    phi = transformers.PhiForCausalLM(transformers.PhiConfig(qk_layernorm=True, **sizes))
+    with pytest.raises(ValueError, match=r"q_layernorm' is not in the plan.*'replicated_with_grad_allreduce'"):
+        parallelize(phi, mesh_of(group, 1, 2))
+
+
 def test_fsdp2_over_the_cp_ranks() -> None:
     run_ranks(4, with_fsdp)
 
