@@ -196,20 +196,23 @@ void bind_collectives(py::module_& m) {
   auto same_size = [](const Group& group, const std::vector<size_t>& counts) {
     require(counts.size() == static_cast<size_t>(group.size()), "one count is needed for each rank");
   };
-  m.def("all_reduce", [](Group& group, Address in, Address out, size_t count, int dtype, int op) {
-    const DType type = to_dtype(dtype);
+  // `called` and `dims` are the op and the shape as the user knows them: ranks must agree on those, not on counts
+  // alone.
+  m.def("all_reduce", [](Group& group, Address in, Address out, size_t count, int dtype, int op,
+                         const std::string& called, const std::vector<int64_t>& dims) {
+    const Signature signature = to_signature(called, dtype, dims);
     const ReduceOp reduction = to_reduce_op(op);
     py::gil_scoped_release release;
-    all_reduce(group, pointer<>(in), pointer<>(out), count, type, reduction);
+    all_reduce(group, pointer<>(in), pointer<>(out), count, to_dtype(dtype), reduction, &signature);
   });
-  m.def("reduce_scatter",
-        [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype, int op) {
-          same_size(group, counts);
-          const DType type = to_dtype(dtype);
-          const ReduceOp reduction = to_reduce_op(op);
-          py::gil_scoped_release release;
-          reduce_scatter(group, pointer<>(in), pointer<>(out), counts, type, reduction);
-        });
+  m.def("reduce_scatter", [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts,
+                                      int dtype, int op, const std::string& called, const std::vector<int64_t>& dims) {
+    same_size(group, counts);
+    const Signature signature = to_signature(called, dtype, dims);
+    const ReduceOp reduction = to_reduce_op(op);
+    py::gil_scoped_release release;
+    reduce_scatter(group, pointer<>(in), pointer<>(out), counts, to_dtype(dtype), reduction, &signature);
+  });
   m.def("all_gather", [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype) {
     same_size(group, counts);
     const DType type = to_dtype(dtype);

@@ -27,6 +27,12 @@ Signature make_signature(const char* op, DType dtype, std::initializer_list<int6
   return signature;
 }
 
+uint64_t hash_counts(const std::vector<size_t>& counts) {
+  uint64_t hash = 1469598103934665603ull;
+  for (size_t count : counts) hash = (hash ^ count) * 1099511628211ull;
+  return hash >> 1;
+}
+
 // The counts of all ranks must agree too. Where there is room they are in the signature, so that an error can name
 // them; else their total and a hash.
 Signature make_signature(const char* op, DType dtype, const std::vector<size_t>& counts,
@@ -37,10 +43,8 @@ Signature make_signature(const char* op, DType dtype, const std::vector<size_t>&
     for (size_t count : counts) append(count);
     return signature;
   }
-  uint64_t hash = 1469598103934665603ull;
-  for (size_t count : counts) hash = (hash ^ count) * 1099511628211ull;
   append(std::accumulate(counts.begin(), counts.end(), size_t{0}));
-  append(hash >> 1);
+  append(hash_counts(counts));
   return signature;
 }
 
@@ -129,10 +133,12 @@ void exchange_chunks(Call& call, size_t chunks, Fill fill, Read read) {
 
 }  // namespace
 
-void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op) {
+void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op,
+                const Signature* called) {
   const size_t size = element_size(dtype);
   const Signature signature =
-      make_signature("all_reduce", dtype, {static_cast<int64_t>(count), static_cast<int64_t>(op)});
+      called != nullptr ? *called
+                        : make_signature("all_reduce", dtype, {static_cast<int64_t>(count), static_cast<int64_t>(op)});
   if (count * size <= kOneShotBytes) {
     const auto call = group.begin(signature, count * size, false);
     all_reduce_one_shot(group, *call, in, out, count, dtype, op);
@@ -147,15 +153,18 @@ void all_reduce(Group& group, const void* in, void* out, size_t count, DType dty
 }
 
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,
-                    ReduceOp op) {
+                    ReduceOp op, const Signature* called) {
   const size_t size = element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
   const auto offsets = offsets_of(counts);
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
-  const auto call = group.begin(make_signature("reduce_scatter", dtype, counts, {static_cast<int64_t>(op)}),
-                                2 * static_cast<size_t>(ranks) * block * size, false);
+  Signature signature =
+      called != nullptr ? *called : make_signature("reduce_scatter", dtype, counts, {static_cast<int64_t>(op)});
+  if (called != nullptr && signature.n_dims < kMaxDims)
+    signature.dims[signature.n_dims++] = static_cast<int64_t>(hash_counts(counts));
+  const auto call = group.begin(signature, 2 * static_cast<size_t>(ranks) * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
   auto workspace = [&](int r, size_t k, int b) {

@@ -12,12 +12,14 @@
 
 namespace fused_tp::shm {
 
-// out = op over ranks of in.
-void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op);
+// out = op over ranks of in. `called` is what must agree between ranks; null: the count and `op`.
+void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op,
+                const Signature* called = nullptr);
 
 // `counts[r]` elements belong to rank r; in holds all of them one after the other, out gets this rank's, reduced.
+// `called` as above; null: the counts and `op`.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,
-                    ReduceOp op);
+                    ReduceOp op, const Signature* called = nullptr);
 
 // in holds this rank's counts[rank] elements, out gets all of them one after the other.
 void all_gather(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype);

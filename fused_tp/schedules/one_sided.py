@@ -24,7 +24,7 @@ from fused_tp.schedules.gemm import linear, sum_of_products
 from fused_tp.schedules.layout import rank_offsets, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
-from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number
+from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
 
 # Below this many bytes of result the native all-reduce, which chunks for the cache, beats a call of several steps.
 _DIRECT_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class OneSided:
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         shape, sizes = self._gathered_shape(x_shard, gather_dim, gather_size)
-        dims = (*_folded(shape), gather_dim)
+        dims = (*folded(shape), gather_dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
         workspace.signal(1)
@@ -69,7 +69,8 @@ class OneSided:
         shape[scatter_dim] = sizes[self.rank]
         last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
         rows = to_rank_major(last, scatter_dim, sizes)
-        return self.transport.reduce_scatter(rows, row_sizes(last.shape, scatter_dim, sizes)).view(shape)
+        counts = row_sizes(last.shape, scatter_dim, sizes)
+        return self.transport.reduce_scatter(rows, counts, shape=partial.shape).view(shape)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
@@ -87,7 +88,7 @@ class OneSided:
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         shape, sizes = self._gathered_shape(x_shard, gather_dim, gather_size)
-        dims = (*_folded(shape), gather_dim)
+        dims = (*folded(shape), gather_dim)
         host = 0  # one rank's workspace holds the gathered x; the pages lie where the rank that writes them runs
         nbytes = prod(shape) * x_shard.dtype.itemsize if self.rank == host else 0
         with self.transport.begin("all_gather_matmul", dims, x_shard.dtype, nbytes) as workspace:
@@ -112,7 +113,7 @@ class OneSided:
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
         counts = row_sizes(shape, scatter_dim, sizes)
-        dims = (*_folded(shape), scatter_dim)
+        dims = (*folded(shape), scatter_dim)
         with self.transport.begin("matmul_reduce_scatter", dims, x.dtype, prod(shape) * x.dtype.itemsize) as workspace:
             self._partial(workspace, rows, bias, meanwhile)
             shape[scatter_dim] = sizes[self.rank]
@@ -129,11 +130,11 @@ class OneSided:
             partial = sum_of_products(products, bias if self.rank == 0 else None)
             if meanwhile is not None:
                 meanwhile()
-            return self.transport.all_reduce(partial, out=partial)
+            return self.transport.all_reduce(partial, out=partial, called="matmul_all_reduce")
         n = w.shape[0]
         row_bytes = n * x.dtype.itemsize
         m = prod(shape[:-1])
-        with self.transport.begin("matmul_all_reduce", _folded(shape), x.dtype, m * row_bytes) as workspace:
+        with self.transport.begin("matmul_all_reduce", folded(shape), x.dtype, m * row_bytes) as workspace:
             self._partial(workspace, products, bias, meanwhile)
             out = self.transport.empty(shape, x.dtype)
             rows = out.view(m, n)
@@ -199,8 +200,3 @@ class OneSided:
         _core.reduce_rows(
             out.data_ptr(), 0, sources, [0] * self.world_size, 1, count * n, dtype_number(out.dtype), copy=copy
         )
-
-
-def _folded(shape: Sequence[int]) -> list[int]:
-    """At most six dims that tell shapes apart: a signature has room for eight."""
-    return [prod(shape[:-5]), *shape[-5:]] if len(shape) > 6 else list(shape)

@@ -134,6 +134,11 @@ class Workspace:
             self._call.abandon()
 
 
+def folded(shape: Sequence[int]) -> tuple[int, ...]:
+    """At most six dims that tell shapes apart: a signature has room for eight numbers."""
+    return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
+
+
 def _reduction_number(op: str, tensor: Tensor) -> int:
     if op not in _REDUCE_NUMBERS:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
@@ -191,12 +196,15 @@ class ShmTransport:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
         return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes), self.core_group)
 
-    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, op: str = "sum") -> Tensor:
+    def all_reduce(
+        self, tensor: Tensor, out: Tensor | None = None, op: str = "sum", called: str = "all_reduce"
+    ) -> Tensor:
         """Reduce `tensor` over the ranks into `out` (default: a new tensor; may be `tensor` itself).
 
         Args:
             tensor: any shape, contiguous, the same on all ranks.
             op: "sum", "max" or "min".
+            called: the op this is part of, which must agree on all ranks as the shape must.
         """
         _contiguous_cpu("tensor", tensor)
         reduction = _reduction_number(op, tensor)
@@ -211,11 +219,24 @@ class ShmTransport:
             tensor.numel(),
             dtype_number(tensor.dtype),
             reduction,
+            called,
+            (*folded(tensor.shape), reduction),
         )
         return out
 
-    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], op: str = "sum") -> Tensor:
-        """Reduce `tensor` over the ranks and keep this rank's rows: `sizes[r]` rows of dim 0 belong to rank r."""
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        sizes: Sequence[int],
+        op: str = "sum",
+        called: str = "reduce_scatter",
+        shape: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Reduce `tensor` over the ranks and keep this rank's rows: `sizes[r]` rows of dim 0 belong to rank r.
+
+        `called` and `shape` (default: that of `tensor`) are the op this is part of and what it was called with; they
+        must agree on all ranks.
+        """
         _contiguous_cpu("tensor", tensor)
         reduction = _reduction_number(op, tensor)
         _check_sizes("sizes", sizes, self.world_size, tensor.shape[0])
@@ -228,6 +249,8 @@ class ShmTransport:
             [size * row for size in sizes],
             dtype_number(tensor.dtype),
             reduction,
+            called,
+            (*folded(tensor.shape if shape is None else shape), reduction),
         )
         return out
 

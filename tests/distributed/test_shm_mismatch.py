@@ -12,7 +12,21 @@ from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from tests.distributed.shm_tools import new_tag, own_transport
 from tests.workers import run_ranks
 
-KINDS = ["shape", "dtype", "op", "reduction", "order", "root", "parts", "hidden_parts", "all_to_all", "empty", "begin"]
+KINDS = [
+    "shape",
+    "shape_of_equal_size",
+    "part_of",
+    "dtype",
+    "op",
+    "reduction",
+    "order",
+    "root",
+    "parts",
+    "hidden_parts",
+    "all_to_all",
+    "empty",
+    "begin",
+]
 
 
 def call(transport: Any, kind: str, differs: bool) -> None:
@@ -22,6 +36,10 @@ def call(transport: Any, kind: str, differs: bool) -> None:
     parts = [40 - 10 * (size - 1), *[10] * (size - 1)]
     if kind == "shape":
         transport.all_reduce(torch.ones(20_000 + odd))  # the others' two shots against one more
+    elif kind == "shape_of_equal_size":
+        transport.all_reduce(x.view(6, 40) if differs else x)
+    elif kind == "part_of":
+        transport.all_reduce(x, called="matmul_all_reduce" if differs else "all_reduce")
     elif kind == "dtype":
         transport.all_reduce(x.double() if differs else x)
     elif kind == "op":
