@@ -13,6 +13,7 @@ costs the same packing).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import prod
 
 from torch import Tensor
@@ -46,8 +47,11 @@ class OneSided:
         shape, sizes = self._gathered_shape(x_shard, gather_dim, gather_size)
         dims = (*folded(shape), gather_dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
-        workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
-        workspace.signal(1)
+        with ExitStack() as on_error:  # an error here must not leave the call open
+            on_error.push(workspace)
+            workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
+            workspace.signal(1)
+            on_error.pop_all()
 
         def finish() -> Tensor:
             with workspace:
