@@ -3,6 +3,8 @@
 Example:
     $ fused-tp explain matmul_all_reduce 1x2048 4096x2048 --dtype bfloat16 --ranks 4
     $ fused-tp explain all_gather_matmul 512x4096 3584x4096 --transport nccl --arch sm_90
+    $ fused-tp explain ring_attention 1x4096x32x128 1x4096x8x128 1x4096x8x128 --ranks 8
+    $ fused-tp explain all_gather 2x512x4096 --dim 1
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import torch
 
 from fused_tp.ops.explain import explain_for
+from fused_tp.ops.queries import ARGUMENTS
 from fused_tp.runtime import settings
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -27,8 +30,18 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fused-tp explain`."""
-    parser.add_argument("op", help="such as matmul_all_reduce")
-    parser.add_argument("shapes", nargs="+", type=_shape, metavar="SHAPE", help="of x and weight on one rank: 1x2048")
+    takes = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in ARGUMENTS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        f"ops, and the tensors whose shapes they take:\n{takes}\n\n"
+        "x and partial are [..., features], weight is [out, in], q, k and v are [batch, tokens, heads, head_dim].\n"
+        "Shapes are those on one rank; all ranks are taken to hold equally much."
+    )
+    parser.add_argument("op", metavar="OP", help="such as matmul_all_reduce; all of them are listed below")
+    parser.add_argument("shapes", nargs="+", type=_shape, metavar="SHAPE", help="of its tensors on one rank: 1x2048")
+    parser.add_argument(
+        "--dim", type=int, help="that all_gather, reduce_scatter, gather, scatter gather or scatter (default 0)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
     parser.add_argument("--transport", default="shm", help="shm, gloo, nccl, ... (default shm)")
@@ -47,6 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
             world_size=arguments.ranks,
             transport=arguments.transport,
             arch=arguments.arch,
+            dim=arguments.dim,
         )
     except ValueError as error:
         print(f"fused-tp explain: {error}", file=sys.stderr)

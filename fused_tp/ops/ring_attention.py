@@ -78,7 +78,7 @@ def ring_attention(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
-    _check_heads(q, k, v)
+    check_heads(q, k, v)
     scale = _checked_scale(scale, q.shape[3])
     check_layout(layout)
     name, size, rank = group_identity(group)
@@ -106,7 +106,8 @@ def _refuse_what_is_not_served(
             raise ValueError(f"{name} is not served by ring_attention yet: {instead}.")
 
 
-def _check_heads(q: Any, k: Any, v: Any) -> None:
+def check_heads(q: Any, k: Any, v: Any) -> None:
+    """Raise TypeError or ValueError unless q, k and v fit each other."""
     check_tensor("q", q)
     check_like("k", k, "q", q)
     check_like("v", v, "q", q)

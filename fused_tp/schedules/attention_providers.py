@@ -52,14 +52,24 @@ class AttentionProvider(Protocol):
         ...
 
 
+def choose_provider(
+    device_type: str, dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> tuple[AttentionProvider, str]:
+    """The fastest provider for such tensors, and why it is that one."""
+    if device_type == "cpu":
+        return TORCH_CPU, "torch's flash attention for CPUs takes every dtype and head_dim"
+    if device_type != "cuda":
+        return MATH, f"there is flash attention for cpu and cuda only, not for {device_type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return MATH, f"FlashAttention takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if max(head_dim, v_head_dim) > _CUDA_FLASH_MAX_HEAD_DIM:
+        return MATH, f"FlashAttention takes a head_dim of at most {_CUDA_FLASH_MAX_HEAD_DIM}"
+    return TORCH_CUDA, f"FlashAttention takes float16 and bfloat16 with a head_dim up to {_CUDA_FLASH_MAX_HEAD_DIM}"
+
+
 def provider_for(q: Tensor, v: Tensor) -> AttentionProvider:
     """The fastest provider for such tensors (any layout whose last dim is head_dim)."""
-    if q.device.type == "cpu":
-        return TORCH_CPU
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= _CUDA_FLASH_MAX_HEAD_DIM:
-        return TORCH_CUDA
-    return MATH
+    return choose_provider(q.device.type, q.dtype, q.shape[-1], v.shape[-1])[0]
 
 
 class _OneHeadDim(ABC):

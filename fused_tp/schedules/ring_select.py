@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -46,14 +47,19 @@ class Ring(Protocol):
         ...
 
 
+def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple[int, None, int]:
+    """(m, k, n) of a call, as dispatch wants them: all ranks' K/V, which is what a plain schedule would gather."""
+    batch, _, heads, head_dim = k_shape
+    return seq_len * batch, None, heads * (head_dim + v_shape[3])
+
+
 def select_ring(group: Group, k: Tensor, v: Tensor, seq_len: int) -> Ring:
-    """The ring for one call, by the size of all K/V, which is what a plain schedule would gather.
+    """The ring for one call, by the size of all K/V.
 
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
     """
-    columns = k.shape[2] * (k.shape[3] + v.shape[3])
-    name = select_schedule(OP, group, k.dtype, k.device, seq_len * k.shape[0], None, columns).name
+    name = select_schedule(OP, group, k.dtype, k.device, *moved(k.shape, v.shape, seq_len)).name
     if name == "local":
         return LocalRing()
     if name == "one_sided":

@@ -184,9 +184,17 @@ CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(fused_tp.gather)]
 CASES += [*scatter_cases(fused_tp.reduce_scatter), *scatter_cases(fused_tp.scatter)]
 CASES += [*reduce_cases(fused_tp.all_reduce), *reduce_cases(fused_tp.copy_to_group)]
 CASES += [
-    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather_matmul"),
+    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_matmul"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
     (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
+    (lambda: explain("all_gather", (2, 3), dim=2), ValueError, "dim=2 is out of range for x_shard of shape (2, 3)"),
+    (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is for all_gather, gather, reduce_scatter, sca"),
+    (lambda: explain("ring_attention", (1, 4, 2, 8)), ValueError, "ring_attention needs 3 shapes (q, k, v), got 1."),
+    (
+        lambda: explain("ring_attention", (1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)),
+        ValueError,
+        "k has 2 heads, of which the 3 heads of q are not a multiple.",
+    ),
     (lambda: explain("all_reduce_rms_norm", 3), TypeError, "The shape of partial must be a sequence of ints"),
     (lambda: explain("all_reduce_rms_norm", (-1,)), ValueError, "The shape of partial is (-1,); it needs"),
     (lambda: explain("all_reduce_rms_norm", (2,), group=3), TypeError, "group must be a ProcessGroup"),

@@ -1,0 +1,134 @@
+"""`explain` asks dispatch the very questions that the ops ask, and shows the choices that they get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fused_tp
+from fused_tp.ops.explain import explain_for
+from fused_tp.ops.queries import ARGUMENTS
+from fused_tp.schedules import select
+from tests.workers import run_ranks
+
+M, K, N = 12, 8, 6
+Asked = list[tuple[Any, ...]]
+
+
+def leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def call_of(op: str, dtype: torch.dtype, dim: int | None) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The op with its further arguments, and the tensors whose shapes `explain` takes."""
+    run = getattr(fused_tp, op)
+    names = ARGUMENTS[op]
+    if op == "ring_attention":
+        return run, [leaf(1, 4, 4, 8, dtype=dtype), leaf(1, 4, 2, 8, dtype=dtype), leaf(1, 4, 2, 16, dtype=dtype)]
+    if names[-1] == "weight":
+        norm = {"residual": torch.ones(2, M, N, dtype=dtype), "norm_weight": torch.ones(N, dtype=dtype), "eps": 1e-5}
+        more = norm if op == "matmul_all_reduce_rms_norm" else {}
+        return partial(run, **more), [leaf(2, M, K, dtype=dtype), leaf(N, K, dtype=dtype)]
+    x = leaf(2, M, K, dtype=dtype)
+    if op == "all_reduce_rms_norm":
+        norm = {"residual": torch.ones_like(x), "norm_weight": torch.ones(K, dtype=dtype), "eps": 1e-5}
+        return partial(run, **norm), [x]
+    if op == "vocab_parallel_cross_entropy":
+        return partial(run, target=torch.zeros(2, M, dtype=torch.long)), [x]
+    return (run if dim is None else partial(run, dim=dim)), [x]
+
+
+@contextmanager
+def asked() -> Iterator[Asked]:
+    """What is asked of `select_schedule` inside, and the names of the schedules that it gives."""
+    found: Asked = []
+    real = select.select_schedule
+
+    def recorded(op: str, group: Any, dtype: Any, device: Any, m: Any, k: Any, n: Any) -> Any:
+        schedule = real(op, group, dtype, device, m, k, n)
+        found.append((op, dtype, m, k, n, schedule.name))
+        return schedule
+
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fused_tp.") and getattr(module, "select_schedule", None) is real:
+                patches.enter_context(mock.patch.object(module, "select_schedule", recorded))
+        yield found
+
+
+def compare(group: dist.ProcessGroup, op: str, dtype: torch.dtype, dim: int | None) -> str:
+    call, tensors = call_of(op, dtype, dim)
+    with asked() as forward:
+        out = call(*tensors, group=group)
+    out = out[0] if isinstance(out, tuple) else out
+    with asked() as backward:
+        out.float().sum().backward()
+    with asked() as explained:
+        shapes = [tuple(t.shape) for t in tensors]
+        explanation = fused_tp.explain(op, *shapes, dtype=dtype, group=group, dim=dim)
+    assert explained == forward + backward, f"{op} explains {explained}, but runs {forward} and {backward}"
+    for decision, ran in ((explanation.forward, forward), (explanation.backward, backward)):
+        assert (decision.schedule if decision else None) == (ran[0][-1] if ran else None)
+    return str(explanation)
+
+
+WITH_DIM = ("all_gather", "gather", "reduce_scatter", "scatter")
+CASES = [(op, dim) for op in ARGUMENTS for dim in ((None, 1, -1) if op in WITH_DIM else (None,))]
+
+
+def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
+    return [compare(group, op, dtype, 0 if op in WITH_DIM and dim is None else dim) for op, dim in CASES]
+
+
+@pytest.mark.parametrize("env", [{"FUSED_TP_SHM": "0"}, {"FUSED_TP_SHM": "1"}], ids=["gloo", "shm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_explained_is_what_runs(env: dict[str, str], dtype: torch.dtype) -> None:
+    first, second = run_ranks(2, compare_all, dtype, env={**env, "FUSED_TP_SCHEDULE": None})
+    assert first == second
+
+
+def test_every_public_op_is_known() -> None:
+    rearranged = {"shard_sequence", "unshard_sequence", "sequence_positions"}  # by layout, not by dispatch
+    modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
+    ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
+    assert set(ARGUMENTS) == ops - rearranged - {"explain"}
+
+
+def step_provider(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[str, str | None]:
+    """The provider in the name of the op's span, and the one explained."""
+    call, tensors = call_of("ring_attention", dtype, None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(*tensors, group=group)
+    (span,) = {event.key for event in profile.key_averages() if event.key.startswith("ring_attention (")}
+    explanation = fused_tp.explain("ring_attention", *(tuple(t.shape) for t in tensors), dtype=dtype, group=group)
+    assert explanation.forward is not None and explanation.provider is not None
+    return span, f"ring_attention ({explanation.forward.schedule}, {explanation.provider.name})"
+
+
+def test_the_provider_of_the_ring_is_the_one_that_runs() -> None:
+    for ran, explained in run_ranks(2, step_provider, torch.float16, env={"FUSED_TP_SCHEDULE": None}):
+        assert ran == explained
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "v_head_dim", "said"),
+    [
+        ("cpu", torch.float64, 8, "torch-cpu, because torch's flash attention for CPUs"),
+        ("sm_90", torch.bfloat16, 128, "torch-cuda, because FlashAttention takes float16 and bfloat16"),
+        ("sm_90", torch.float32, 128, "math, because FlashAttention takes float16 and bfloat16, not float32"),
+        ("sm_90", torch.float16, 320, "math, because FlashAttention takes a head_dim of at most 256"),
+        ("xpu", torch.float16, 64, "math, because there is flash attention for cpu and cuda only, not for xpu"),
+    ],
+)
+def test_why_a_provider_computes_the_steps(arch: str, dtype: torch.dtype, v_head_dim: int, said: str) -> None:
+    shapes = ((1, 64, 8, 128), (1, 64, 2, 128), (1, 64, 2, v_head_dim))
+    answer = explain_for("ring_attention", *shapes, dtype=dtype, world_size=2, transport="gloo", arch=arch)
+    assert f"  each step: {said}" in str(answer)
