@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -10,10 +13,11 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_int, check_like, check_tensor
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
+from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.attention_providers import provider_for
-from fused_tp.schedules.ring_plan import LAYOUTS, check_layout, local_length, ring_plan
+from fused_tp.schedules.ring_plan import check_layout, local_length, ring_plan
 from fused_tp.schedules.ring_select import Ring, select_ring
 from fused_tp.schedules.ring_state import RingCall
 from fused_tp.transport.base import accumulate_dtype
@@ -159,8 +163,28 @@ def _prepare(
 ) -> tuple[Ring, RingCall, tuple[int, ...]]:
     group = group_by_name(group_name)
     plan = ring_plan(seq_len, group.size, layout, causal)
-    dims = (q.shape[0], seq_len, *q.shape[2:], k.shape[2], v.shape[3], int(causal), LAYOUTS.index(layout))
+    # What ranks compare are at most eight numbers (those of shared memory): the keywords, of which there are more, are
+    # one of them.
+    keywords = zlib.crc32(_keywords(causal, scale, layout).encode())
+    dims = (q.shape[0], seq_len, *q.shape[2:], k.shape[2], v.shape[3], keywords)
     return select_ring(group, k, v, seq_len), RingCall(plan, group.rank, provider_for(q, v), scale), dims
+
+
+def _keywords(causal: bool, scale: float, layout: str) -> str:
+    """Whatever must agree on all ranks besides shapes and dtypes."""
+    return f"causal={causal}, layout={layout!r}, scale={scale!r}"
+
+
+@contextmanager
+def _keywords_in_words(rank: int, causal: bool, scale: float, layout: str) -> Iterator[None]:
+    """Each rank that hears of a disagreement says what its checksum of the keywords stands for."""
+    try:
+        yield
+    except RankMismatchError as error:
+        raise RankMismatchError(
+            f"{str(error).rstrip('.')}. The last number of a ring_attention is a checksum; on rank {rank} it stands "
+            f"for {_keywords(causal, scale, layout)}."
+        ) from error
 
 
 def _dense_last(*tensors: Tensor) -> list[Tensor]:
@@ -173,7 +197,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     ring, call, dims = _prepare(q, k, v, causal, scale, layout, seq_len, group_name)
     q, k, v = _dense_last(q, k, v)
-    with span(f"ring_attention ({ring.name}, {call.provider.name})"):
+    with (
+        span(f"ring_attention ({ring.name}, {call.provider.name})"),
+        _keywords_in_words(call.rank, causal, scale, layout),
+    ):
         return ring.forward(call, q, k, v, dims)
 
 
@@ -199,7 +226,10 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring, call, dims = _prepare(q, k, v, causal, scale, layout, seq_len, group_name)
     grad_out, q, k, v = _dense_last(grad_out, q, k, v)
-    with span(f"ring_attention backward ({ring.name}, {call.provider.name})"):
+    with (
+        span(f"ring_attention backward ({ring.name}, {call.provider.name})"),
+        _keywords_in_words(call.rank, causal, scale, layout),
+    ):
         return ring.backward(call, grad_out, q, k, v, out, lse, dims)
 
 

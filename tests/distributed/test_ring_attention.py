@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.ring_attention import RING_ATTENTION_BACKWARD, ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.errors import CollectiveTimeoutError, RankMismatchError
 from tests.reference import assert_within_dtype_error, attention64, seeded
@@ -192,15 +192,43 @@ def test_many_calls_in_a_row(route: str) -> None:
     assert len(results) == 4
 
 
-def mismatched(group: dist.ProcessGroup) -> None:
+DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
+    "causal": (True, False),
+    "layout": ("zigzag", "contiguous"),
+    "scale": (0.125, 0.25),
+}
+
+
+def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said, in forward and in backward, where the ranks differ in one keyword only."""
+    rank = dist.get_rank(group)
     q = torch.zeros(1, 4, 2, 8)
-    ring_attention(q, q, q, group=group, causal=dist.get_rank(group) == 0)
+    lse = torch.zeros(1, 2, 4)
+    said = {}
+    for name, values in DISAGREEMENTS.items():
+        chosen = {"causal": False, "scale": 1.0, "layout": "zigzag", name: values[rank]}
+        with pytest.raises(RankMismatchError) as error:
+            ring_attention(q, q, q, group=group, **chosen)
+        said[name] = str(error.value)
+        with pytest.raises(RankMismatchError) as error:
+            RING_ATTENTION_BACKWARD(q, q, q, q, q, lse, *chosen.values(), 8, group.group_name)
+        said[f"{name} backward"] = str(error.value)
+    ring_attention(q, q, q, group=group)  # the ranks are in step again
+    return said
 
 
-@pytest.mark.parametrize("route", ["one_sided", "pipelined"])
-def test_ranks_that_disagree(route: str) -> None:
-    outcomes = fresh_ranks(2, mismatched, env={**ROUTES[route], "FUSED_TP_CHECK": "1"})
-    assert all(isinstance(outcome.error, RankMismatchError) for outcome in outcomes)
+@ON_EVERY_ROUTE
+def test_ranks_that_disagree_about_a_keyword(route: str) -> None:
+    # Shared memory compares always, torch.distributed where it is asked to.
+    check = {"FUSED_TP_CHECK": None if route == "one_sided" else "1"}
+    found = run_ranks(2, mismatched, env={**ROUTES[route], **check})
+    for rank, said in enumerate(found):
+        assert set(said) == {*DISAGREEMENTS, *(f"{name} backward" for name in DISAGREEMENTS)}
+        for name, values in DISAGREEMENTS.items():
+            for sentence in (said[name], said[f"{name} backward"]):
+                assert "rank 0 call" in sentence and "rank 1 call" in sentence and "ring_attention" in sentence
+                assert f". The last number of a ring_attention is a checksum; on rank {rank} it stands for" in sentence
+                assert f"{name}={values[rank]!r}" in sentence
 
 
 def test_a_peer_that_does_not_come() -> None:
