@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -18,6 +18,84 @@ from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.select import select_schedule
 
 
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: Literal[False] = False,
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: Literal[True],
+) -> tuple[list[Tensor], Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    return_gathered: bool,
+) -> list[Tensor] | tuple[list[Tensor], Tensor]: ...
+
+
 def all_gather_matmul(
     x_shard: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -27,7 +105,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: bool = False,
-) -> Any:
+) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """y = all_gather(x_shard, gather_dim) @ weight^T + bias, with the gather and the matmul overlapped.
 
     Several weights that read the same input (q, k, v; gate, up) share one gather. Backward saves only the shard:
@@ -68,7 +146,7 @@ def all_gather_matmul(
     total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
     given = [b for b in biases if b is not None]
     has_bias = [b is not None for b in biases]
-    outputs = ALL_GATHER_MATMUL(x_shard, weights, given, has_bias, name, dim, total, return_gathered)
+    outputs: list[Tensor] = ALL_GATHER_MATMUL(x_shard, weights, given, has_bias, name, dim, total, return_gathered)
     result = outputs[: len(weights)] if isinstance(weight, (list, tuple)) else outputs[0]
     return (result, outputs[-1]) if return_gathered else result
 

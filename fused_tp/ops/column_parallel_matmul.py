@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,13 +18,23 @@ from fused_tp.runtime.tracing import span
 from fused_tp.schedules.select import select_schedule
 
 
+@overload
+def column_parallel_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor: ...
+
+
+@overload
+def column_parallel_matmul(
+    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, group: GroupLike
+) -> list[Tensor]: ...
+
+
 def column_parallel_matmul(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
-) -> Any:
+) -> Tensor | list[Tensor]:
     """y = x @ weight^T + bias for x that all ranks hold; backward sums dx over ranks and computes dW meanwhile.
 
     Several weights that read the same input (q, k, v; gate, up) share one sum in backward.

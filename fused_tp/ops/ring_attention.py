@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -21,6 +21,72 @@ from fused_tp.schedules.ring_plan import check_layout, local_length, ring_plan
 from fused_tp.schedules.ring_select import Ring, select_ring
 from fused_tp.schedules.ring_state import RingCall
 from fused_tp.transport.base import accumulate_dtype
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    seq_len: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def ring_attention(
@@ -41,7 +107,7 @@ def ring_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     seq_len: int | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
     Every rank computes its queries' share against all keys. With a causal mask only what the mask leaves is computed,

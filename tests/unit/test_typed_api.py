@@ -1,0 +1,65 @@
+"""What users' type checkers see of ops that return several kinds of things: mypy reads this file, and it runs too.
+
+`assert_type` is for mypy (`make lint`) and does nothing here, so what comes back is also looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import fused_tp
+
+X, W, B = torch.ones(4, 3), torch.ones(2, 3), torch.ones(2)
+
+
+def is_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(t, Tensor) for t in value)
+
+
+def test_all_gather_matmul() -> None:
+    one = assert_type(fused_tp.all_gather_matmul(X, W, B, group=None), Tensor)
+    assert isinstance(one, Tensor)
+    several = assert_type(fused_tp.all_gather_matmul(X, [W, W], [B, None], group=None, gather_dim=0), list[Tensor])
+    assert is_list(several)
+    y, x = assert_type(fused_tp.all_gather_matmul(X, W, group=None, return_gathered=True), tuple[Tensor, Tensor])
+    assert isinstance(y, Tensor) and isinstance(x, Tensor)
+    ys, x = assert_type(
+        fused_tp.all_gather_matmul(X, (W, W), group=None, return_gathered=True), tuple[list[Tensor], Tensor]
+    )
+    assert is_list(ys) and isinstance(x, Tensor)
+
+
+def test_flags_that_are_known_at_run_time_only() -> None:
+    flag = bool(X.sum() > 0)
+    both = fused_tp.all_gather_matmul(X, W, group=None, return_gathered=flag)
+    assert_type(both, Tensor | tuple[Tensor, Tensor])
+    assert isinstance(both, tuple)
+    lists = fused_tp.all_gather_matmul(X, [W], group=None, return_gathered=flag)
+    assert_type(lists, list[Tensor] | tuple[list[Tensor], Tensor])
+    assert isinstance(lists, tuple)
+
+
+def test_column_parallel_matmul() -> None:
+    assert isinstance(assert_type(fused_tp.column_parallel_matmul(X, W, B, group=None), Tensor), Tensor)
+    assert is_list(assert_type(fused_tp.column_parallel_matmul(X, [W, W], group=None), list[Tensor]))
+
+
+def test_ring_attention() -> None:
+    q = torch.ones(1, 4, 2, 8)
+    assert isinstance(assert_type(fused_tp.ring_attention(q, q, q, group=None, causal=True), Tensor), Tensor)
+    out, lse = assert_type(fused_tp.ring_attention(q, q, q, group=None, return_lse=True), tuple[Tensor, Tensor])
+    assert isinstance(out, Tensor) and isinstance(lse, Tensor)
+
+
+def test_the_other_ops() -> None:
+    norm = torch.ones(2)
+    assert_type(fused_tp.matmul_all_reduce(X, W, group=None), Tensor)
+    assert_type(fused_tp.matmul_reduce_scatter(X, W, group=None), Tensor)
+    assert_type(fused_tp.all_reduce_rms_norm(X @ W.T, X @ W.T, norm, 1e-5, group=None), tuple[Tensor, Tensor])
+    assert_type(fused_tp.matmul_all_reduce_rms_norm(X, W, X @ W.T, norm, 1e-5, group=None), tuple[Tensor, Tensor])
+    assert_type(fused_tp.all_gather(X, 0, group=None), Tensor)
+    assert_type(fused_tp.all_reduce(X, group=None), Tensor)
+    loss = assert_type(fused_tp.vocab_parallel_cross_entropy(X, torch.zeros(4, dtype=torch.long), group=None), Tensor)
+    assert isinstance(loss, Tensor)
