@@ -1,17 +1,33 @@
 """Stored results as a picture: `python -m benchmarks.plot FILE [-o PNG]`.
 
-A panel for each op; for each contestant a dot at the median, a line from quartile to quartile, a tick at the bar.
+A panel for each op and dtype, a group of bars for each size, a bar for each rival: how fused_tp compares with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .ratios import MEASURES
 from .records import Record, read
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = 3
+WIDTH, ROW_HEIGHT, HEAD = 13.3, 2.75, 0.6  # inches
+DPI = 120
+GAP = 1.0  # between two sizes, in widths of a bar
+ROOM = 1.5  # above the highest bar, for the key
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -21,46 +37,112 @@ def plot(records: Sequence[Record], path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: no record has a comparison.
     """
+    figure = drawn(records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+
+
+def drawn(records: Sequence[Record]) -> Figure:
+    """The figure; raises as `plot`."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # no display
-    from matplotlib import pyplot as plt
+    panels = _panels(records)
+    if not panels:
+        raise ValueError("There is nothing to draw: no record compares fused_tp with anybody.")
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(WIDTH * columns / COLUMNS, ROW_HEIGHT * rows + HEAD), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    rivals = dict.fromkeys(_rival(record) for panel in panels.values() for record in panel)
+    shades = matplotlib.colormaps["tab20"].colors
+    colours = dict(zip(rivals, cycle([*shades[1::2], *shades[::2]])))  # the light ones first: figures stand on them
+    for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
+        _draw(axis, title, panel, colours)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_axis_off()
+    machines = ", ".join(sorted({f"{record.machine.cpu}, {record.machine.isa}" for record in records}))
+    figure.suptitle(
+        f"fused_tp against each rival on {machines}: median of paired ratios, with quartiles\n"
+        "dashed: equal;  black line: the bar that fused_tp must reach;  red figure: it does not",
+        fontsize=10,
+    )
+    return figure
 
+
+def _rival(record: Record) -> str:
+    """Who has a colour: a library has the same with and without a matmul before its collective."""
+    return record.contestant.removeprefix("matmul + ")
+
+
+def _panels(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records with a comparison by the title of their panel, sizes ascending."""
+    several = len({record.machine for record in records}) > 1
     panels: dict[str, list[Record]] = {}
     for record in records:
         if record.comparison is not None:
-            panels.setdefault(record.case.split("/")[0], []).append(record)
-    if not panels:
-        raise ValueError("There is nothing to draw: no record compares fused_tp with anybody.")
-    rows = [len(panel) for panel in panels.values()]
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(10, 0.22 * sum(rows) + 1.0 * len(rows)), height_ratios=rows, squeeze=False
+            op, dtype, _ = _parts(record)
+            where = f", {record.machine.cpu}" if several else ""
+            panels.setdefault(f"{op}, {dtype}{where}" if dtype else op + where, []).append(record)
+    return {title: sorted(panel, key=lambda record: _size(_parts(record)[2])) for title, panel in panels.items()}
+
+
+def _parts(record: Record) -> tuple[str, str, str]:
+    """Op, dtype and size of a case, each "" where its name has none."""
+    op, dtype, size = (*record.case.split("/", 2), "", "")[:3]
+    return op, dtype, size
+
+
+def _size(text: str) -> float:
+    """Of "M=16", 16; of "4 KiB", 4096. What is no size sorts as 0, that is, stays where it is."""
+    found = re.search(r"(\d+)\s*([KMG]iB)?", text)
+    return int(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+
+
+def _draw(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, Any]) -> None:
+    position, highest = 0.0, 1.0
+    centres: dict[str, list[float]] = {}
+    crowded = len(panel) > 8
+    for record in panel:
+        compared, size = record.comparison, _parts(record)[2]
+        assert compared is not None
+        if centres and size not in centres:
+            position += GAP
+        centres.setdefault(size, []).append(position)
+        value = compared.value
+        axis.bar(position, value.median, width=0.9, color=colours[_rival(record)], label=record.contestant)
+        axis.plot([position, position], [value.q1, value.q3], color="#444444", linewidth=0.8)
+        missed = False
+        if compared.bar is not None:
+            axis.plot([position - 0.5, position + 0.5], [compared.bar] * 2, color="black", linewidth=1.8)
+            missed = not MEASURES[compared.measure].meets(value.median, compared.bar)
+        axis.annotate(  # at the foot, where no line crosses it
+            f"{value.median:.2f}" if value.median >= 0.1 else f"{value.median:.1g}",
+            (position, 0.0),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            rotation=90 if crowded else 0,
+            fontsize=8,
+            color="#b00000" if missed else "black",
+            fontweight="bold" if missed else "normal",
+        )
+        highest = max(highest, value.q3, compared.bar or 0.0)
+        position += 1
+    axis.axhline(1.0, color="grey", linestyle="--", linewidth=0.8, zorder=0.5)
+    axis.set_ylim(0, ROOM * highest)
+    axis.set_xticks(
+        [sum(places) / len(places) for places in centres.values()],
+        [textwrap.fill(size, 54 // len(centres), break_long_words=False) for size in centres],
+        fontsize=7,
     )
-    contestants = sorted({record.contestant for panel in panels.values() for record in panel})
-    colours = {name: f"C{index}" for index, name in enumerate(contestants)}
-    for axis, (op, panel) in zip(axes[:, 0], panels.items(), strict=True):
-        for row, record in enumerate(panel):
-            compared = record.comparison
-            assert compared is not None
-            colour = colours[record.contestant]
-            axis.plot([compared.value.q1, compared.value.q3], [row, row], color=colour, linewidth=2)
-            axis.plot(compared.value.median, row, "o", color=colour, markersize=4)
-            if compared.bar is not None:
-                axis.plot(compared.bar, row, "|", color="black", markersize=9)
-        names = [f"{record.case.partition('/')[2]}  {record.contestant}" for record in panel]
-        axis.set_yticks(range(len(panel)), names, fontsize=7)
-        axis.invert_yaxis()
-        axis.set_xscale("log", base=2)  # twice as fast and half as fast are equally far from 1
-        axis.xaxis.set_major_formatter("{x:.3g}")
-        axis.axvline(1.0, color="grey", linewidth=0.5)
-        axis.set_title(f"{op}: {_measure(panel)}", fontsize=9, loc="left")
-        axis.tick_params(axis="x", labelsize=7)
-    machines = sorted({record.machine.cpu for record in records})
-    figure.suptitle(f"{', '.join(machines)}; black tick: the bar", fontsize=9)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")  # whole labels, however long
-    plt.close(figure)
+    axis.tick_params(axis="x", length=0)
+    axis.tick_params(axis="y", labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"{title}: {_measure(panel)}", fontsize=9, loc="left")
+    key = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(key.values(), key.keys(), fontsize=6.5, loc="upper left", ncols=2, frameon=False, columnspacing=1.0)
 
 
 def _measure(panel: Sequence[Record]) -> str:

@@ -17,6 +17,8 @@ from benchmarks.records import Comparison, Machine, Record, merge, read, write
 from benchmarks.suite import cpu_cases, records_of
 from fused_tp.cli.main import main as command
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
 RECORD = Record(
     case="op/fp32/M=16",
     contestant="rival",
@@ -140,6 +142,30 @@ def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.plot([replace(RECORD, comparison=None)], tmp_path / "empty.png")
+
+
+def test_the_picture_of_all_that_was_measured_is_of_a_readable_size() -> None:
+    figure = plot.drawn(read(RESULTS / "cpu.jsonl"))
+    figure.canvas.draw()
+    width, height = figure.get_size_inches() * plot.DPI
+    assert width <= 1600 and height <= 1400
+    titles = [axis._left_title for axis in figure.axes]
+    boxes = [text.get_window_extent() for text in (figure._suptitle, *titles) if text.get_text()]
+    assert len(boxes) > 2
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for axis in figure.axes:  # every rival has a name, and every bar its figure
+        if axis.patches:
+            named = axis.get_legend().get_texts()
+            assert len({patch.get_facecolor() for patch in axis.patches}) == len(named)
+            assert len(axis.texts) == len(axis.patches)
+
+
+def test_sizes_stand_in_order_whatever_was_measured_last() -> None:
+    cases = ["op/fp32/M=16", "op/fp32/M=1", "op/fp32/M=128", "sum/bf16/1 MiB", "sum/bf16/64 KiB"]
+    figure = plot.drawn([replace(RECORD, case=case) for case in cases])
+    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
+    assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]
 
 
 def test_case_names_are_unique_and_families_stand_together() -> None:
