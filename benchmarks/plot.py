@@ -55,8 +55,8 @@ def drawn(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(WIDTH * columns / COLUMNS, ROW_HEIGHT * rows + HEAD), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     rivals = dict.fromkeys(_rival(record) for panel in panels.values() for record in panel)
-    shades = matplotlib.colormaps["tab20"].colors
-    colours = dict(zip(rivals, cycle([*shades[1::2], *shades[::2]])))  # the light ones first: figures stand on them
+    shades = [matplotlib.colormaps["tab20"](i) for i in (*range(1, 20, 2), *range(0, 20, 2))]  # light ones, then dark
+    colours = dict(zip(rivals, cycle(shades)))
     for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
         _draw(axis, title, panel, colours)
     for axis in list(axes.flat)[len(panels) :]:
