@@ -29,6 +29,8 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
+from fused_tp.transport.gloo_connections import closed_peers
+from fused_tp.transport.torch_dist import backend_of
 
 
 def _load_core() -> tuple[Any, str]:
@@ -341,7 +343,10 @@ def shm_transport(group: Group) -> ShmTransport | None:
     The first call for a group is a rendezvous: every rank of the group must make it.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not join the rendezvous, or died in it.
+        PeerLostError: a rank died in the rendezvous or before it. Noticed within a second where gloo serves the group's
+            CPU tensors. In a group without gloo nothing tells of a rank that died before it had joined: the others get
+            CollectiveTimeoutError at the deadline.
+        CollectiveTimeoutError: a rank, which is named, did not join the rendezvous before the deadline.
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
@@ -385,7 +390,7 @@ def _rendezvous(group: Group, store: dist.Store) -> ShmTransport | str:
     def exchange(what: str, mine: bytes) -> list[bytes]:
         key = f"fused_tp/shm/{generation}/{what}"
         store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
-        return [_get(store, f"{key}/{rank}", group, rank, core_group) for rank in range(group.size)]
+        return [_get(store, key, rank, group, core_group) for rank in range(group.size)]
 
     try:
         if _core is None:
@@ -420,8 +425,9 @@ def _close_all() -> None:
         core_group.close()
 
 
-def _get(store: dist.Store, key: str, group: Group, rank: int, core_group: Any) -> bytes:
+def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any) -> bytes:
     """What `rank` has put there. In slices: a wait inside the store sees neither Ctrl-C nor the death of a peer."""
+    key = f"{what}/{rank}"
     seconds = settings.timeout_seconds()
     begin = time.perf_counter()
     try:
@@ -431,17 +437,40 @@ def _get(store: dist.Store, key: str, group: Group, rank: int, core_group: Any) 
                 store.wait([key], timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01)))
                 return store.get(key)
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                dead = core_group.dead_peer() if core_group is not None else -1
-                if dead >= 0 and not store.check([key]):
+                lost = _lost_peers(group, core_group)
+                absent = _absent(store, what, group.size)
+                if lost and (absent is None or rank in absent):
                     raise PeerLostError(
-                        f"Rank {dead} died in the shared-memory rendezvous of group {group.name!r}. "
-                        f"This is rank {group.rank}."
+                        f"Rank {', '.join(map(str, lost))} died, or gave the group up, in or before the shared-memory "
+                        f"rendezvous of group {group.name!r}. This is rank {group.rank}."
                     ) from error
                 if left > _LOOK_SECONDS:
+                    time.sleep(0.01)  # a store that has died raises at once
                     continue
                 raise CollectiveTimeoutError(
-                    f"Rank {rank} did not join the shared-memory rendezvous of group {group.name!r} within {seconds} s "
-                    f"(FUSED_TP_TIMEOUT); all ranks of a group must call its ops. This is rank {group.rank}."
+                    f"Rank {', '.join(map(str, absent or [rank]))} did not join the shared-memory rendezvous of group "
+                    f"{group.name!r} within {seconds:g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "
+                    f"This is rank {group.rank}."
                 ) from error
     finally:
         tracing.add_wait(time.perf_counter() - begin)
+
+
+def _lost_peers(group: Group, core_group: Any) -> list[int]:
+    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell."""
+    dead = core_group.dead_peer() if core_group is not None else -1
+    if dead >= 0:
+        return [dead]
+    try:
+        by_gloo = backend_of(group, "cpu") == "gloo"
+    except ValueError:  # a group of NCCL alone
+        by_gloo = False
+    return closed_peers(group.process_group) if by_gloo and group.process_group is not None else []
+
+
+def _absent(store: dist.Store, what: str, size: int) -> list[int] | None:
+    """Ranks that have put nothing there; None when the store has died with its host."""
+    try:
+        return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
+    except RuntimeError:
+        return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,8 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
+from fused_tp.transport.gloo_connections import close_connections, closed_peers
+from fused_tp.transport.noticeboard import Notice, Noticeboard, missing, who_gave_up
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
@@ -32,15 +35,27 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SIGNATURE_BYTES = 512
-# Where a rank that gives the group up says so, and how often the others look there while they wait.
-_GIVEN_UP = "fused_tp/given_up"
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
+_REASON_SECONDS = 0.3  # how long a rank whose connection was closed looks for a reason other than a peer's death
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A movement that has been started: its op, its number in the group, and when (time.perf_counter)."""
+
+    op: str
+    number: int
+    started: float
+
+
 class TorchDist:
     """One group's movements over torch.distributed.
+
+    After an error between ranks the group is unusable: on gloo its connections are closed, so that no peer waits on.
+    A timeout names the ranks that had not arrived. One that had, but computed on until after the others' deadlines,
+    could not say so and is named with them. NCCL's errors come from its watchdog, which does not tell.
 
     Tensors that move are contiguous and are cut along dim 0. Shards follow `torch.chunk`, so all but the last non-empty
     one have equal length; that is why a gather of padded shards leaves the real rows next to each other.
@@ -56,44 +71,49 @@ class TorchDist:
         self.reduces_in_place = self.backend == "nccl"
         self.calls = 0
         self.broken: str | None = None
-        self._store = dist.distributed_c10d._get_process_group_store(group.process_group)
+        self._process_group = group.process_group
+        self._ops: deque[str] = deque(maxlen=16)
+        store = dist.distributed_c10d._get_process_group_store(group.process_group)
+        self._board = Noticeboard(store, f"fused_tp/{device_type}", group.rank, group.size)
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
     def _start(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
         if self.broken is not None:
-            raise FusedTPError(
-                f"Group {self.group.name!r} is unusable since an earlier failure: {self.broken} "
-                "Destroy the process group and make a new one."
-            )
+            raise self._unusable()
         self.calls += 1
-        call = self.calls
+        self._ops.append(op)
+        call = _Call(op, self.calls, time.perf_counter())
         try:
             work = launch()
         except RuntimeError as error:
-            raise self._failure(op, call, error) from error
-        return After(lambda: self._wait(op, call, work))
+            raise self._failure(call, error) from error
+        return After(lambda: self._wait(call, work))
 
-    def _wait(self, op: str, call: int, work: Any) -> None:
+    def _wait(self, call: _Call, work: Any) -> None:
+        if self.broken is not None:  # and this movement has ended with the one that failed
+            raise self._unusable()
         # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
         begun = time.perf_counter()
         try:
             if self.backend == "nccl":
                 work.wait()
             else:
-                self._wait_in_slices(op, call, work, begun + settings.timeout_seconds())
+                self._wait_in_slices(call, work, begun + settings.timeout_seconds())
         except FusedTPError:
             raise
         except RuntimeError as error:
-            raise self._failure(op, call, error) from error
+            raise self._failure(call, error) from error
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
-    def _wait_in_slices(self, op: str, call: int, work: Any, deadline: float) -> None:
-        """Waits until `deadline`, and looks now and then whether a peer has given up, which gloo itself never tells.
+    def _wait_in_slices(self, call: _Call, work: Any, deadline: float) -> None:
+        """Waits until `deadline`, and looks now and then whether a peer has given up.
 
-        A send or receive cannot be waited for in slices: one that is not done after its timeout closes its connections.
+        A send or receive cannot be waited for in slices: on gloo its timeout closes the connections. No wait on gloo
+        needs them, since a peer that gives up closes its own, which ends every wait for it; other backends do.
         """
+        posted = False
         while True:
             left = deadline - time.perf_counter()
             last = isinstance(work, _Works) or left <= _LOOK_SECONDS
@@ -101,41 +121,108 @@ class TorchDist:
                 work.wait(timedelta(seconds=max(left if last else _LOOK_SECONDS, 0.001)))
                 return
             except RuntimeError as error:
-                if last or not any(word in str(error).lower() for word in _TIMED_OUT):
+                # Completed: it has failed, perhaps by a timeout of the process group's own.
+                if last or work.is_completed() or not any(word in str(error).lower() for word in _TIMED_OUT):
                     raise
-                self._follow(op, call)
+            if not posted:
+                self._post(call)
+                posted = True
+            if self._board.given_up():
+                raise self._followed(call)
 
-    def _follow(self, op: str, call: int) -> None:
-        """Raise what a peer has raised that gave the group up: it will not come."""
-        try:
-            if not self._store.check([_GIVEN_UP]):
-                return
-            kind, said = self._store.get(_GIVEN_UP).decode().split(" ", 1)
-        except RuntimeError:  # the store may have died with a peer: then the deadline must do
-            return
-        where = f"{op} (call {call} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
-        self.broken = f"{where}: a peer has given the group up. It said: {said}"
-        raise (CollectiveTimeoutError if kind == CollectiveTimeoutError.__name__ else PeerLostError)(self.broken)
+    # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, op: str, call: int, error: RuntimeError) -> FusedTPError:
-        where = f"{op} (call {call} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
+    def _failure(self, call: _Call, error: RuntimeError) -> FusedTPError:
+        """What to raise for an error of torch.distributed. From here on the group is unusable, and its peers know."""
+        if self.broken is not None:
+            return self._unusable()
         reason = str(error).splitlines()[0]
         text = reason.lower()
-        kind: type[FusedTPError] = FusedTPError
-        sentence = f"{where} failed: {reason}"
         if any(word in text for word in _LOST):
-            kind, sentence = PeerLostError, f"{where} lost a peer: {reason}"
-        elif any(word in text for word in _TIMED_OUT):
-            kind = CollectiveTimeoutError
-            sentence = (
-                f"{where} waited {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT) and some peer had not arrived; "
-                f"torch.distributed does not tell which. {self.backend} says: {reason}"
+            return self._lost(call, reason)
+        if any(word in text for word in _TIMED_OUT):
+            return self._timed_out(call, reason)
+        return self._give_up(FusedTPError, call, f"{self._where(call)} failed: {reason}")
+
+    def _lost(self, call: _Call, reason: str) -> FusedTPError:
+        if self.backend == "nccl":
+            return self._give_up(PeerLostError, call, f"{self._where(call)} lost a peer: {reason}")
+        # Before others close theirs too. A peer that closed it alive says why, if not always before it does.
+        closed = closed_peers(self._process_group) if self.backend == "gloo" else []
+        self._post(call, failed=True)
+        notices = self._board.read_until(lambda found: who_gave_up(found) is not None, _REASON_SECONDS)
+        if who_gave_up(notices) is not None:
+            return self._followed(call)
+        dead = [rank for rank in closed if rank not in notices or not notices[rank].failed]
+        who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
+        return self._give_up(PeerLostError, call, f"{self._where(call)} lost {who}: {reason}")
+
+    def _timed_out(self, call: _Call, reason: str) -> FusedTPError:
+        waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
+        whose = f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"
+        sentence = f"{self._where(call)} waited {whose}"
+        if self.backend == "nccl":
+            # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
+            return self._give_up(
+                CollectiveTimeoutError,
+                call,
+                f"{sentence} and some peer had not arrived; NCCL does not tell which, torch's flight recorder does "
+                f"(TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: {reason}",
             )
+        failed = self._give_up(CollectiveTimeoutError, call, sentence)
+        self.broken = f"{sentence}{self._missing(call.number, call.op)} {self.backend} says: {reason}"
+        return type(failed)(self.broken)
+
+    def _followed(self, call: _Call) -> FusedTPError:
+        """What a peer has raised that gave the group up, as an error of this rank."""
+        self.broken = f"{self._where(call)}: a peer has given the group up."
+        self._post(call, failed=True)
+        self._close()
+        cause = who_gave_up(self._board.read())
+        kind: type[FusedTPError] = PeerLostError
+        if cause is not None:
+            rank, notice = cause
+            said = notice.sentence
+            if notice.error == CollectiveTimeoutError.__name__:
+                kind = CollectiveTimeoutError
+                said += self._missing(notice.at, notice.op(notice.at) or "another op", rank)
+            self.broken = f"{self._where(call)}: rank {rank} has given the group up. It said: {said}"
+        return kind(self.broken)
+
+    def _give_up(self, kind: type[FusedTPError], call: _Call, sentence: str) -> FusedTPError:
         self.broken = sentence
         if self.backend != "nccl":
-            with suppress(RuntimeError):
-                self._store.set(_GIVEN_UP, f"{kind.__name__} {sentence}")
+            self._post(call, failed=True, error=kind.__name__, at=call.number, sentence=sentence)
+            self._close()
         return kind(sentence)
+
+    def _close(self) -> None:
+        if self.backend == "gloo":
+            close_connections(self._process_group)
+
+    def _missing(self, number: int, op: str, waiting: int | None = None) -> str:
+        """Who was late for a call that rank `waiting`, by default this one, has waited for: the rest of a sentence."""
+        ranks = [rank for rank in range(self.world_size) if rank != (self.rank if waiting is None else waiting)]
+        # Who waits too is woken by the closed connections, or looks within _LOOK_SECONDS, and then leaves its notice.
+        notices = self._board.read_until(
+            lambda found: all(rank in found and found[rank].failed for rank in ranks), 2 * _LOOK_SECONDS
+        )
+        if not self._board.answers:
+            return ", and some rank had not arrived; the group's store, which would tell which, does not answer."
+        return missing(notices, ranks, number, op)
+
+    def _post(self, call: _Call, **how: Any) -> None:
+        waited = time.perf_counter() - call.started
+        self._board.post(Notice(self.calls, list(self._ops), waited, **how))
+
+    def _where(self, call: _Call) -> str:
+        return f"{call.op} (call {call.number} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
+
+    def _unusable(self) -> FusedTPError:
+        return FusedTPError(
+            f"Group {self.group.name!r} is unusable since an earlier failure: {self.broken} "
+            "Destroy the process group and make a new one."
+        )
 
     def check(self, op: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """With FUSED_TP_CHECK=1, compare what all ranks are about to do.

@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.gloo_connections import closed_peers
+from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
+from fused_tp.transport.torch_dist import torch_dist
 from tests.workers import fresh_ranks, run_ranks
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}
@@ -75,7 +79,10 @@ def test_a_rank_that_does_not_come(schedule: str) -> None:
     env = {**PLAIN, "FUSED_TP_SCHEDULE": schedule, "FUSED_TP_TIMEOUT": "1"}
     outcome = fresh_ranks(2, stay_away, env=env, expect_deaths=True)[0]
     first, second, seconds = outcome.unwrap()
-    assert first.startswith("matmul_all_reduce (call 2 of group '0') on rank 0 of 2 waited 1 s (FUSED_TP_TIMEOUT)")
+    assert first.startswith(
+        "matmul_all_reduce (call 2 of group '0') on rank 0 of 2 waited 1 s (FUSED_TP_TIMEOUT) "
+        "for rank 1, which had not arrived. gloo says: "
+    )
     assert "unusable since an earlier failure: matmul_all_reduce (call 2" in second
     assert 0.9 < seconds < 3.5
 
@@ -94,8 +101,152 @@ def test_a_rank_that_dies() -> None:
     survivor, dead = fresh_ranks(2, die, env=PLAIN, expect_deaths=True)
     assert dead.exit_code == 7
     message, seconds = survivor.unwrap()
-    assert message.startswith("matmul_all_reduce (call 2 of group '0') on rank 0 of 2 lost a peer:")
+    assert message.startswith("matmul_all_reduce (call 2 of group '0') on rank 0 of 2 lost rank 1:")
     assert seconds < 60.0  # the deadline is 600 s
+
+
+def come_late(group: Any, how: str) -> tuple[str, str, float]:
+    """Rank 2 does not come in time; and the others may call different ops."""
+    rank = dist.get_rank(group)
+    fused_tp.all_reduce(torch.ones(2), group=group)
+    begun = time.perf_counter()
+    try:
+        if rank == 2:
+            time.sleep(3.5)
+        if how == "order" and rank == 1:
+            fused_tp.all_reduce(torch.ones(4, 6), group=group)  # as many bytes: gloo aborts where sizes differ
+        for _ in range(2):
+            fused_tp.all_gather_matmul(torch.ones(4, 6), torch.ones(3, 6), group=group)
+    except fused_tp.FusedTPError as error:
+        return type(error).__name__, str(error), time.perf_counter() - begun
+    return "", "no error", 0.0
+
+
+@pytest.mark.parametrize("how", ["alike", "order"])
+@pytest.mark.parametrize("schedule", ["plain", "pipelined"])
+def test_a_timeout_names_who_was_late_and_only_those(schedule: str, how: str) -> None:
+    env = {**PLAIN, "FUSED_TP_SCHEDULE": schedule, "FUSED_TP_TIMEOUT": "2"}
+    outcomes = [outcome.unwrap() for outcome in fresh_ranks(3, come_late, how, env=env, expect_deaths=True)]
+    for rank, (error, message, seconds) in enumerate(outcomes):
+        assert error == "CollectiveTimeoutError", outcomes
+        assert "waited 2 s (FUSED_TP_TIMEOUT) for rank 2, which had not arrived." in message, outcomes
+        assert f"on rank {rank} of 3" in message, outcomes
+        assert rank == 2 or seconds < 2.0 + 1.5, outcomes
+        if how == "order":
+            assert "'s call 2 is all_" in message, outcomes
+            assert "all ranks of a group must call the same ops in the same order" in message, outcomes
+
+
+class StoppedStore(dist.Store):
+    """One whose host has been stopped: it takes connections and never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def _never(self, *args: Any) -> Any:
+        self.asked += 1
+        time.sleep(60)
+
+    add = set = get = check = _never
+
+
+def test_a_store_that_does_not_answer_is_asked_once_and_left() -> None:
+    store = StoppedStore()
+    begun = time.perf_counter()
+    board = Noticeboard(store, "name", 0, 2)
+    board.post(Notice(1, ["all_reduce"], 0.5, failed=True, error="PeerLostError"))
+    assert not board.given_up() and board.read() == {}
+    assert board.read_until(bool, 5.0) == {}
+    assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.answers
+
+
+def test_notices_of_an_earlier_group_of_the_name_are_not_read() -> None:
+    store = dist.HashStore()
+    first = Noticeboard(store, "name", 0, 2)
+    first.post(Notice(1, ["all_reduce"], 0.5, failed=True, error="PeerLostError"))
+    assert first.given_up() and first.read()[0].op(1) == "all_reduce"
+    second = Noticeboard(store, "name", 0, 2)
+    assert not second.given_up() and second.read() == {}
+
+
+def test_who_is_missing_in_words() -> None:
+    waiting = Notice(5, ["all_gather", "all_reduce"], 9.0, failed=True)
+    behind = Notice(4, ["all_gather"], 3.0)
+    only_now = Notice(5, ["all_reduce"], 0.01, failed=True)
+    assert missing({1: waiting, 2: only_now}, [1, 2], 5, "all_reduce") == " for rank 2, which had not arrived."
+    said = missing({1: waiting, 2: behind}, [1, 2, 3], 5, "all_reduce")
+    assert said == " for ranks 2 (last heard of at call 4, all_gather) and 3, which had not arrived."
+    said = missing({1: waiting}, [1], 5, "broadcast")
+    assert said.startswith(
+        ", though all ranks had arrived. But rank 1's call 5 is all_reduce, not broadcast: all ranks"
+    )
+    assert "the data did not come" in missing({1: waiting}, [1], 5, "all_reduce")
+
+
+def wait_for_a_survivor(group: Any) -> tuple[str, float]:
+    """Rank 0 waits for a message of rank 2, which dies; rank 1 only for one of rank 0, which lives and gives up."""
+    rank = dist.get_rank(group)
+    transport = torch_dist(resolve_group(group), "cpu")
+    x, out = torch.ones(4), torch.empty(4)
+    transport.shift("shift", x, out, 1).wait()
+    assert closed_peers(group) == []
+    begun = time.perf_counter()
+    if rank == 2:
+        time.sleep(0.3)
+        os._exit(7)
+    with pytest.raises(fused_tp.PeerLostError) as error:
+        transport.shift("shift", x[:0], out, 1).wait()
+    seconds = time.perf_counter() - begun
+    assert set(closed_peers(group)) == {0, 1, 2} - {rank}
+    time.sleep(1.0)  # an end of this process would tell the others too
+    return str(error.value), seconds
+
+
+def test_a_wait_for_a_message_of_a_survivor_ends_too() -> None:
+    outcomes = fresh_ranks(3, wait_for_a_survivor, env=PLAIN, expect_deaths=True)
+    for outcome in outcomes[:2]:
+        message, seconds = outcome.unwrap()
+        assert seconds < 2.0 and "on rank 0 of 3 lost rank 2:" in message, message
+    assert (
+        outcomes[1]
+        .unwrap()[0]
+        .startswith(
+            "shift (call 2 of group '0') on rank 1 of 3: rank 0 has given the group up. It said: shift (call 2 of group"
+        )
+    )
+
+
+def join_shared_memory(group: Any) -> str:
+    if dist.get_rank(group) != 0:
+        time.sleep(3.0)
+        return "away"
+    with pytest.raises(fused_tp.CollectiveTimeoutError) as error:
+        fused_tp.all_reduce(torch.ones(2), group=group)
+    return str(error.value)
+
+
+def test_ranks_that_do_not_join_the_rendezvous_are_named() -> None:
+    """They live, so that only the deadline can tell."""
+    env = {"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "1.5"}
+    outcome = fresh_ranks(3, join_shared_memory, env=env, expect_deaths=True)[0]
+    said = "Rank 1, 2 did not join the shared-memory rendezvous of group '0' within 1.5 s (FUSED_TP_TIMEOUT)"
+    assert said in outcome.unwrap()
+
+
+def join_late(group: Any) -> float:
+    if dist.get_rank(group) == 1:
+        time.sleep(1.7)  # the others look for its death three times
+    total = fused_tp.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(total, group=group)
+    dist.barrier(group)
+    return total[0].item()
+
+
+def test_a_rank_that_joins_the_rendezvous_late_is_waited_for() -> None:
+    """And the receives that looked for its death harm nothing."""
+    outcomes = fresh_ranks(3, join_late, env={"FUSED_TP_SCHEDULE": "one_sided"})
+    assert [outcome.unwrap() for outcome in outcomes] == [9.0] * 3
 
 
 def forced(group: Any) -> str:

@@ -1,0 +1,50 @@
+"""Two things gloo can do and has no call for: tell whose connection is closed, and close one's own.
+
+Both are receives that no peer answers, with tags of their own. gloo refuses to begin one on a closed connection, and
+one that is still under way at its timeout closes every connection this process has in the group
+(gloo/transport/tcp/unbound_buffer.cc, `waitRecv`), as `Work.abort` does on NCCL but not on gloo. Peers then learn of it
+within milliseconds, whatever they wait in.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
+
+
+def closed_peers(group: dist.ProcessGroup) -> list[int]:
+    """Group ranks whose connection to this process is closed: they have died, or have closed it. Never waits.
+
+    Each call leaves a receive of one byte behind with every peer that is there, which costs gloo some 100 bytes.
+    """
+    return [rank for rank in _peers(group) if not _is_open(group, rank)]
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close this process's connections in `group`, which ends whatever is under way there, here and on all peers."""
+    for rank in _peers(group):
+        # Past the first one that was open all are closed, and the rest fail at once.
+        with suppress(RuntimeError):
+            _receive(group, rank, _CLOSE_TAG).wait(timedelta(milliseconds=1))
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def _is_open(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        _receive(group, rank, _PROBE_TAG)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
+    return dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=rank, tag=tag)
