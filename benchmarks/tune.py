@@ -1,7 +1,8 @@
 """Measure the schedules of the matmul ops here and write the dispatch table that follows: `fused-tp bench --tune`.
 
 The table in force is the incumbent. A schedule takes its place at a size only if it is faster by a clear margin in
-three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave.
+three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave. Other ops
+keep the choices they had.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import copy
 import itertools
 import json
 import math
+import os
+import re
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile o
 FEATURES = 2048
 ROWS = (2, 16, 64, 256, 1024)
 ROUNDS = 15
+MIN_ROUNDS = 9
 SECONDS = 300.0  # the longest that one size may take
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
@@ -53,29 +58,54 @@ class Measured:
 
 
 def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str], None] = print) -> None:
-    """Measure and write the table to `path`.
+    """Measure and write the table to `path`, then say what changed and how to use it.
 
     Raises:
         RankFailure: the ranks did not get through; `path` is as it was.
-        ValueError: the table in force is not one.
+        ValueError: the table in force is not one, or `rounds` are too few.
     """
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs {MIN_ROUNDS} at least.")
+    named = settings.table_path()
+    if named is not None and Path(named) == path and not path.exists():
+        del os.environ["FUSED_TP_TABLE"]  # it is about to be written: until then the shipped table is in force
     table = dispatch.load_table(settings.table_path())
     tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
+    for change in changes:
+        say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({"about": about, "arch": tuned}, indent=1) + "\n")
+    part.write_text(_as_text({"about": about, "arch": tuned}))
     part.replace(path)
-    say(f"{changes} choices changed. Table: {path}. To use it: export FUSED_TP_TABLE={path.resolve()}")
+    choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
+    use = (
+        "FUSED_TP_TABLE names it already"
+        if named is not None and Path(named) == path
+        else f"to use it: {_export(path)}"
+    )
+    say(f"{path}: {choices} changed; {use}. A process reads its table once: start anew what runs already.")
+
+
+def _export(path: Path) -> str:
+    return f"export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
+
+
+def _as_text(table: Mapping[str, Any]) -> str:
+    """JSON with a rule to a line: people read and edit tables."""
+    text = json.dumps(table, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n"
 
 
 def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:
     measured: list[Measured] = []
+    sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather has equally much of each rank
     with Ranks(world_size) as ranks:
-        for op, (name, dtype), rows in itertools.product(OPS, DTYPES.items(), ROWS):
-            rows = max(rows, world_size)  # for the gather to have something of each rank
+        for op, (name, dtype), rows in itertools.product(OPS, DTYPES.items(), sizes):
             case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
             times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
+            for schedule, reason in times[0].skipped.items() if not measured else ():
+                say(f"without {schedule}: {reason}")
             seconds = {schedule: slowest([t.seconds[schedule] for t in times]) for schedule in times[0].seconds}
             measured.append(Measured(op, dtype, rows, seconds))
             medians = (f"{schedule} {1e3 * statistics.median(t):.3g} ms" for schedule, t in seconds.items())
@@ -83,19 +113,32 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
     return measured
 
 
-def _rewritten(table: dict[str, Any], measured: Sequence[Measured], world_size: int) -> tuple[dict[str, Any], int]:
-    """The table that follows from what was measured, and how many choices differ from those of `table`."""
-    changes = 0
-    for transport, op, dtype in itertools.product(SCHEDULES, OPS, DTYPES.values()):
+def _rewritten(
+    table: dict[str, Any], measured: Sequence[Measured], world_size: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The table that follows from what was measured, and a sentence for each choice that differs from `table`'s."""
+    changes: list[str] = []
+    for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, DTYPES.items()):
         mine = [m for m in measured if m.op == op and m.dtype == dtype]
         if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
             continue  # no shared memory here
         winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
-        changed = sum(new != _incumbent(m, transport, world_size) for m, (_, new) in zip(mine, winners, strict=True))
+        changed = [
+            f"{op}/{name}/M={m.rows} over {transport}: {_change(m, _incumbent(m, transport, world_size), new)}"
+            for m, (_, new) in zip(mine, winners, strict=True)
+            if new != _incumbent(m, transport, world_size)
+        ]
         if changed:
             table = retuned(table, transport, op, dtype, world_size, winners)
         changes += changed
     return table, changes
+
+
+def _change(measured: Measured, old: str, new: str) -> str:
+    if old not in measured.seconds:
+        return f"{new} in place of {old}, which did not run"
+    ratio = paired(measured.seconds[new], measured.seconds[old])
+    return f"{new} in place of {old}, in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
 
 
 def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:

@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     except FileNotFoundError as error:
         parser.error(str(error))
     tuning = parser.add_argument_group("tuning")
-    tuning.add_argument("--tune", action="store_true", help="write this machine's dispatch table instead")
+    tuning.add_argument(
+        "--tune",
+        action="store_true",
+        help="write the dispatch table of this machine, which should be idle; running processes keep theirs",
+    )
     tuning.add_argument(
         "--table",
         type=Path,

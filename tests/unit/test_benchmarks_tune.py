@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import tune
 from benchmarks.tune import challenge, retuned
+from fused_tp.cli.main import main
+from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch
 
 
@@ -47,6 +52,63 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
     assert (chosen("matmul_all_reduce", torch.bfloat16, 4), chosen("matmul_all_reduce", torch.float32, 4, 4)) == before
     assert chosen("matmul_all_reduce", torch.float32, 4, transport="gloo") == gloo
+
+
+def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list[tune.Measured]]:
+    """Every op at two sizes, on schedules that take so many seconds; in every third round twice as long."""
+
+    def measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[tune.Measured]:
+        times = {
+            name: [t * (1 + noise * ((i + place) % 3 == 0)) for i in range(rounds)]
+            for place, (name, t) in enumerate(seconds.items())
+        }
+        cases = itertools.product(tune.OPS, tune.DTYPES.values(), (16, 1024))
+        return [tune.Measured(op, dtype, rows, times) for op, dtype, rows in cases]
+
+    return measure
+
+
+def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "dispatch.json"
+    monkeypatch.setenv("FUSED_TP_TABLE", str(path))  # as a user does who wants it written there
+    monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 2.0, "pipelined": 1.0, "plain": 3.0}))
+    said: list[str] = []
+    tune.tune(path, 2, say=said.append)
+    assert (
+        "matmul_all_reduce/fp32/M=16 over shm: pipelined in place of one_sided, in 0.50 [0.50, 0.50] of its time"
+        in said
+    )
+    assert said[-1].startswith(f"{path}: 18 choices changed; FUSED_TP_TABLE names it already.")
+    assert said[-1].endswith("A process reads its table once: start anew what runs already.")
+    monkeypatch.setenv("FUSED_TP_TABLE", str(path))
+    answer = explain_for(
+        "matmul_all_reduce", (16, 1024), (2048, 1024), dtype=torch.float32, world_size=2, transport="shm", arch="cpu"
+    ).forward
+    assert answer is not None and answer.schedule == "pipelined"
+    assert answer.reason == "dispatch table, rule cpu/shm/matmul_all_reduce: dtypes ['float32'], world_sizes [2]"
+    assert '     {"schedule": "pipelined", "dtypes": ["float32"], "world_sizes": [2]},\n' in path.read_text()
+    # A later run, noisy, in which the schedules are about equal: the table stays as it is, to the byte.
+    monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0))
+    before = path.read_bytes()
+    tune.tune(path, 2, say=said.append)
+    assert path.read_bytes() == before and "no choices changed" in said[-1]
+
+
+def test_a_table_elsewhere_says_how_to_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSED_TP_TABLE", raising=False)
+    monkeypatch.setattr(tune, "_measure", made_up({"pipelined": 1.0, "plain": 1.0}))
+    said: list[str] = []
+    tune.tune(tmp_path / "my tables" / "one.json", 2, say=said.append)
+    (line,) = said
+    assert f"no choices changed; to use it: export FUSED_TP_TABLE='{tmp_path}/my tables/one.json'." in line
+    assert dispatch.load_table(str(tmp_path / "my tables" / "one.json")) == dispatch.load_table()
+
+
+def test_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "dispatch.json"
+    assert main(["bench", "--tune", "--rounds", "3", "--table", str(path)]) == 1
+    assert "rounds is 3; a choice by three quarters of the rounds needs 9 at least." in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_tuning_again_replaces_its_own_rules_only() -> None:
