@@ -2,7 +2,8 @@
 
 The shipped table is `dispatch.json` beside this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
 writes. All ranks must read the same table, and the choice depends only on what all ranks know: a dim that is cut over
-the ranks may differ by one between them, and takes no part.
+the ranks may differ by one between them, and takes no part. A process reads a table once, at the first call that needs
+it: were a file that is rewritten read again, ranks would do that at different calls and choose apart.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ def _choose(
     )
 
 
-@lru_cache(maxsize=4)
+@cache
 def load_table(path: str | None = None) -> dict[str, Any]:
-    """Read and check a table; None is the shipped one.
+    """Read and check a table, once in a process; None is the shipped one.
 
     Raises:
         ValueError: the file is missing or not a dispatch table; says where.

@@ -66,5 +66,8 @@ def routing() -> tuple[object, object, object]:
 
 
 def table_path() -> str | None:
-    """A dispatch table to use in place of the shipped one (`FUSED_TP_TABLE`), as `fused-tp bench --tune` writes."""
+    """A dispatch table to use in place of the shipped one (`FUSED_TP_TABLE`), as `fused-tp bench --tune` writes.
+
+    The variable is looked at in every call, the file it names only once: see `runtime.dispatch`.
+    """
     return os.environ.get("FUSED_TP_TABLE") or None

@@ -126,6 +126,18 @@ def test_missing_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         choose("matmul_all_reduce", 1, None, 1)
 
 
+def test_a_table_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks that read a rewritten file again would do so at different calls, and choose apart."""
+    monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "plain"}]))
+    assert choose("matmul_all_reduce", 1, None, 1) == "plain"
+    write(tmp_path / "table.json", [{"schedule": "pipelined"}])
+    for i in range(8):  # other tables in between do not make it forgotten
+        monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / f"{i}.json", [{"schedule": "pipelined"}]))
+        assert choose("matmul_all_reduce", 2, None, 1) == "pipelined"
+    monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "table.json"))
+    assert choose("matmul_all_reduce", 2, None, 2) == "plain"
+
+
 def test_explain_on_one_rank() -> None:
     explanation = fused_tp.explain("matmul_all_reduce", (1, 8), (4, 8), dtype=torch.float32)
     assert str(explanation).splitlines() == [
