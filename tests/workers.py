@@ -16,9 +16,10 @@ A spawn that imports torch costs seconds, so four workers are started at the fir
 ranks: use `device_mesh(group)` for a mesh of exactly the group, and `fresh_ranks` (new processes, default group of
 exactly `world_size` ranks) for tests of `group=None`, of dying ranks, or of anything that spoils a process.
 
-Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure and the pool is
-restarted. A call that raised on some rank leaves its group behind: the next call of that size gets a new one, because
-the ranks may disagree about how many collectives they have issued.
+Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure. After a call that
+raised on some rank, as after one that got stuck, the pool ends and the next call starts a new one: the ranks may
+disagree about how many collectives they have issued. A new group in the old processes would not do: to DTensor meshes
+of the same ranks are the same mesh, and it remembers the name of the group that the first of them had.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def run_ranks(
     except (RanksFailed, KeyboardInterrupt):
         stop_pool()
         raise
+    if any(outcome.error is not None for outcome in outcomes):
+        stop_pool()
     _raise_first_error(outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
@@ -184,7 +187,6 @@ class _Workers:
 
     def __init__(self, size: int, env: Mapping[str, str | None] | None = None) -> None:
         self.size = size
-        self.spoiled: set[int] = set()  # group sizes whose ranks may be out of step
         self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_ranks_"))
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[Connection] = []
@@ -216,17 +218,10 @@ class _Workers:
             )
         if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
             raise TypeError(f"{fn.__qualname__} cannot run on ranks: only a module-level function can be sent there")
-        if world_size in self.spoiled:
-            self._send(range(self.size), ("renew", world_size))
-            _raise_first_error(self._collect(range(self.size), START_SECONDS, accept_deaths=False))
-            self.spoiled.discard(world_size)
         file = sys.modules[fn.__module__].__file__
-        request = ("call", fn.__module__, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {}))
+        request = (fn.__module__, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {}))
         self._send(range(world_size), request)
-        outcomes = self._collect(range(world_size), timeout, accept_deaths)
-        if any(outcome.error is not None for outcome in outcomes):
-            self.spoiled.add(world_size)
-        return outcomes
+        return self._collect(range(world_size), timeout, accept_deaths)
 
     def exit_cleanly(self) -> None:
         """Lets the workers run their exit handlers and raises RanksFailed when one crashes or hangs in them."""
@@ -362,28 +357,22 @@ def _worker_main(pipe_fd: int, parent: int, rank: int, world_size: int, port: in
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
         if world_size == POOL_SIZE:
             for size in range(1, POOL_SIZE + 1):
-                renew(size)
+                groups[size] = dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT, backend="gloo")
         else:
             groups[world_size] = dist.group.WORLD
-
-    def renew(size: int) -> None:
-        if isinstance(groups.get(size), dist.ProcessGroup):
-            dist.destroy_process_group(groups[size])
-        groups[size] = dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT, backend="gloo")
 
     def call(module: str, file: str, name: str, size: int, pickled_args: bytes, env: Mapping[str, str | None]) -> Any:
         fn = getattr(_module(module, file), name)
         with _environment(env):
             return fn(groups[size], *pickle.loads(pickled_args))
 
-    actions: dict[str, Callable[..., Any]] = {"call": call, "renew": renew}
     _report(pipe, start)
     while True:
         try:
-            kind, *request = pipe.recv()
+            request = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        _report(pipe, actions[kind], *request)
+        _report(pipe, call, *request)
 
 
 def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:

@@ -98,6 +98,33 @@ def test_an_error_is_raised_with_the_tracebacks_of_all_ranks() -> None:
     assert run_ranks(3, add_up, 1.0)[0].total[0] == 6
 
 
+def sum_over_mesh(group: dist.ProcessGroup, fail: bool) -> float:
+    """By DTensor, which remembers from one mesh to the next how it has moved such shards over such ranks."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import in every new worker
+
+    x = DTensor.from_local(torch.ones(2, 3), device_mesh(group), [Shard(0)])
+    total = x.redistribute(placements=[Replicate()]).sum().to_local().item()
+    if fail:
+        raise ValueError("after DTensor has learnt the group's name")
+    return total
+
+
+def test_a_failure_leaves_nothing_to_the_next_call() -> None:
+    assert run_ranks(2, sum_over_mesh, False) == [12.0, 12.0]
+    before = run_ranks(4, pid)
+    with pytest.raises(ValueError, match="DTensor has learnt"):
+        run_ranks(2, sum_over_mesh, True)
+    assert run_ranks(2, sum_over_mesh, False) == [12.0, 12.0]
+    assert set(before).isdisjoint(run_ranks(4, pid))
+
+
+def test_a_failure_that_sends_nothing_keeps_the_workers() -> None:
+    before = run_ranks(2, pid)
+    with pytest.raises(TypeError, match="module-level"):
+        run_ranks(2, lambda group: None)
+    assert run_ranks(2, pid) == before
+
+
 def test_an_unpicklable_error_still_tells() -> None:
     with pytest.raises(RanksFailed, match="cannot be rebuilt"):
         run_ranks(1, raise_unpicklable)
@@ -109,6 +136,7 @@ def test_a_local_function_is_refused() -> None:
 
 
 def test_a_stuck_rank_shows_its_stack_and_the_pool_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(2, pid)  # workers that have imported this file already
     with pytest.raises(RanksTimedOut, match=r"(?s)ranks \[1\].*in sleep_on"):
         run_ranks(2, sleep_on, 1, timeout=1)
     assert run_ranks(2, add_up, 1.0)[1].total[0] == 3
@@ -116,6 +144,7 @@ def test_a_stuck_rank_shows_its_stack_and_the_pool_restarts(monkeypatch: pytest.
 
 def test_a_rank_left_waiting_does_not_hold_up_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GRACE_SECONDS", 1)
+    run_ranks(2, pid)
     with pytest.raises(RanksTimedOut, match=r"(?s)bad input on rank 0.*in raise_on"):
         run_ranks(2, raise_on, [0], True)
 
