@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
-from fused_tp.runtime import dispatch
+from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.attention_providers import choose_provider
 from fused_tp.schedules.select import ALONE, Decision, decide
@@ -120,7 +120,10 @@ def explain_for(
         if world_size == 1:
             return ALONE
         choice = dispatch.choose(name, dtype, m, k, n, world_size, transport, arch)
-        return Decision(choice.schedule, transport, f"dispatch table, rule {choice.rule}")
+        # A table may prefer messages where there is shared memory.
+        moves = "torch.distributed" if transport == "shm" and choice.schedule != "one_sided" else transport
+        table = settings.table_path() or "as shipped"
+        return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
     device_type = "cuda" if arch.startswith("sm_") else arch
     return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask)

@@ -85,7 +85,9 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
         "matmul_all_reduce", (16, 1024), (2048, 1024), dtype=torch.float32, world_size=2, transport="shm", arch="cpu"
     ).forward
     assert answer is not None and answer.schedule == "pipelined"
-    assert answer.reason == "dispatch table, rule cpu/shm/matmul_all_reduce: dtypes ['float32'], world_sizes [2]"
+    assert (
+        answer.reason == f"dispatch table {path}, rule cpu/shm/matmul_all_reduce: dtypes ['float32'], world_sizes [2]"
+    )
     assert '     {"schedule": "pipelined", "dtypes": ["float32"], "world_sizes": [2]},\n' in path.read_text()
     # A later run, noisy, in which the schedules are about equal: the table stays as it is, to the byte.
     monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0))

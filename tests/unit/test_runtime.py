@@ -154,6 +154,16 @@ def test_explain_for_groups_that_do_not_exist(op: str) -> None:
     assert "sm_90, 8 ranks" in answer.call
 
 
+def test_explain_where_a_table_prefers_messages_to_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "pipelined"}]))
+    answer = explain_for("all_reduce", (4, 8), dtype=torch.float32, world_size=2, transport="shm", arch="cpu")
+    assert f"  forward: pipelined over torch.distributed, because dispatch table {tmp_path}/table.json, rule" in str(
+        answer
+    )
+
+
 def test_spans_show_in_the_profiler() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
