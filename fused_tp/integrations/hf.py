@@ -151,7 +151,7 @@ class TransformersSequence(SequenceSharding):
 
     def put_together(self, output: Any, call: Call) -> Any:
         if not self.parallelism.cuts_sequence:
-            return None
+            return output
         key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
         others = enumerate(output) if isinstance(output, tuple) else output.items()
         for name, value in others:

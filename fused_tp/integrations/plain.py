@@ -111,7 +111,7 @@ class PlainSequence(SequenceSharding):
 
     def put_together(self, output: Any, call: Call) -> Any:
         if call.ring is None:
-            return None  # the head has gathered what the TP ranks had
+            return output  # the head has gathered what the TP ranks had
         mine = self.local_len
 
         def whole(t: Tensor) -> Tensor:

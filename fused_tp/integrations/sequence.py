@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.call import LAYOUT, Call, Ring, current_call, set_current_call
-from fused_tp.integrations.grad_sync import scale_gradient, sum_gradients_over
+from fused_tp.integrations.grad_sync import GradientSync, scale_gradient
 from fused_tp.integrations.loss import shift
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
@@ -61,6 +61,8 @@ class SequenceSharding:
         self.local_len: int | None = None
         self.batch = 0
         self.ring: Ring | None = None
+        cp_mesh = parallelism.cp_mesh
+        self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
         self._computed_alike = False
@@ -112,8 +114,8 @@ class SequenceSharding:
         if self._computed_alike and grad_sync and tokens.is_floating_point():
             assert cp_mesh is not None
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
-        if cp_mesh is not None and grad_sync and torch.is_grad_enabled():
-            sum_gradients_over(model, cp_mesh)
+        if self.sync is not None and torch.is_grad_enabled():
+            self.sync.watch(model)
         self._switch_layers(call)
         set_current_call(call)
         return (), {**arguments, **self.extra_arguments(call)}
@@ -239,13 +241,19 @@ class SequenceSharding:
         set_current_call(None)
         if output is None:  # forward raised
             return None
+        output = self._joined(output, call)
+        if self.sync is not None:
+            self.sync.watch_output(output)
+        return output
+
+    def _joined(self, output: Any, call: Call | None) -> Any:
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = partial(_scale_if_differentiable, 1 / self.parallelism.cp_mesh.size())
             return map_tensors(share, output)
         if call is None or call.targets is not None:
-            return None
+            return output
         return self.put_together(output, call)
 
     def whole(self, t: Tensor, call: Call, *, tp_sharded: bool = False) -> Tensor:

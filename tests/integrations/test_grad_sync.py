@@ -1,0 +1,374 @@
+"""Gradients in buckets over the context parallel ranks: the sums that one all-reduce after another would give."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.integrations import grad_sync
+from fused_tp.integrations.grad_sync import GradientSync, make_buckets
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
+from tests.workers import run_ranks
+
+TRANSPORTS = ["shm", "gloo"]
+
+
+@contextlib.contextmanager
+def settings(transport: str, bucket_bytes: int = 0) -> Iterator[list[int]]:
+    """On that transport, with buckets of that size; gives a list that the lengths of buckets come into."""
+    started: list[int] = []
+    original = grad_sync.Pass._start
+
+    def counting(self: Any, *, may_block: bool) -> bool:
+        index = len(self.moving)
+        went = original(self, may_block=may_block)
+        if went:
+            started.append(len(self.buckets[index].slots))
+        return went
+
+    sizes = grad_sync.FIRST_BUCKET_BYTES, grad_sync.BUCKET_BYTES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync.Pass, "_start", counting)
+        if transport == "gloo":
+            patch.setitem(os.environ, "FUSED_TP_SHM", "0")
+        patch.setattr(grad_sync, "FIRST_BUCKET_BYTES", bucket_bytes or sizes[0])
+        patch.setattr(grad_sync, "BUCKET_BYTES", bucket_bytes or sizes[1])
+        yield started
+
+
+def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "FIRST_BUCKET_BYTES", 64)
+        patch.setattr(grad_sync, "BUCKET_BYTES", 256)
+        floats = [nn.Parameter(torch.zeros(n)) for n in (100, 16, 33, 16, 3)]
+        half = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+        buckets = make_buckets([half, *floats])
+    sizes = [[slot.parameter.numel() for slot in bucket.slots] for bucket in buckets]
+    # The first one is full with 3 elements, as they take up 16; the bfloat16 one is still filling at the end.
+    assert sizes == [[3], [16, 33], [16, 100], [7]]
+    assert [slot.start for slot in buckets[1].slots] == [0, 16]
+    assert buckets[1].flags == 64
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, used once, twice, tied or never, as `how` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 6)
+        self.first, self.second, self.unused = (nn.Linear(6, 6) for _ in range(3))
+        self.brief = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 6))
+
+    def forward(self, tokens: Tensor, how: str = "") -> Tensor:
+        x = self.embed(tokens)
+        y = F.gelu(self.first(x))
+        if "branches" in how:
+            y = self.first(y) + self.second(y) if dist.get_rank() % 2 else self.second(y) + self.first(y)
+        if "reentrant" in how:
+            for _ in range(2):
+                y = checkpoint(lambda y: F.gelu(self.second(y)) * self.scale, y, use_reentrant=True)
+        if "experts" in how and dist.get_rank() % 2:
+            y = y + self.second(x)
+        y = y + self.brief(x.bfloat16()).float() + self.empty.sum()
+        return (y * self.scale) @ self.embed.weight.t()
+
+
+def tokens_of(rank: int, number: int = 0) -> Tensor:
+    return torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def gathered(group: dist.ProcessGroup, t: Tensor) -> list[Tensor]:
+    everyone = [torch.empty_like(t) for _ in range(group.size())]
+    dist.all_gather(everyone, t.contiguous(), group=group)
+    return everyone
+
+
+def assert_sums(group: dist.ProcessGroup, synced: nn.Module, alone: nn.Module, *, in_terms: bool = False) -> None:
+    """`synced` has the sums, in rank order and to the last bit, of what the ranks' `alone` have.
+
+    `in_terms`: what one rank has was summed in several terms, which may round otherwise, but alike on all ranks.
+    """
+    for (name, mine), theirs in zip(synced.named_parameters(), alone.parameters(), strict=True):
+        grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        count = torch.tensor(float(theirs.grad is not None))
+        dist.all_reduce(count, group=group)
+        if count == 0:
+            assert mine.grad is None, f"{name} has a gradient"
+            continue
+        terms = gathered(group, grad)
+        total = terms[0].float()
+        for term in terms[1:]:
+            total = total + term.float()
+        assert mine.grad is not None, f"{name} has no gradient"
+        if in_terms:
+            assert all(torch.equal(other, mine.grad) for other in gathered(group, mine.grad)), f"gradient of {name}"
+            torch.testing.assert_close(mine.grad, total.to(grad.dtype), msg=f"gradient of {name}")
+        else:
+            assert torch.equal(mine.grad, total.to(grad.dtype)), f"gradient of {name}"
+
+
+def step(model: nn.Module, sync: GradientSync | None, *inputs: Any) -> None:
+    if sync is not None:
+        sync.watch(model)
+    output = model(*inputs)
+    if sync is not None:
+        sync.watch_output({"logits": output})
+    output.square().mean().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums(world_size: int, transport: str) -> None:
+    run_ranks(world_size, sums, transport)
+
+
+def sums(group: dist.ProcessGroup, transport: str) -> None:
+    mesh, rank = mesh_of(group, group.size(), 1), group.rank()
+    for how in ("", "branches", "reentrant", "experts"):
+        for bucket_bytes in (1, 400, 0):
+            alone = Mixed()
+            synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+            with settings(transport, bucket_bytes) as started:
+                step(synced, sync, tokens_of(rank), how)
+                step(alone, None, tokens_of(rank), how)
+            assert_sums(group, synced, alone, in_terms="reentrant" in how)
+            again = 1 if "reentrant" in how else 0  # the second use of what two checkpoints share
+            if bucket_bytes == 0:
+                assert len(started) == 2 + again, (how, started)  # one for each dtype
+
+
+def test_what_was_there_is_not_summed_again() -> None:
+    run_ranks(2, accumulated)
+
+
+def accumulated(group: dist.ProcessGroup) -> None:
+    mesh, rank = mesh_of(group, 2, 1), group.rank()
+    synced, expected = Mixed(), Mixed()
+    sync = GradientSync(mesh)
+    for number in range(3):
+        alone = Mixed()
+        synced.second.requires_grad_(number != 1)  # frozen for a while
+        alone.second.requires_grad_(number != 1)
+        step(synced, sync, tokens_of(rank, number), "branches")
+        step(alone, None, tokens_of(rank, number), "branches")
+        for total, term in zip(expected.parameters(), alone.parameters(), strict=True):
+            if term.grad is not None:
+                both = gathered(group, term.grad)
+                both_sum = (both[0].float() + both[1].float()).to(term.dtype)
+                total.grad = both_sum if total.grad is None else total.grad + both_sum
+    for (name, mine), theirs in zip(synced.named_parameters(), expected.named_parameters(), strict=True):
+        if theirs[1].grad is None:
+            assert mine.grad is None
+        else:
+            assert mine.grad is not None and torch.equal(mine.grad, theirs[1].grad), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_autograd_grad_gives_sums_and_leaves_grad_alone(transport: str) -> None:
+    run_ranks(2, functional, transport)
+
+
+def functional(group: dist.ProcessGroup, transport: str) -> None:
+    mesh, rank = mesh_of(group, 2, 1), group.rank()
+    alone = Mixed()
+    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    with settings(transport):
+        step(synced, sync, tokens_of(rank))
+        before = [None if p.grad is None else p.grad.clone() for p in synced.parameters()]
+        sync.watch(synced)
+        wanted = [synced.first.weight, synced.embed.weight]
+        found = torch.autograd.grad(synced(tokens_of(rank)).square().mean(), wanted)
+    for p, old in zip(synced.parameters(), before, strict=True):
+        assert (p.grad is None) == (old is None)
+        assert old is None or torch.equal(p.grad, old)  # type: ignore[arg-type]  # is there if `old` is
+    for grad, p in zip(found, wanted, strict=True):
+        assert torch.equal(grad, p.grad)  # type: ignore[arg-type]  # of the same tokens
+
+
+def test_hooks_that_look_in_the_middle_of_backward_find_sums() -> None:
+    run_ranks(2, looked_at)
+
+
+def looked_at(group: dist.ProcessGroup) -> None:
+    mesh, rank = mesh_of(group, 2, 1), group.rank()
+    alone = Mixed()
+    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    seen: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    synced.first.weight.register_post_accumulate_grad_hook(look)
+    step(synced, sync, tokens_of(rank))
+    step(alone, None, tokens_of(rank))
+    assert_sums(group, synced, alone)
+    assert torch.equal(seen[0], synced.first.weight.grad)  # type: ignore[arg-type]  # backward has run
+
+
+def test_ddp_averages_the_sums() -> None:
+    run_ranks(4, with_ddp)
+
+
+def with_ddp(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 2)  # its dim "tp" serves as a "dp"
+    whole = make("plain")
+    parallel: Any = parallelize(copy_of(whole), mesh, tp_dim="none")
+    batches = [make_tokens(2, 9), make_tokens(2, 9).flip(1)]
+    wrapped = DistributedDataParallel(parallel, process_group=mesh["tp"].get_group())
+    for _ in range(2):
+        for batch in batches:
+            (whole(batch, labels=batch).loss / 2).backward()
+        mine = batches[mesh["tp"].get_local_rank()]
+        wrapped(mine, labels=mine).loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+def test_a_backward_that_raised_leaves_nothing_behind() -> None:
+    run_ranks(2, after_an_error)
+
+
+def after_an_error(group: dist.ProcessGroup) -> None:
+    mesh, rank = mesh_of(group, 2, 1), group.rank()
+    alone = Mixed()
+    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    with settings("shm"):  # the first bucket has not started when the embedding's gradient raises
+        handle = synced.embed.weight.register_hook(_fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            step(synced, sync, tokens_of(rank))
+        handle.remove()
+        synced.zero_grad()
+        step(synced, sync, tokens_of(rank))
+    step(alone, None, tokens_of(rank))
+    assert_sums(group, synced, alone)
+
+
+def _fail(grad: Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_dtensors_and_copies() -> None:
+    run_ranks(4, dtensors)
+
+
+def dtensors(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 2)
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
+        local = getattr(model, name).detach()
+        shard = DTensor.from_local(local, mesh["tp"], [Replicate()]).redistribute(placements=[placement])
+        setattr(model, name, nn.Parameter(shard))
+    sync = GradientSync(mesh["cp"])
+    cp_rank = mesh["cp"].get_local_rank()
+    # Copies and pickles of what is synced are synced when they are watched, and by their own hooks.
+    sync.watch(model)
+    twin, twin_sync = copy.deepcopy((model, sync))
+    assert isinstance(pickle.loads(pickle.dumps(GradientSync(mesh["cp"]))), GradientSync)
+    for module, its_sync in ((model, sync), (twin, twin_sync)):
+        for round_number in (1, 2):
+            its_sync.watch(module)
+            x = torch.full((2, 5), cp_rank + 1.0)
+            weight, bias = module.weight.to_local(), module.bias.to_local()  # type: ignore[operator]  # DTensors
+            (x @ weight.t()).sum().backward(retain_graph=True)
+            (bias * (cp_rank + 1.0)).sum().backward()
+            for parameter, value in ((module.weight, 6.0), (module.bias, 3.0)):
+                assert isinstance(parameter.grad, DTensor)
+                assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]  # a DTensor
+                assert parameter.grad.shape == parameter.shape
+                assert torch.equal(parameter.grad.full_tensor(), torch.full(parameter.shape, value * round_number))
+
+
+def test_models_are_freed() -> None:
+    run_ranks(2, freed)
+
+
+def freed(group: dist.ProcessGroup) -> None:
+    model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
+    step(model, sync, tokens_of(group.rank()))
+    held = weakref.ref(model.first.weight)
+    del model, sync
+    gc.collect()
+    assert held() is None
+
+
+def test_sparse_gradients_are_refused() -> None:
+    run_ranks(2, sparse)
+
+
+def sparse(group: dist.ProcessGroup) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(ValueError, match="sparse=False"):
+        step(model, GradientSync(mesh_of(group, 2, 1)), torch.tensor([1, 2]))
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_llama_of_four_layers_moves_in_few_buckets(transport: str) -> None:
+    run_ranks(2, llama, transport)
+
+
+def llama(group: dist.ProcessGroup, transport: str) -> None:
+    whole = make("plain", **FOUR_LAYERS)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens = make_tokens(2, 13)
+    assert len(list(parallel.parameters())) == 39
+    with settings(transport) as started:
+        for model in (whole, parallel):
+            model(tokens, labels=tokens).loss.backward()
+    assert started == [39]
+    assert_same_gradients(parallel, whole)
+    # In smaller ones; what reaches the end of backward on gloo has started before.
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    early: list[int] = []
+    with settings(transport, 4096) as started:
+        loss = parallel(tokens, labels=tokens).loss
+        parallel.model.embed_tokens.weight.register_hook(lambda grad: early.append(len(started)))
+        loss.backward()
+    assert len(started) > 5 and sum(started) == 39
+    assert early == [0 if transport == "shm" else len(started)]
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_wait_for_the_outer_backward(use_reentrant: bool) -> None:
+    run_ranks(2, checkpointed, use_reentrant)
+
+
+def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+    whole = make("plain", **FOUR_LAYERS)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    for layer in parallel.model.layers:
+        layer.forward = _checkpointing(layer.forward, use_reentrant)
+    tokens = make_tokens(2, 13)
+    with settings("shm") as started:
+        for model in (whole, parallel):
+            model(tokens, labels=tokens).loss.backward()
+    assert started == [39]
+    assert_same_gradients(parallel, whole)
+
+
+def _checkpointing(forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=use_reentrant)
