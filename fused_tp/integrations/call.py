@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,7 +51,9 @@ class Call:
     """A forward pass on a part of the sequence.
 
     Attributes:
+        batch: rows.
         seq_len: tokens of the whole sequence.
+        local_len: of these on this CP rank, over all its TP ranks.
         ring: set where the sequence is cut over the context parallel ranks.
         targets: this rank's target tokens [batch, seq], already shifted; set where the loss is ours to compute.
         target_count: how many targets count over all ranks, or the caller's num_items_in_batch.
@@ -57,7 +61,9 @@ class Call:
         logits_to_keep: the positions of the whole sequence that the caller wants logits of; 0 for all.
     """
 
+    batch: int
     seq_len: int
+    local_len: int
     ring: Ring | None = None
     targets: Tensor | None = None
     target_count: Tensor | int | None = None
@@ -65,21 +71,105 @@ class Call:
     logits_to_keep: int | Tensor = 0
 
 
+@dataclass(frozen=True)
+class LayerState:
+    """What layers need to know of a forward pass.
+
+    Attributes:
+        tp_sharded: the residual stream is cut along the sequence over the TP ranks.
+        local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not cut.
+        ring: set where the sequence is cut over the context parallel ranks.
+    """
+
+    tp_sharded: bool = False
+    local_len: int | None = None
+    ring: Ring | None = None
+
+
+UNCUT = LayerState()
+_MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them at most
+
+
+class StateHistory:
+    """Which state a forward pass had, by the autograd nodes that it made.
+
+    Activation checkpointing runs layers again in backward, perhaps long after another forward pass of another length.
+    It says nothing of which one it runs again, keeps no state but random numbers and autocast, and may be called by the
+    model itself, so there is nothing to hand it. But it does run inside a node of that forward pass, and nodes are
+    numbered in the order of their making: so a pass is found by where the numbers stood when it began.
+
+    The numbers are counted apart in each thread. Of checkpoints inside checkpoints, whose inner nodes are made in
+    backward, that is told only where backward runs in the thread of the forward passes, as it does on CPU.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._states: list[LayerState] = []
+
+    def note(self, state: LayerState) -> None:
+        """From here on nodes are made in `state`."""
+        number = torch.autograd._get_sequence_nr()
+        if self._states and (self._states[-1] == state or number < self._starts[-1]):  # of another thread
+            return
+        self._starts.append(number)
+        self._states.append(state)
+        if len(self._starts) > _MOST_REMEMBERED:
+            del self._starts[0], self._states[0]
+
+    def at(self, number: int) -> LayerState:
+        """The state that the node of that number was made in."""
+        return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNCUT
+
+
+def running_node() -> int | None:
+    """The number of the autograd node that calls us, in backward; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A forward pass of a parallel model that is running, and what it runs in."""
+
+    owner: object
+    call: Call | None
+    node: int | None  # where it runs inside of a backward: see `running_node`
+    outer: Frame | None
+
+
 # One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
 # functions below: torch.compile does not see the defaults of a subclass of threading.local.
 _current = threading.local()
 
 
+def current_frame() -> Frame | None:
+    """The innermost forward pass of a parallel model that is running in this thread."""
+    frame: Frame | None = getattr(_current, "frame", None)
+    return frame
+
+
 def current_call() -> Call | None:
-    """The forward pass that is running in this thread; None outside of one and in one that is not cut.
+    """What the running forward pass has been cut into; None outside of one and in one that is not cut.
 
     For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when there
     is no current call; what does run again (attention) is handed its Ring.
     """
-    call: Call | None = getattr(_current, "call", None)
-    return call
+    frame = current_frame()
+    return None if frame is None else frame.call
 
 
-def set_current_call(call: Call | None) -> None:
-    """Called before and after every forward pass of a parallel model."""
-    _current.call = call
+def enter_call(owner: object, call: Call | None) -> None:
+    """A forward pass of `owner` begins. It may run inside of one of another model."""
+    _current.frame = Frame(owner, call, running_node(), current_frame())
+
+
+def leave_call(owner: object) -> Call | None:
+    """... and ends: the forward pass around it is the current one again. Returns what `owner`'s was cut into.
+
+    None also where none of `owner` is running, since one that was refused has not begun.
+    """
+    frame = current_frame()
+    if frame is None or frame.owner is not owner:
+        return None
+    _current.frame = frame.outer
+    return frame.call

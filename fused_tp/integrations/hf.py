@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.call import Call, Ring, current_call
+from fused_tp.integrations.call import Call, Ring, current_call, current_frame
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import COLUMN, Style
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding
@@ -136,6 +136,10 @@ class TransformersSequence(SequenceSharding):
             return check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
         return False
 
+    def entrances(self, model: nn.Module) -> list[nn.Module]:
+        base = getattr(model, "base_model", model)
+        return [] if base is model else [base]
+
     def default_positions(self, positions: Tensor) -> Tensor:
         return positions.unsqueeze(0)
 
@@ -146,7 +150,7 @@ class TransformersSequence(SequenceSharding):
             return {RING: None}
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
-        ones = torch.ones((self.batch, self.local_len or 0), dtype=torch.bool, device=call.ring.mesh.device_type)
+        ones = torch.ones((call.batch, call.local_len), dtype=torch.bool, device=call.ring.mesh.device_type)
         return {RING: call.ring, "attention_mask": ones}
 
     def put_together(self, output: Any, call: Call) -> Any:
@@ -161,7 +165,7 @@ class TransformersSequence(SequenceSharding):
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-        t = self.whole(output[key], call, tp_sharded=self.is_base and self.tp_sharded)
+        t = self.whole(output[key], call, tp_sharded=self.is_base and self.parallelism.sequence_parallel)
         keep = call.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
@@ -240,6 +244,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
+    if current_frame() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
+        return own(module, query, key, value, attention_mask, **kwargs)
     if RING not in kwargs:
         raise ValueError(
             f"{type(module).__name__} does not pass keyword arguments on to its attention function, so attention over "

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from fused_tp.integrations.call import LayerState
 from fused_tp.integrations.plan import COLUMN, EMBEDDING, GATHERS_OUTPUT, HEAD_PROJECTIONS, ROW, SPLITS_INPUT, Style
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, share_gather
 from fused_tp.nn.norm import reduce_grad
@@ -27,10 +28,9 @@ GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "
 
 
 class SequenceState(Protocol):
-    """What layers need to know of the forward pass that runs, or ran last (activation checkpointing runs it again)."""
+    """Knows the forward pass that runs, or that activation checkpointing runs again."""
 
-    tp_sharded: bool  # the residual stream is cut along the sequence over the TP ranks
-    local_len: int | None  # tokens on this CP rank, over all its TP ranks
+    def state_now(self) -> LayerState: ...
 
 
 def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parallel: bool) -> None:
@@ -138,10 +138,11 @@ def _show_whole_length(
     NaN,
     expanded: a module that computes with it, rather than passing it to its projections, says so in every output.
     """
-    if not sequence.tp_sharded:
+    state = sequence.state_now()
+    if not state.tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
-    stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], sequence.local_len, x.shape[-1])
+    stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
     setattr(stand_in, _PART, x)
     if args:
         return (stand_in, *args[1:]), kwargs
@@ -151,7 +152,8 @@ def _show_whole_length(
 def _take_part(
     sequence: SequenceState, attention_projection: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    if not sequence.tp_sharded:
+    state = sequence.state_now()
+    if not state.tp_sharded:
         return None
     x = args[0]
     if attention_projection:
@@ -162,7 +164,7 @@ def _take_part(
                 f"as it is; {attention_projection!r} was given another tensor."
             )
     # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
-    return (x, *args[1:]), {"gather_size": sequence.local_len, **kwargs}
+    return (x, *args[1:]), {"gather_size": state.local_len, **kwargs}
 
 
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
@@ -210,7 +212,7 @@ def replicate_parameters(
 
 
 def _own_part(sequence: SequenceState, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return scatter(output, -2, group=mesh) if sequence.tp_sharded else output
+    return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any], *bound: Any) -> None:
@@ -232,7 +234,7 @@ def _on_local_parameters(
 ) -> Any:
     """`forward` with the module's own DTensor parameters replaced by their local tensors while it runs."""
     held: dict[str, Any] = dict(module._parameters)
-    sum_gradient = always_partial or (partial_on_parts and sequence.tp_sharded)
+    sum_gradient = always_partial or (partial_on_parts and sequence.state_now().tp_sharded)
     for key, parameter in held.items():
         if isinstance(parameter, DTensor):
             local: Any = reduce_grad(parameter, parameter.device_mesh) if sum_gradient else parameter.to_local()

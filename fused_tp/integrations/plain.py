@@ -112,7 +112,7 @@ class PlainSequence(SequenceSharding):
     def put_together(self, output: Any, call: Call) -> Any:
         if call.ring is None:
             return output  # the head has gathered what the TP ranks had
-        mine = self.local_len
+        mine = call.local_len
 
         def whole(t: Tensor) -> Tensor:
             return self.whole(t, call) if t.ndim >= 2 and t.shape[1] == mine else t
@@ -130,12 +130,13 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
 
 
 def _with_ring_attention(sequence: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    ring = sequence.state_now().ring
     # One mode at a time: the ring's own attention calls would be seen by a mode further out.
-    if sequence.ring is None or getattr(_inside, "mode", False):
+    if ring is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
     _inside.mode = True
     try:
-        with RingAttentionMode(sequence.ring):
+        with RingAttentionMode(ring):
             return forward(*args, **kwargs)
     finally:
         _inside.mode = False

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.call import LAYOUT, Call, Ring, current_call, set_current_call
+from fused_tp.integrations.call import (
+    LAYOUT,
+    UNCUT,
+    Call,
+    LayerState,
+    Ring,
+    StateHistory,
+    current_frame,
+    enter_call,
+    leave_call,
+    running_node,
+)
 from fused_tp.integrations.grad_sync import GradientSync, scale_gradient
 from fused_tp.integrations.loss import shift
 from fused_tp.nn import ColumnParallelLinear
@@ -44,8 +55,7 @@ class Parallelism:
 class SequenceSharding:
     """Cuts one forward pass at a time, unless it carries a KV cache. Subclasses know what a kind of model calls things.
 
-    What layers ask for (`tp_sharded`, `local_len`, `ring`) stays after the forward pass until the next one: activation
-    checkpointing runs layers again in backward.
+    Layers ask for `state_now()`: that of the forward pass that runs, or that activation checkpointing runs again.
     """
 
     tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
@@ -57,10 +67,9 @@ class SequenceSharding:
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
         self.head: ColumnParallelLinear | None = None
-        self.tp_sharded = False
-        self.local_len: int | None = None
-        self.batch = 0
-        self.ring: Ring | None = None
+        self._history = StateHistory()
+        self._state = UNCUT  # of the forward pass that runs
+        self._switched_to = UNCUT  # what the layers are set to
         cp_mesh = parallelism.cp_mesh
         self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
@@ -71,10 +80,16 @@ class SequenceSharding:
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
         self._layers = [m for m in model.modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
+        for layer in [*self._layers, *self.entrances(model)]:
+            layer.register_forward_pre_hook(self._ask, prepend=True)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     # ---- what subclasses say ----
+
+    def entrances(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that a caller may call in the place of the model, and that ask for no state of themselves."""
+        return []
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it."""
@@ -116,8 +131,13 @@ class SequenceSharding:
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
-        self._switch_layers(call)
-        set_current_call(call)
+        sharded = self.parallelism.sequence_parallel
+        self._state = UNCUT if call is None else LayerState(sharded, call.local_len, call.ring)
+        self._history.note(self._state)
+        self._switch_layers(self._state)
+        if self.parallelism.loss_parallel and self.head is not None:
+            self.head.gather_output = call is None or call.targets is None
+        enter_call(self, call)
         return (), {**arguments, **self.extra_arguments(call)}
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
@@ -154,8 +174,7 @@ class SequenceSharding:
             self._refuse_other_tensors(arguments, source)
             tokens = self._cut_tokens(tokens, cp_mesh)
             targets = None if targets is None else shard_sequence(targets, 1, group=cp_mesh, layout=LAYOUT)
-        self.local_len = tokens.shape[1]
-        self.batch = tokens.shape[0]
+        local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point():
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
         arguments[source] = tokens
@@ -167,7 +186,9 @@ class SequenceSharding:
             keep = arguments["logits_to_keep"]  # of the whole sequence
             arguments["logits_to_keep"] = 0
         return Call(
+            tokens.shape[0],
             seq_len,
+            local_len,
             ring=None if cp_mesh is None else Ring(cp_mesh, seq_len, padded),
             targets=targets,
             target_count=count,
@@ -226,19 +247,50 @@ class SequenceSharding:
                     "parallel ranks is not known. Leave it out, or use no cp_dim."
                 )
 
-    def _switch_layers(self, call: Call | None) -> None:
-        self.tp_sharded = self.parallelism.sequence_parallel and call is not None
-        self.ring = None if call is None else call.ring
+    # ---- what layers ask for ----
+
+    def state_now(self) -> LayerState:
+        """The state to run a layer in. Every layer that is run on its own asks before it does anything."""
+        if not self.parallelism.cuts_sequence:
+            return UNCUT
+        if torch.compiler.is_compiling():
+            return self._state  # what runs again is a part of the compiled program then
+        frame, node = current_frame(), running_node()
+        if frame is not None and frame.owner is self and frame.node == node:
+            state = self._state
+        elif node is not None:
+            state = self._history.at(node)
+            self._history.note(state)  # the nodes of a checkpoint inside of this one are made now
+        else:
+            state = self._called_apart()
+        if state is not self._switched_to:
+            self._switch_layers(state)
+        return state
+
+    def _called_apart(self) -> LayerState:
+        """A module inside was called, and not by the model: all of it runs here, with its input as it is."""
+        if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
+            raise ValueError(
+                "A module inside of a model over context parallel ranks was called by itself; what cuts its input and "
+                "sums its gradients is the model that parallelize returned. Call that one, parallelize the inner "
+                "module instead, or call it under torch.no_grad(), where each rank computes all of it."
+            )
+        if self.head is not None:
+            self.head.gather_output = True
+        return UNCUT
+
+    def _ask(self, layer: nn.Module, args: Any) -> None:
+        self.state_now()
+
+    def _switch_layers(self, state: LayerState) -> None:
+        self._switched_to = state
         for layer in self._layers:
-            layer.sequence_parallel = self.tp_sharded
-        if self.parallelism.loss_parallel and self.head is not None:
-            self.head.gather_output = call is None or call.targets is None
+            layer.sequence_parallel = state.tp_sharded
 
     # ---- after forward ----
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        call = current_call()
-        set_current_call(None)
+        call = leave_call(self)
         if output is None:  # forward raised
             return None
         output = self._joined(output, call)
@@ -260,7 +312,7 @@ class SequenceSharding:
         """`t`, a part of the sequence along dim 1, for the whole sequence and on every rank; differentiable."""
         parallelism = self.parallelism
         if tp_sharded:
-            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=self.local_len)
+            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=call.local_len)
         if call.ring is None:
             return t
         t = unshard_sequence(t, 1, group=call.ring.mesh, layout=LAYOUT, seq_len=call.seq_len)

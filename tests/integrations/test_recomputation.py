@@ -1,0 +1,178 @@
+"""Which forward pass a layer runs for: one that is checkpointed, one inside of another, none of the model's at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
+from tests.workers import run_ranks
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
+    "tp2_sp": (1, 2, {"sequence_parallel": True}),
+    "cp2": (2, 1, {}),
+    "cp2_tp2_sp": (2, 2, {"sequence_parallel": True}),
+}
+
+
+def recompute_layers(model: Any, use_reentrant: bool, *, nested: bool = False) -> None:
+    """Checkpoint every layer, as a user's own model would by calling torch.utils.checkpoint; `nested`: its MLP, too."""
+    for layer in model.model.layers:
+        if nested:
+            layer.mlp.forward = partial(_checkpointed, layer.mlp.forward, use_reentrant)
+        layer.forward = partial(_checkpointed, layer.forward, use_reentrant)
+
+
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not_reentrant", "nested_reentrant", "nested_not_reentrant"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forwards_of_different_lengths_before_one_backward(layout: str, how: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, different_lengths, cp, tp, keywords, how)
+
+
+def different_lengths(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], how: str) -> None:
+    whole = make("plain")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    recompute_layers(parallel, not how.endswith("not_reentrant"), nested=how.startswith("nested"))
+    for model in (whole, parallel):
+        # 9 and 10 tokens: rank 0 holds equally many of both. One token is not cut over the CP ranks.
+        losses = [model(tokens, labels=tokens).loss for tokens in (make_tokens(2, seq) for seq in (9, 10, 13))]
+        losses.append(model(make_tokens(2, 1)).logits.square().mean())
+        with torch.no_grad():
+            model(make_tokens(1, 6))
+        sum(losses).backward()
+        losses[0] = model(make_tokens(2, 9), labels=make_tokens(2, 9)).loss  # ... and all over again
+        losses[0].backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_whole_model_checkpointed_by_its_caller(layout: str, use_reentrant: bool) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, checkpointed_whole, cp, tp, keywords, use_reentrant)
+
+
+def checkpointed_whole(
+    group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool
+) -> None:
+    whole = make("plain")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    recompute_layers(parallel, False)
+    anchor = torch.ones((), requires_grad=True)  # reentrant checkpoints need an input that requires grad
+    for model in (whole, parallel):
+        losses = [
+            checkpoint(_scaled_loss, model, anchor, make_tokens(2, seq), use_reentrant=use_reentrant) for seq in (9, 12)
+        ]
+        sum(losses).backward()
+    assert_same_gradients(parallel, whole)
+
+
+def _scaled_loss(model: Any, anchor: Tensor, tokens: Tensor) -> Tensor:
+    return model(tokens, labels=tokens).loss * anchor
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transformers_checkpointing(layout: str, use_reentrant: bool) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, transformers_lengths, cp, tp, keywords, use_reentrant)
+
+
+def transformers_lengths(
+    group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool
+) -> None:
+    whole = make("llama").train()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    parallel.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        parallel.enable_input_require_grads()
+    for model in (whole, parallel):
+        losses = [model(tokens, labels=tokens).loss for tokens in (make_tokens(2, seq) for seq in (9, 10, 14))]
+        sum(losses).backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("family", ["plain", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_inside_called_by_themselves(layout: str, family: str) -> None:
+    if family == "llama":
+        pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, called_apart, family, cp, tp, keywords)
+
+
+def called_apart(group: dist.ProcessGroup, family: str, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    whole = make(family)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens = make_tokens(2, 9)
+    with torch.no_grad():
+        for _ in range(2):  # before any forward pass of the model, and after one
+            expected, hidden = whole.model(tokens), parallel.model(tokens)
+            if family == "llama":
+                expected, hidden = expected.last_hidden_state, hidden.last_hidden_state
+            assert_near(hidden, expected, "hidden states")
+            assert_near(parallel.lm_head(hidden), whole.lm_head(expected), "logits")
+            assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
+    if cp > 1:
+        with pytest.raises(ValueError, match="Call that one"):
+            parallel.model(tokens)
+    else:
+        for model in (whole, parallel):
+            hidden = model.model(tokens)
+            model.lm_head(hidden if family == "plain" else hidden.last_hidden_state).square().mean().backward()
+        assert_same_gradients(parallel, whole)
+
+
+class Distilled(nn.Module):
+    """A model whose forward runs another one, of another length, before it is done."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        super().__init__()
+        self.student = student
+        self.teacher = [teacher]  # not a submodule
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Any:
+        hidden = self.student.model(tokens, positions)
+        with torch.no_grad():
+            wanted = self.teacher[0](make_tokens(2, 6)).logits.mean()
+        logits = self.student.lm_head(hidden) + wanted
+        return self.loss_function(logits, labels, 67) if labels is not None else logits
+
+    def loss_function(self, logits: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        return self.student.loss_function(logits, labels, vocab_size)
+
+
+PLAN = {f"student.{name}": style for name, style in make("plain").tp_plan.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parallel_model_inside_of_another(layout: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, inside, cp, tp, keywords)
+
+
+def inside(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
+    mesh, tokens = mesh_of(group, cp, tp), make_tokens(2, 13)
+    whole = Distilled(make("plain"), make("plain"))
+    outer = Distilled(copy_of(whole.student), parallelize(make("plain"), mesh, **keywords))
+    parallelize(outer, mesh, plan=PLAN, **keywords)
+    for model in (whole, outer):
+        model(tokens, labels=tokens).backward()
+    assert_same_gradients(outer, whole)
+    with pytest.raises(ValueError, match="tokens"):  # a call that is refused leaves the one around it as it was
+        outer.teacher[0](torch.zeros(3))
+    assert_near(outer(tokens), whole(tokens), "logits")
