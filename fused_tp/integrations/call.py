@@ -123,6 +123,8 @@ class StateHistory:
 
 def running_node() -> int | None:
     """The number of the autograd node that calls us, in backward; None outside of backward."""
+    if torch.compiler.is_compiling():
+        return None  # nor does backward call what is being traced
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 

@@ -62,11 +62,11 @@ class GlobalLoss:
                 f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
                 f"{call.ignore_index}; pass ignore_index to the model's forward, or use -100."
             )
-        asked = [
-            name
-            for name, usual in OTHER_LOSSES.items()
-            if (value := kwargs.get(name)) is not None and (isinstance(value, Tensor) or value != usual)
-        ]
+        asked = []
+        for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
+            value = kwargs.get(name)
+            if value is not None and (isinstance(value, Tensor) or value != usual):
+                asked.append(name)
         if asked:
             raise ValueError(
                 f"The model calls its loss_function with {', '.join(asked)}; over cut tokens or a cut vocabulary it is "

@@ -58,6 +58,18 @@ def parallelize(
     tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each
     times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
 
+    They move in buckets while backward goes on and are complete when it returns; a gradient that somebody else looks at
+    in the middle (a post-accumulate hook, DistributedDataParallel) is summed at once. All CP ranks move all buckets, so
+    freeze what no forward pass uses.
+
+    Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must draw alike on
+    them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
+    before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
+    in torch.no_grad().
+
+    `torch.compile(model)` traces a plain model as one graph, where the model by itself is one. With `cp_dim` and
+    `grad_sync` the cutting before it and the joining after it run as they are, outside of the graph.
+
     Args:
         model: a transformers model or any nn.Module; `fused_tp.integrations.plain` has the contract of the latter.
         mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ WHOLE_ATTENTIONS = (
     torch._transformer_encoder_layer_fwd,
 )
 
+PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
+
 _inside = threading.local()  # .mode: whether this thread is in a RingAttentionMode
 
 
@@ -170,6 +173,14 @@ class RingAttentionMode(TorchFunctionMode):
                 "nn.MultiheadAttention (or an nn.Transformer layer) was called; over context parallel ranks attention "
                 "must be F.scaled_dot_product_attention, called by the model's own modules."
             )
+        if torch.compiler.is_compiling():
+            # As attributes of a tensor torch.compile can trace these; as functions it cannot. (By name: asked in a
+            # generator, it does not find the functions themselves in a set.)
+            if func is getattr:
+                return getattr(*args)
+            name = getattr(func, "__name__", "")
+            if name in PYTHON_METHODS and getattr(Tensor, name) is func:
+                return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _attention(

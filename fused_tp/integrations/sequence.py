@@ -68,6 +68,7 @@ class SequenceSharding:
         self.parallelism = parallelism
         self.head: ColumnParallelLinear | None = None
         self._history = StateHistory()
+        self._noted = True  # the forward pass that runs, or ran last, is in the history
         self._state = UNCUT  # of the forward pass that runs
         self._switched_to = UNCUT  # what the layers are set to
         cp_mesh = parallelism.cp_mesh
@@ -82,8 +83,11 @@ class SequenceSharding:
         self._layers = [m for m in model.modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
         for layer in [*self._layers, *self.entrances(model)]:
             layer.register_forward_pre_hook(self._ask, prepend=True)
-        model.register_forward_pre_hook(self.before, with_kwargs=True)
-        model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        # Hooks on parameters, for one, cannot be set up by a traced program. These run before the first and after the
+        # last of the model's own code, which is traced by itself then.
+        traced = self.sync is None
+        model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
+        model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
 
     # ---- what subclasses say ----
 
@@ -133,7 +137,9 @@ class SequenceSharding:
             self.sync.watch(model)
         sharded = self.parallelism.sequence_parallel
         self._state = UNCUT if call is None else LayerState(sharded, call.local_len, call.ring)
-        self._history.note(self._state)
+        self._noted = not torch.compiler.is_compiling()
+        if self._noted:
+            self._history.note(self._state)
         self._switch_layers(self._state)
         if self.parallelism.loss_parallel and self.head is not None:
             self.head.gather_output = call is None or call.targets is None
@@ -247,6 +253,14 @@ class SequenceSharding:
                     "parallel ranks is not known. Leave it out, or use no cp_dim."
                 )
 
+    @torch.compiler.disable
+    def before_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.before(model, args, kwargs)
+
+    @torch.compiler.disable
+    def after_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self.after(model, args, kwargs, output)
+
     # ---- what layers ask for ----
 
     def state_now(self) -> LayerState:
@@ -258,6 +272,8 @@ class SequenceSharding:
         frame, node = current_frame(), running_node()
         if frame is not None and frame.owner is self and frame.node == node:
             state = self._state
+        elif node is not None and not self._noted:
+            state = self._state  # a traced program cannot say when it begins: the last one
         elif node is not None:
             state = self._history.at(node)
             self._history.note(state)  # the nodes of a checkpoint inside of this one are made now
