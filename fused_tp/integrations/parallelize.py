@@ -58,9 +58,9 @@ def parallelize(
     tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each
     times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
 
-    They move in buckets while backward goes on and are complete when it returns; a gradient that somebody else looks at
-    in the middle (a post-accumulate hook, DistributedDataParallel) is summed at once. All CP ranks move all buckets, so
-    freeze what no forward pass uses.
+    With `grad_sync` they move in buckets while backward goes on and are complete when it returns; a gradient that
+    somebody else looks at in the middle (a post-accumulate hook, DistributedDataParallel) is summed at once. All CP
+    ranks move all buckets, so freeze what no forward pass uses.
 
     Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must draw alike on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
