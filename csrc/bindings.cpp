@@ -189,7 +189,17 @@ void bind_group(py::module_& m) {
             py::gil_scoped_release release;
             return group.begin(signature, bytes);
           },
-          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"));
+          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"))
+      .def(
+          "begin_in",
+          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
+             const PooledMemory& memory) {
+            const Signature signature = to_signature(op, dtype, dims);
+            py::gil_scoped_release release;
+            return group.begin_in(signature, memory.offset(), memory.bytes());
+          },
+          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("memory"),
+          "`begin` with memory of this rank's pool as its workspace, which stays the caller's.");
 }
 
 void bind_collectives(py::module_& m) {
@@ -198,13 +208,21 @@ void bind_collectives(py::module_& m) {
   };
   // `called` and `dims` are the op and the shape as the user knows them: ranks must agree on those, not on counts
   // alone.
-  m.def("all_reduce", [](Group& group, Address in, Address out, size_t count, int dtype, int op,
-                         const std::string& called, const std::vector<int64_t>& dims) {
-    const Signature signature = to_signature(called, dtype, dims);
+  py::class_<Signature>(m, "Signature", "What a call is: op, dtype and dims, which all ranks compare. Reusable.")
+      .def(py::init(&to_signature), py::arg("op"), py::arg("dtype"), py::arg("dims"));
+  m.def("all_reduce", [](Group& group, Address in, Address out, size_t count, int op, const Signature& signature) {
     const ReduceOp reduction = to_reduce_op(op);
     py::gil_scoped_release release;
-    all_reduce(group, pointer<>(in), pointer<>(out), count, to_dtype(dtype), reduction, &signature);
+    all_reduce(group, pointer<>(in), pointer<>(out), count, static_cast<DType>(signature.dtype), reduction, &signature);
   });
+  m.def(
+      "sum_workspaces",
+      [](Group& group, Call& call, size_t count, int dtype) {
+        const DType type = to_dtype(dtype);
+        py::gil_scoped_release release;
+        sum_workspaces(group, call, count, type);
+      },
+      "Replaces the elements at the start of every rank's workspace of `call` by their sum over ranks.");
   m.def("reduce_scatter", [same_size](Group& group, Address in, Address out, const std::vector<size_t>& counts,
                                       int dtype, int op, const std::string& called, const std::vector<int64_t>& dims) {
     same_size(group, counts);
@@ -255,7 +273,7 @@ void bind_kernels(py::module_& m) {
   m.def(
       "reduce_rows",
       [](Address destination, size_t destination_stride, const std::vector<Address>& sources,
-         const std::vector<size_t>& source_strides, size_t rows, size_t columns, int dtype, int op, Address copy) {
+         const std::vector<size_t>& source_strides, size_t rows, size_t columns, int dtype, int op) {
         const DType type = to_dtype(dtype);
         const ReduceOp reduction = to_reduce_op(op);
         require(!sources.empty() && sources.size() == source_strides.size(), "one row stride is needed per source");
@@ -267,12 +285,11 @@ void bind_kernels(py::module_& m) {
             at[s] = pointer<const char>(sources[s]) + row * source_strides[s] * size;
           char* to = pointer<char>(destination) + row * destination_stride * size;
           kernels().reduce(to, at.data(), static_cast<int>(at.size()), columns, type, reduction);
-          if (copy != 0) std::memcpy(pointer<char>(copy) + row * columns * size, to, columns * size);
         }
       },
       py::arg("destination"), py::arg("destination_stride"), py::arg("sources"), py::arg("source_strides"),
-      py::arg("rows"), py::arg("columns"), py::arg("dtype"), py::arg("op") = 0, py::arg("copy") = 0,
-      "destination[row, :] = op over s of sources[s][row, :]; strides in elements. `copy`, dense, gets the same.");
+      py::arg("rows"), py::arg("columns"), py::arg("dtype"), py::arg("op") = 0,
+      "destination[row, :] = op over s of sources[s][row, :]; strides in elements.");
   m.def(
       "rms_norm_rows",
       [](const std::vector<Address>& partials, Address residual, Address weight, Address normed, Address new_residual,

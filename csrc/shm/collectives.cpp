@@ -152,6 +152,43 @@ void all_reduce(Group& group, const void* in, void* out, size_t count, DType dty
   call->end();
 }
 
+// Rank b sums block b of all workspaces into its own, chunk by chunk, and says so; that also tells that it needs
+// nothing of this chunk from the others any more, so they overwrite theirs with the sum. Rejected: that each rank sums
+// everything into memory of its own. As much crosses between two cores, but another result's worth of memory goes
+// through the caches.
+void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
+  const size_t size = element_size(dtype);
+  const int ranks = group.size();
+  const int me = group.rank();
+  const size_t block = round_up(ceil_div(count * size, static_cast<size_t>(ranks)), kLine) / size;
+  const size_t chunk = chunk_elements(block, static_cast<size_t>(ranks), size);
+  const size_t chunks = ceil_div(block, chunk);
+  auto begin_of = [&](size_t k, int b) { return std::min(count, static_cast<size_t>(b) * block + k * chunk); };
+  auto length_of = [&](size_t k, int b) {
+    const size_t end = static_cast<size_t>(b) * block + std::min(block, (k + 1) * chunk);
+    return std::min(count, end) - begin_of(k, b);
+  };
+  call.signal(1);
+  call.wait_all(1);
+  std::array<const void*, kMaxRanks> sources;
+  for (size_t k = 0; k < chunks; ++k) {
+    const auto stage = static_cast<uint32_t>(k + 2);
+    for (int r = 0; r < ranks; ++r) sources[r] = call.workspace(r) + begin_of(k, me) * size;
+    kernels().reduce(call.workspace(me) + begin_of(k, me) * size, sources.data(), ranks, length_of(k, me), dtype,
+                     ReduceOp::kSum);
+    call.signal(stage);
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      call.wait(b, stage);
+      copy(call.workspace(me) + begin_of(k, b) * size, call.workspace(b) + begin_of(k, b) * size,
+           length_of(k, b) * size);
+    }
+  }
+  const auto read = static_cast<uint32_t>(chunks + 2);
+  call.signal(read);
+  call.wait_all(read);
+}
+
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,
                     ReduceOp op, const Signature* called) {
   const size_t size = element_size(dtype);

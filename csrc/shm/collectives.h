@@ -16,6 +16,11 @@ namespace fused_tp::shm {
 void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op,
                 const Signature* called = nullptr);
 
+// The part of a larger call that sums what is in the workspaces: each rank has written `count` elements to the start of
+// its workspace of `call`, and all of them get the sum over ranks. Once it returns no peer touches this rank's any
+// more. Uses all stages of the call.
+void sum_workspaces(Group& group, Call& call, size_t count, DType dtype);
+
 // `counts[r]` elements belong to rank r; in holds all of them one after the other, out gets this rank's, reduced.
 // `called` as above; null: the counts and `op`.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,

@@ -317,6 +317,14 @@ size_t Group::allocate_workspace(size_t bytes, const Signature& signature, uint6
 }
 
 std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish) {
+  return begin_at(signature, bytes, publish, nullptr);
+}
+
+std::unique_ptr<Call> Group::begin_in(const Signature& signature, size_t offset, size_t bytes) {
+  return begin_at(signature, bytes, true, &offset);
+}
+
+std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, bool publish, const size_t* offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   throw_if_unusable();
   const uint64_t number = last_call_ + 1;
@@ -342,8 +350,12 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
         wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
     }
     recycle();
-    slot.workspace_offset = bytes <= kInlineBytes ? kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes
-                                                  : allocate_workspace(bytes, signature, number);
+    if (offset != nullptr)
+      slot.workspace_offset = *offset;
+    else if (bytes <= kInlineBytes)
+      slot.workspace_offset = kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes;
+    else
+      slot.workspace_offset = allocate_workspace(bytes, signature, number);
   } catch (...) {
     // Ended though never begun: peers find that this rank has left the call.
     last_call_ = number;

@@ -76,6 +76,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // this rank left it, and the ranks stay in step.
   std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true);
 
+  // `begin` with a range of the heap that the caller owns as the workspace: he must keep it until no peer reads it.
+  std::unique_ptr<Call> begin_in(const Signature& signature, size_t offset, size_t bytes);
+
   struct Wait {
     std::function<bool()> done;
     std::function<bool(int)> missing;  // for the error message: does this rank still lack?
@@ -116,6 +119,7 @@ class Group : public std::enable_shared_from_this<Group> {
   [[noreturn]] void fail(RankState state, const std::string& because);
   [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
   void recycle();
+  std::unique_ptr<Call> begin_at(const Signature& signature, size_t bytes, bool publish, const size_t* offset);
   size_t allocate_workspace(size_t bytes, const Signature& signature, uint64_t number);
   uint64_t all_ended_by_me();
 

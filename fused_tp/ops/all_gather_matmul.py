@@ -13,7 +13,6 @@ from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.select import select_schedule
 
@@ -168,15 +167,14 @@ def _forward(
     shape = _gathered_shape(x_shard, gather_dim, gather_size)
     schedule = _schedule(group, x_shard, prod(shape[:-1]), shape[-1], None, "all_gather_matmul")
     given = iter(biases)
-    with span("fused_tp::all_gather_matmul"):
-        outputs, gathered = schedule.all_gather_matmul(
-            x_shard,
-            weights,
-            [next(given) if has else None for has in has_bias],
-            gather_dim=gather_dim,
-            gather_size=gather_size,
-            return_gathered=return_gathered,
-        )
+    outputs, gathered = schedule.all_gather_matmul(
+        x_shard,
+        weights,
+        [next(given) if has else None for has in has_bias],
+        gather_dim=gather_dim,
+        gather_size=gather_size,
+        return_gathered=return_gathered,
+    )
     return outputs if gathered is None else [*outputs, gathered]
 
 
@@ -258,15 +256,14 @@ def _compute_grads(
             d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
 
     d_x = x_shard.new_empty(0)
-    with span("fused_tp::all_gather_matmul_backward"):
-        if needs_x and d_outputs:
-            products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
-        else:
-            compute_weight_grads()
-        if needs_x and d_gathered is not None:
-            d_direct = schedule.reduce_scatter(d_gathered, scatter_dim=gather_dim)
-            d_x = d_x.add_(d_direct) if d_outputs else d_direct
+    if needs_x and d_outputs:
+        products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
+        d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
+    else:
+        compute_weight_grads()
+    if needs_x and d_gathered is not None:
+        d_direct = schedule.reduce_scatter(d_gathered, scatter_dim=gather_dim)
+        d_x = d_x.add_(d_direct) if d_outputs else d_direct
     return [d_x, *d_weights]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.norm import rms_norm_backward
 from fused_tp.schedules.select import select_schedule
 
@@ -74,8 +73,7 @@ def _forward(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float,
     schedule = select_schedule(
         "all_reduce_rms_norm", group_by_name(group), partial.dtype, partial.device, rows, None, columns
     )
-    with span("fused_tp::all_reduce_rms_norm"):
-        return schedule.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+    return schedule.all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
 
 def _fake(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,8 @@ def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
 
 
 def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
-    """`weight` [N, K] and `bias` [N] or None that fit `x` [..., K]. `suffix` tells the members of a list apart."""
+    """`x` [..., K], and `weight` [N, K] and `bias` [N] or None that fit it. `suffix` tells members of a list apart."""
+    check_tensor(x_name, x)
     check_like(f"weight{suffix}", weight, x_name, x)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(

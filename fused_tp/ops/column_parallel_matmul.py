@@ -14,7 +14,6 @@ from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.select import select_schedule
 
 
@@ -133,8 +132,7 @@ def _compute_grads(
     rows = prod(x.shape[:-1])
     schedule = select_schedule("matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1])
     products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-    with span("fused_tp::column_parallel_matmul_backward"):
-        d_x = schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads)
+    d_x = schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads)
     return [d_x, *d_weights]
 
 

@@ -41,21 +41,21 @@ class CustomOp:
         backward: Callable[..., Any] | None = None,
     ) -> None:
         self.name = schema[: schema.index("(")]
+        self.qualified_name = f"fused_tp::{self.name}"
         self.implementation = implementation
         self.setup_context = setup_context
         self.backward = backward
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fused_tp::{self.name}", fake, lib=LIBRARY)
+        torch.library.register_fake(self.qualified_name, fake, lib=LIBRARY)
         if backward is not None:
-            torch.library.register_autograd(
-                f"fused_tp::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
-            )
+            torch.library.register_autograd(self.qualified_name, backward, setup_context=setup_context, lib=LIBRARY)
         self.returns_list = schema.endswith("[]")
         self.overload = getattr(torch.ops.fused_tp, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        # `is_compiling` runs two more frames to ask for TorchScript and export; export traces under a dispatch mode.
+        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             return self.overload(*args)
         needs_grad = False
         for arg in args:
@@ -64,11 +64,13 @@ class CustomOp:
                     if type(t) not in _PLAIN:
                         return self.overload(*args)
                     needs_grad = needs_grad or t.requires_grad
-        if not (needs_grad and torch.is_grad_enabled()):
-            return self.implementation(*args)
-        if self.backward is None:
-            raise RuntimeError(f"fused_tp::{self.name} has no derivative: the ops can be differentiated only once.")
-        return self._with_grad(args)
+        differentiable = needs_grad and torch.is_grad_enabled()
+        if differentiable and self.backward is None:
+            raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(self.qualified_name):
+                return self._with_grad(args) if differentiable else self.implementation(*args)
+        return self._with_grad(args) if differentiable else self.implementation(*args)
 
     def _with_grad(self, args: Sequence[Any]) -> Any:
         flat: list[Any] = []

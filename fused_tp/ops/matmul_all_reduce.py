@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_linear, check_tensor
+from fused_tp.ops.arguments import check_linear
 from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
+from fused_tp.ops.repeated_call import repeated_call
+from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.gemm import linear
 from fused_tp.schedules.select import select_schedule
 
@@ -40,12 +40,15 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
+    if bias is None:
+        again = repeated_call(MATMUL_ALL_REDUCE.name, x, weight, group)
+        if again is not None:
+            return again(x, weight)
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
-    check_tensor("x", x)
     check_linear("x", x, weight, bias)
-    result: Tensor = MATMUL_ALL_REDUCE(x, weight, bias, group_identity(group)[0])
+    result: Tensor = MATMUL_ALL_REDUCE(x, weight, bias, group_name(group))
     return result
 
 
@@ -53,8 +56,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tens
     schedule = select_schedule(
         "matmul_all_reduce", group_by_name(group), x.dtype, x.device, prod(x.shape[:-1]), None, weight.shape[0]
     )
-    with span("fused_tp::matmul_all_reduce"):
-        return schedule.matmul_all_reduce([(x, weight)], bias)
+    return schedule.matmul_all_reduce([(x, weight)], bias)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:

@@ -14,7 +14,6 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import weight_grad
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.norm import add_rms_norm, rms_norm_backward
 from fused_tp.schedules.select import select_schedule
 
@@ -71,8 +70,7 @@ def _forward(
     schedule = select_schedule(
         "matmul_all_reduce_rms_norm", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
     )
-    with span("fused_tp::matmul_all_reduce_rms_norm"):
-        return schedule.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+    return schedule.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
 
 def _fake(

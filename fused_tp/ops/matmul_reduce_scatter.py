@@ -13,7 +13,6 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import Group, GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.select import select_schedule
 
 
@@ -63,8 +62,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter
     schedule = select_schedule(
         "matmul_reduce_scatter", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
     )
-    with span("fused_tp::matmul_reduce_scatter"):
-        return schedule.matmul_reduce_scatter([(x, weight)], bias, scatter_dim=scatter_dim)
+    return schedule.matmul_reduce_scatter([(x, weight)], bias, scatter_dim=scatter_dim)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
@@ -99,24 +97,23 @@ def _compute_grads(
         "all_gather_matmul", group_by_name(group), x.dtype, x.device, rows, weight.shape[0], None
     )
     grads: list[Tensor] = []
-    with span("fused_tp::matmul_reduce_scatter_backward"):
-        if needs_x:
-            grads, d_output = schedule.all_gather_matmul(
-                d_shard,
-                [weight.t()],
-                [None],
-                gather_dim=scatter_dim,
-                gather_size=gather_size,
-                return_gathered=needs_weight or needs_bias,
-            )
-        else:
-            d_output = schedule.all_gather(d_shard, gather_dim=scatter_dim, gather_size=gather_size).wait()
-        if needs_weight:
-            assert d_output is not None
-            grads.append(weight_grad(d_output, x))
-        if needs_bias:
-            assert d_output is not None
-            grads.append(bias_grad(d_output))
+    if needs_x:
+        grads, d_output = schedule.all_gather_matmul(
+            d_shard,
+            [weight.t()],
+            [None],
+            gather_dim=scatter_dim,
+            gather_size=gather_size,
+            return_gathered=needs_weight or needs_bias,
+        )
+    else:
+        d_output = schedule.all_gather(d_shard, gather_dim=scatter_dim, gather_size=gather_size).wait()
+    if needs_weight:
+        assert d_output is not None
+        grads.append(weight_grad(d_output, x))
+    if needs_bias:
+        assert d_output is not None
+        grads.append(bias_grad(d_output))
     return grads
 
 

@@ -11,7 +11,6 @@ from fused_tp.ops.arguments import check_int, check_tensor, total_size
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range
-from fused_tp.runtime.tracing import span
 from fused_tp.schedules.layout import as_rows
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
@@ -107,8 +106,7 @@ def _forward(
     schedule = select_schedule(
         "vocab_parallel_cross_entropy", known, stats.dtype, stats.device, rows, None, stats.shape[-1]
     )
-    with span("fused_tp::vocab_parallel_cross_entropy"):
-        everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait()
+    everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait()
     maximum, exp_sum, target_logit, logit_sum = everyone.view(known.size, rows, 4).unbind(-1)
     top = maximum.amax(0)
     # exp(-inf - -inf) is NaN: a rank (or all of them) may have nothing but -inf to offer.

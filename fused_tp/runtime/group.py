@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import _pg_map, _resolve_process_group, _world
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
@@ -67,7 +67,7 @@ def _describe(process_group: ProcessGroup) -> Group:
 
 def _process_group(group: object) -> ProcessGroup | None:
     if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return _world.default_pg
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
@@ -97,12 +97,27 @@ def resolve_group(group: GroupLike) -> Group:
     return SINGLE if process_group is None else _describe(process_group)
 
 
+def known_group(group: GroupLike) -> Group | None:
+    """`resolve_group` of a group that is alive and was resolved before, in few steps; None for any other."""
+    process_group = _process_group(group)
+    if process_group is None or process_group not in _pg_map:
+        return None
+    known = _groups.get(process_group.group_name)
+    return known if known is not None and known.process_group is process_group else None
+
+
 def group_identity(group: GroupLike) -> tuple[str, int, int]:
     """Name, size and own rank of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
     process_group = _process_group(group)
     if process_group is None:
         return SINGLE_NAME, 1, 0
     return process_group.group_name, process_group.size(), process_group.rank()
+
+
+def group_name(group: GroupLike) -> str:
+    """Name of `group`, for a custom op's argument."""
+    process_group = _process_group(group)
+    return SINGLE_NAME if process_group is None else process_group.group_name
 
 
 def group_by_name(name: str) -> Group:

@@ -47,7 +47,7 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
-    if _use_onednn(x, w):
+    if x.dtype is torch.float32 and _use_onednn(x, w):
         if bias is not None:
             bias = bias.contiguous()  # oneDNN reads a strided one as if it were dense
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")

@@ -3,7 +3,7 @@
 - all_gather_matmul: every rank writes its shard into one gathered x, which all ranks then multiply where it lies.
 - matmul_reduce_scatter: the partial result is multiplied straight into shared memory; the owner of rows sums them out
   of all ranks' partials.
-- matmul_all_reduce: the same, and the owners' rows are copied out.
+- matmul_all_reduce: the same, and the partial results become the sum where they lie: they are what is returned.
 
 Rejected, by measurement: multiplying one peer's rows after the other (the library packs the weight anew for every
 call: 1.02x to 1.15x of one matmul), and letting the matmul accumulate onto the peer's partial (saves one read of it,
@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
 
+import torch
 from torch import Tensor
 
 from fused_tp import _core
-from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.layout import rank_offsets, row_sizes, to_rank_major
+from fused_tp.schedules.layout import as_rows, rank_offsets, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
@@ -130,29 +131,37 @@ class OneSided:
     ) -> Tensor:
         x, w = products[0]
         shape = [*x.shape[:-1], w.shape[0]]
+        own_bias = bias if self.rank == 0 else None
         if prod(shape) * x.dtype.itemsize < _DIRECT_BYTES:
-            partial = sum_of_products(products, bias if self.rank == 0 else None)
+            partial = linear(x, w, own_bias) if len(products) == 1 else sum_of_products(products, own_bias)
             if meanwhile is not None:
                 meanwhile()
             return self.transport.all_reduce(partial, out=partial, called="matmul_all_reduce")
-        n = w.shape[0]
-        row_bytes = n * x.dtype.itemsize
-        m = prod(shape[:-1])
-        with self.transport.begin("matmul_all_reduce", folded(shape), x.dtype, m * row_bytes) as workspace:
-            self._partial(workspace, products, bias, meanwhile)
-            out = self.transport.empty(shape, x.dtype)
-            rows = out.view(m, n)
-            start, stop = shard_range(m, self.world_size, self.rank)
-            # The sum replaces this rank's own partial, which nobody else reads, and is what the others copy.
-            own = workspace.address(self.rank) + start * row_bytes
-            self._sum_rows(workspace, start, stop - start, rows[start:stop], copy=own)
-            workspace.signal(2)
-            for step in range(1, self.world_size):
-                rank = (self.rank + step) % self.world_size
-                start, stop = shard_range(m, self.world_size, rank)
-                workspace.wait(rank, 2)
-                rows[start:stop].copy_(workspace.buffer(rank, (stop - start, n), x.dtype, start * row_bytes))
-        return out
+        return self.transport.all_reduce_of(
+            "matmul_all_reduce",
+            shape,
+            x.dtype,
+            lambda y: sum_of_products(products, own_bias, out=as_rows(y)),
+            meanwhile,
+        )
+
+    def repeatable(self, op: str, x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """`call(x, w)` that does all of `op` on tensors like these, or None; see ops/repeated_call.py."""
+        if op != "matmul_all_reduce":
+            return None
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
+            return lambda x, w: self.matmul_all_reduce([(x, w)], None)
+        core_group = self.transport.core_group
+        described = self.transport.described(op, "sum", x.dtype, shape)
+
+        def call(x: Tensor, w: Tensor) -> Tensor:
+            y = linear(x, w)
+            address = y.data_ptr()
+            _core.all_reduce(core_group, address, address, *described)
+            return y
+
+        return call
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -193,14 +202,12 @@ class OneSided:
             meanwhile()
         workspace.wait_all(1)
 
-    def _sum_rows(self, workspace: Workspace, start: int, count: int, out: Tensor, copy: int = 0) -> None:
-        """out = sum over ranks of rows [start, start + count) of their workspaces; a dense copy goes to `copy`."""
+    def _sum_rows(self, workspace: Workspace, start: int, count: int, out: Tensor) -> None:
+        """out = sum over ranks of rows [start, start + count) of their workspaces."""
         n = out.shape[-1]
         if count * n == 0:
             return
         offset = start * n * out.dtype.itemsize
         sources = [workspace.address(rank) + offset for rank in range(self.world_size)]
         # The rows lie one behind the other: they are summed as one long row.
-        _core.reduce_rows(
-            out.data_ptr(), 0, sources, [0] * self.world_size, 1, count * n, dtype_number(out.dtype), copy=copy
-        )
+        _core.reduce_rows(out.data_ptr(), 0, sources, [0] * self.world_size, 1, count * n, dtype_number(out.dtype))

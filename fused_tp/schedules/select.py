@@ -67,13 +67,19 @@ def _select(
 ) -> Schedule:
     name = settings.forced_schedule()
     if name is None:
-        transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
-        name = dispatch.choose(op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device)).schedule
+        name = _choose(op, group, dtype, device, m, k, n).schedule
     schedule: Schedule | None = group.memo.get(("schedule", name, device.type))
     # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
         schedule = group.memo["schedule", name, device.type] = _make(name, group, device)
     return schedule
+
+
+def _choose(
+    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
+) -> dispatch.Choice:
+    transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
+    return dispatch.choose(op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device))
 
 
 def decide(
@@ -86,10 +92,9 @@ def decide(
     transport = "shm" if name == "one_sided" else backend_of(group, device.type)
     if settings.forced_schedule() is not None:
         return Decision(name, transport, f"FUSED_TP_SCHEDULE={name} forces it")
-    arch = dispatch.arch_of(device)
-    rule = dispatch.choose(op, dtype, m, k, n, group.size, transport, arch).rule
+    rule = _choose(op, group, dtype, device, m, k, n).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
-    if transport != "shm" and device.type == "cpu":
+    if device.type == "cpu" and _shared_memory(group, device) is None:
         reason += f"; no shared memory: {_no_shared_memory(group, device)}"
     return Decision(name, transport, reason)
 

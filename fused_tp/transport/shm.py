@@ -16,7 +16,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
@@ -60,6 +60,8 @@ _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
 # Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
 _LOOK_SECONDS = 0.5
+
+_MOST_DESCRIBED = 1024
 
 # Address space, not memory: pages exist once touched.
 _DEFAULT_RESERVE_BYTES = 32 << 30
@@ -141,10 +143,10 @@ def folded(shape: Sequence[int]) -> tuple[int, ...]:
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
 
-def _reduction_number(op: str, tensor: Tensor) -> int:
+def _reduction_number(op: str, dtype: torch.dtype) -> int:
     if op not in _REDUCE_NUMBERS:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
-    if op == "sum" and tensor.dtype == torch.bool:
+    if op == "sum" and dtype == torch.bool:
         raise TypeError("A sum of torch.bool is no torch.bool; use max (any) or min (all), or convert tensor first.")
     return _REDUCE_NUMBERS[op]
 
@@ -179,24 +181,73 @@ class ShmTransport:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
+        self._most_pooled_bytes = _reserve_bytes() // 2
+        self._described: dict[Any, tuple[int, int, Any]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not.
 
         Where the pool is full it comes from the ordinary allocator: outputs may be kept for as long as a caller likes.
         """
-        count = math.prod(shape)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        try:
-            memory = self.core_group.allocate(count * dtype.itemsize)
-        except FusedTPError:
+        memory = self._pooled(math.prod(shape) * dtype.itemsize)
+        if memory is None:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def _pooled(self, nbytes: int) -> Any:
+        """Memory of this rank's pool for a result, or None for none, and where results fill half of the pool.
+
+        The other half is left to workspaces, without which no op could go on.
+        """
+        if nbytes == 0 or self.core_group.bytes_in_use + nbytes > self._most_pooled_bytes:
+            return None
+        try:
+            return self.core_group.allocate(nbytes)
+        except FusedTPError:  # there is room, but in pieces
+            return None
 
     def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int) -> Workspace:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
         return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes), self.core_group)
+
+    def all_reduce_of(
+        self,
+        op: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        write: Callable[[Tensor], object],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """The sum over ranks of what `write(term)` writes to a tensor of `shape`, which is not empty.
+
+        Term and result are one: it comes from the pool, as `empty`'s tensors do, and peers read it where it lies.
+
+        Args:
+            op: the op this is; it must agree on all ranks, as `shape` and `dtype` must.
+            meanwhile: work to do once the term is there, while peers may still be busy with theirs.
+
+        Example:
+            y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
+        """
+        count = math.prod(shape)
+        memory = self._pooled(count * dtype.itemsize)
+        number, dims = dtype_number(dtype), folded(shape)
+        if memory is not None:
+            call = self.core_group.begin_in(op, number, dims, memory)
+        else:
+            call = self.core_group.begin(op, number, dims, count * dtype.itemsize)
+        with Workspace(call, self.core_group) as workspace:
+            term = (
+                workspace.buffer(self.rank, shape, dtype)
+                if memory is None
+                else torch.frombuffer(memory, dtype=dtype).view(shape)
+            )
+            write(term)
+            if meanwhile is not None:
+                workspace.signal(1)
+                meanwhile()
+            _core.sum_workspaces(self.core_group, call, count, number)
+            return term.clone() if memory is None else term
 
     def all_reduce(
         self, tensor: Tensor, out: Tensor | None = None, op: str = "sum", called: str = "all_reduce"
@@ -208,23 +259,27 @@ class ShmTransport:
             op: "sum", "max" or "min".
             called: the op this is part of, which must agree on all ranks as the shape must.
         """
-        _contiguous_cpu("tensor", tensor)
-        reduction = _reduction_number(op, tensor)
+        described = self.described(called, op, tensor.dtype, tensor.shape)
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            _contiguous_cpu("tensor", tensor)
         if out is None:
             out = torch.empty_like(tensor)
         elif out is not tensor:
             _same("out", out, tensor.numel(), tensor.dtype)
-        _core.all_reduce(
-            self.core_group,
-            tensor.data_ptr(),
-            out.data_ptr(),
-            tensor.numel(),
-            dtype_number(tensor.dtype),
-            reduction,
-            called,
-            (*folded(tensor.shape), reduction),
-        )
+        _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
         return out
+
+    def described(self, called: str, op: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int, Any]:
+        """What the native all-reduce is told of a tensor, apart from where it lies: elements, reduction, signature."""
+        key = (called, op, dtype, shape)
+        known = self._described.get(key)
+        if known is None:
+            reduction = _reduction_number(op, dtype)
+            signature = _core.Signature(called, dtype_number(dtype), (*folded(shape), reduction))
+            if len(self._described) >= _MOST_DESCRIBED:  # lengths that keep changing
+                self._described.clear()
+            known = self._described[key] = (math.prod(shape), reduction, signature)
+        return known
 
     def reduce_scatter(
         self,
@@ -240,7 +295,7 @@ class ShmTransport:
         must agree on all ranks.
         """
         _contiguous_cpu("tensor", tensor)
-        reduction = _reduction_number(op, tensor)
+        reduction = _reduction_number(op, tensor.dtype)
         _check_sizes("sizes", sizes, self.world_size, tensor.shape[0])
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))

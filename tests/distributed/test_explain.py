@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,6 +95,19 @@ def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
 def test_what_is_explained_is_what_runs(env: dict[str, str], dtype: torch.dtype) -> None:
     first, second = run_ranks(2, compare_all, dtype, env={**env, "FUSED_TP_SCHEDULE": None})
     assert first == second
+
+
+def why(group: dist.ProcessGroup, op: str) -> str:
+    return str(fused_tp.explain(op, (4, 8), (6, 8), group=group))
+
+
+def test_a_table_that_prefers_collectives_where_there_is_shared_memory(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    rules = {"matmul_all_reduce": [{"schedule": "plain", "max_m": 77}], "default": [{"schedule": "pipelined"}]}
+    table.write_text(json.dumps({"arch": {"default": {"shm": rules, "default": {"default": [{"schedule": "plain"}]}}}}))
+    env = {"FUSED_TP_TABLE": str(table), "FUSED_TP_SCHEDULE": None}
+    for explanation in run_ranks(2, why, "matmul_all_reduce", env=env):
+        assert "max_m 77" in explanation and "plain" in explanation and "no shared memory" not in explanation
 
 
 def test_every_public_op_is_known() -> None:

@@ -30,7 +30,7 @@ void play(Group& group, int calls, unsigned seed) {
     const size_t count = counts[script() % 7];
     std::vector<float> in(count), out(count), all(count * kRanks);
     for (size_t i = 0; i < count; ++i) in[i] = value(i, rank, call);
-    switch (script() % 6) {
+    switch (script() % 7) {
       case 0: {
         all_reduce(group, in.data(), out.data(), count, DType::kF32, ReduceOp::kSum);
         for (size_t i = 0; i < count; ++i) require(out[i] == 3 * value(i, 0, call) + 3, "all_reduce");
@@ -61,6 +61,19 @@ void play(Group& group, int calls, unsigned seed) {
         all_to_all(group, to_all.data(), all.data(), parts, parts, DType::kF32);
         for (size_t i = 0; i < all.size(); ++i)
           require(all[i] == value(i % count + rank * count, static_cast<int>(i / count), call), "all_to_all");
+        break;
+      }
+      case 5: {  // in memory that is the caller's again at once
+        const size_t offset = group.allocate(count * sizeof(float) + 8);
+        Signature signature{};
+        const auto summing = group.begin_in(signature, offset, count * sizeof(float) + 8);
+        auto* mine = reinterpret_cast<float*>(group.segment(rank)->data() + offset);
+        std::copy(in.begin(), in.end(), mine);
+        sum_workspaces(group, *summing, count, DType::kF32);
+        for (size_t i = 0; i < count; ++i) require(mine[i] == 3 * value(i, 0, call) + 3, "sum_workspaces");
+        std::fill(mine, mine + count, -1.0f);
+        summing->end();
+        group.heap().release(offset);
         break;
       }
       default: {  // a few calls in flight, ended in another order

@@ -1,0 +1,175 @@
+"""Calls that take the short way as one like them came before: the same bits, and nothing that changes is missed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_tp
+from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
+from fused_tp.ops.repeated_call import repeated_call
+from fused_tp.runtime.group import group_name, resolve_group
+from fused_tp.transport.shm import shm_transport
+from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
+from tests.reference import seeded
+from tests.workers import device_mesh, fresh_ranks, run_ranks
+
+SHAPES = [((1, 24), 40), ((2, 3, 8), 5), ((8,), 16), ((0, 8), 16), ((300, 8), 1024), ((1, 6), 1)]
+
+
+def operands(shape: tuple[int, ...], n: int, dtype: torch.dtype, group: Any) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank(group)
+    return seeded(*shape, dtype=dtype, seed=rank), seeded(n, shape[-1], dtype=dtype, seed=50 + rank)
+
+
+def short(x: Tensor, weight: Tensor, group: Any) -> bool:
+    return repeated_call("matmul_all_reduce", x, weight, group) is not None
+
+
+def same_bits(group: Any) -> None:
+    for given in (group, device_mesh(group)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            for shape, n in SHAPES:
+                x, weight = operands(shape, n, dtype, group)
+                long = MATMUL_ALL_REDUCE.implementation(x, weight, None, group_name(group))
+                for _ in range(3):
+                    assert torch.equal(fused_tp.matmul_all_reduce(x, weight, group=given), long)
+                assert short(x, weight, given) == (dist.get_world_size(group) > 1)
+                kept = [torch.empty_like(long) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(kept, long, group=group)
+                assert all(torch.equal(one, long) for one in kept)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_short_way_gives_the_same_bits(world_size: int) -> None:
+    run_ranks(world_size, same_bits)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def what_needs_the_long_way(group: Any) -> None:
+    x, weight = operands((2, 8), 6, torch.float32, group)
+
+    def run(*args: Tensor) -> Tensor:
+        return fused_tp.matmul_all_reduce(*args, group=group)
+
+    expected = run(x, weight)
+    assert short(x, weight, group)
+    # gradients
+    leaf = x.clone().requires_grad_()
+    run(leaf, weight).sum().backward()
+    torch.testing.assert_close(leaf.grad, weight.sum(0).expand_as(x))
+    with torch.no_grad():
+        assert short(leaf, weight, group) and not run(leaf, weight).requires_grad
+    # a bias
+    bias = torch.arange(6.0)
+    torch.testing.assert_close(run(x, weight, bias), expected + bias)
+    # autocast
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(x, weight).dtype == torch.bfloat16
+    assert run(x, weight).dtype == torch.float32
+    # a profiler
+    with torch.profiler.profile() as profile:
+        run(x, weight)
+    assert any(event.name == "fused_tp::matmul_all_reduce" for event in profile.events())
+    # a compiler and a mode
+    assert torch.equal(torch.compile(run, fullgraph=True)(x, weight), expected)
+    with Recorder() as recorder:
+        run(x, weight)
+    assert torch.ops.fused_tp.matmul_all_reduce.default in recorder.seen
+    # other shapes, dtypes, and arguments that do not fit, at a shape that was seen
+    assert run(x[:1], weight).shape == (1, 6)
+    with pytest.raises(ValueError, match="weight has shape"):
+        run(x, weight[:, :7])
+    with pytest.raises(TypeError, match="weight has dtype"):
+        run(x, weight.double())
+    with pytest.raises(TypeError, match="x has dtype"):
+        run(x.long(), weight.long())
+    with pytest.raises(TypeError, match="weight must be a Tensor"):
+        run(x, None)
+    # settings
+    os.environ["FUSED_TP_SCHEDULE"] = "plain"
+    try:
+        assert not short(x, weight, group)
+        torch.testing.assert_close(run(x, weight), expected)
+    finally:
+        del os.environ["FUSED_TP_SCHEDULE"]
+    assert short(x, weight, group)
+
+
+def test_whatever_records_traces_or_casts_takes_the_long_way() -> None:
+    run_ranks(2, what_needs_the_long_way)
+
+
+def after_destruction(group: Any) -> None:
+    ranks = ranks_of(group)
+    x, weight = operands((2, 8), 6, torch.float32, group)
+    expected = None
+    for _ in range(2):
+        with own_group(ranks) as own:
+            for _ in range(3):
+                got = fused_tp.matmul_all_reduce(x, weight, group=own)
+            expected = got if expected is None else expected
+            assert torch.equal(got, expected)
+        with pytest.raises(RuntimeError, match="destroyed"):
+            fused_tp.matmul_all_reduce(x, weight, group=own)
+
+
+def test_a_group_that_was_destroyed_is_not_used_again() -> None:
+    for outcome in fresh_ranks(2, after_destruction):
+        outcome.unwrap()
+
+
+def results_are_the_callers(group: Any, tag: str) -> None:
+    """A result may be written to at once, though peers have read it a moment ago."""
+    transport = own_transport(group, tag)
+    size, rank = transport.world_size, transport.rank
+    for i in range(60):
+        shape = (1 + i % 3, 70_001 + 5000 * (i % 4))
+        y = transport.all_reduce_of("sum", shape, torch.float32, lambda y, i=i: y.fill_(10 * rank + i))
+        assert y.eq(sum(10 * r + i for r in range(size))).all()
+        y.fill_(-1e9)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_may_be_overwritten_at_once(world_size: int) -> None:
+    run_ranks(world_size, results_are_the_callers, new_tag())
+
+
+def a_full_pool(group: Any) -> None:
+    transport = shm_transport(resolve_group(group))
+    assert transport is not None
+    x, weight = operands((256, 8), 4096, torch.float32, group)
+    expected = fused_tp.matmul_all_reduce(x, weight, group=group)
+    kept = []
+    # Rank 1 keeps its results until there is no room for more, and then as many again.
+    for _ in range(16):
+        y = fused_tp.matmul_all_reduce(x, weight, group=group)
+        assert torch.equal(y, expected)
+        if transport.rank == 1:
+            kept.append(y)
+    if transport.rank == 1:
+        assert transport._pooled(expected.nbytes) is None
+        kept.clear()
+        assert transport._pooled(expected.nbytes) is not None
+    dist.barrier(group)
+
+
+def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere() -> None:
+    env = {"FUSED_TP_SHM_RESERVE": str(64 << 20)}
+    for outcome in fresh_ranks(2, a_full_pool, env=env):
+        outcome.unwrap()
