@@ -150,11 +150,17 @@ def current_frame() -> Frame | None:
     return frame
 
 
+def runs_again() -> bool:
+    """Whether backward calls us for a forward pass that has ended, as activation checkpointing does."""
+    node, frame = running_node(), current_frame()
+    return node is not None and (frame is None or frame.node != node)
+
+
 def current_call() -> Call | None:
     """What the running forward pass has been cut into; None outside of one and in one that is not cut.
 
     For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when there
-    is no current call; what does run again (attention) is handed its Ring.
+    is no current call (the loss refuses to, see `runs_again`); what does run again (attention) is handed its Ring.
     """
     frame = current_frame()
     return None if frame is None else frame.call

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.integrations.call import Call, current_call
+from fused_tp.integrations.call import Call, current_call, runs_again
 from fused_tp.integrations.grad_sync import scale_gradient
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
@@ -30,7 +30,7 @@ class GlobalLoss:
 
     Every rank returns the same value, sum over all ranks' tokens / count of all ranks' targets. (A mean of the ranks'
     means would weigh tokens by how many targets their rank happens to have.) Where a forward pass was not cut, the
-    model's own function runs.
+    model's own function runs. Activation checkpointing must not run it again.
 
     Args:
         own: the model's function.
@@ -53,6 +53,11 @@ class GlobalLoss:
         self.grad_sync = grad_sync
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
+        if runs_again():
+            raise ValueError(
+                "The model calls its loss_function inside of an activation checkpoint, which runs it again in backward, "
+                "when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
+            )
         call = current_call()
         if call is None or call.targets is None:
             return self.own(logits, labels, vocab_size, **kwargs)

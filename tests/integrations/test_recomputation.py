@@ -31,8 +31,8 @@ def recompute_layers(model: Any, use_reentrant: bool, *, nested: bool = False) -
         layer.forward = partial(_checkpointed, layer.forward, use_reentrant)
 
 
-def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=use_reentrant)
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **keywords: Any) -> Any:
+    return checkpoint(partial(forward, **keywords), *args, use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not_reentrant", "nested_reentrant", "nested_not_reentrant"])
@@ -135,6 +135,20 @@ def called_apart(group: dist.ProcessGroup, family: str, cp: int, tp: int, keywor
             hidden = model.model(tokens)
             model.lm_head(hidden if family == "plain" else hidden.last_hidden_state).square().mean().backward()
         assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_loss_inside_of_a_checkpoint_is_refused(use_reentrant: bool) -> None:
+    run_ranks(2, loss_inside, use_reentrant)
+
+
+def loss_inside(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+    parallel = parallelize(make("plain"), mesh_of(group, 2, 1))
+    parallel.loss_function = partial(_checkpointed, parallel.loss_function, use_reentrant)
+    tokens = make_tokens(2, 9)
+    loss = parallel(tokens, labels=tokens).loss
+    with pytest.raises(ValueError, match="outside of the checkpoint"):
+        loss.backward()
 
 
 class Distilled(nn.Module):
