@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 LIBRARY = torch.library.Library("fused_tp", "DEF")
@@ -64,6 +65,11 @@ class CustomOp:
                     if type(t) not in _PLAIN:
                         return self.overload(*args)
                     needs_grad = needs_grad or t.requires_grad
+        if forward_ad._current_level >= 0:
+            raise RuntimeError(
+                f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
+                "Use backward, or call it outside of forward_ad.dual_level()."
+            )
         differentiable = needs_grad and torch.is_grad_enabled()
         if differentiable and self.backward is None:
             raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from fused_tp.ops.arguments import check_linear
@@ -41,22 +42,22 @@ def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> Calla
         or torch._C._len_torch_dispatch_stack()
         or torch.is_autocast_enabled("cpu")
         or torch.autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
     ):
         return None
     known = known_group(group)
     if known is None:
         return None
-    key = ("repeated", op, x.shape, weight.shape, x.dtype, weight.dtype, settings.routing())
+    calls: dict[Any, Callable[[Tensor, Tensor], Tensor] | None] = known.memo.setdefault("repeated calls", {})
+    key = (op, x.shape, weight.shape, x.dtype, weight.dtype, settings.routing())
     try:
-        call: Callable[[Tensor, Tensor], Tensor] | None = known.memo[key]
+        call = calls[key]
     except KeyError:
         check_linear("x", x, weight, None)
         schedule = select_schedule(op, known, x.dtype, x.device, x.shape[:-1].numel(), None, weight.shape[0])
         repeatable: Any = getattr(schedule, "repeatable", None)
         call = None if repeatable is None else repeatable(op, x, weight)
-        remembered = [old for old in known.memo if old[0] == "repeated"]
-        if len(remembered) >= _MOST_REMEMBERED:  # lengths that keep changing
-            for old in remembered:
-                del known.memo[old]
-        known.memo[key] = call
+        if len(calls) >= _MOST_REMEMBERED:  # lengths that keep changing
+            calls.clear()
+        calls[key] = call
     return call

@@ -52,13 +52,13 @@ def select_schedule(
     if group.size == 1:
         return LOCAL
     # One lookup for a call like one before; all that follows takes several times as long.
-    key = ("selected", op, dtype, device, m, k, n, settings.routing())
-    selected: Schedule | None = group.memo.get(key)
+    schedules: dict[Any, Schedule] = group.memo.setdefault("selected schedules", {})
+    key = (op, dtype, device, m, k, n, settings.routing())
+    selected = schedules.get(key)
     if selected is None:
-        if len(group.memo) > _MOST_REMEMBERED:  # lengths that keep changing
-            for old in [old for old in group.memo if old[0] == "selected"]:
-                del group.memo[old]
-        selected = group.memo[key] = _select(op, group, dtype, device, m, k, n)
+        if len(schedules) >= _MOST_REMEMBERED:  # lengths that keep changing
+            schedules.clear()
+        selected = schedules[key] = _select(op, group, dtype, device, m, k, n)
     return selected
 
 

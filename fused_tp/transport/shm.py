@@ -102,7 +102,7 @@ class Workspace:
         """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         memory = self._memories.get(rank)
         if memory is None:
             memory = self._memories[rank] = self._call.workspace(rank, self._core_group)
@@ -181,6 +181,7 @@ class ShmTransport:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
+        self._held: list[tuple[int, Any]] = []  # memory of calls that this rank has left, by their numbers
         self._most_pooled_bytes = _reserve_bytes() // 2
         self._described: dict[Any, tuple[int, int, Any]] = {}
 
@@ -191,7 +192,7 @@ class ShmTransport:
         """
         memory = self._pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pooled(self, nbytes: int) -> Any:
@@ -236,18 +237,24 @@ class ShmTransport:
             call = self.core_group.begin_in(op, number, dims, memory)
         else:
             call = self.core_group.begin(op, number, dims, count * dtype.itemsize)
-        with Workspace(call, self.core_group) as workspace:
-            term = (
-                workspace.buffer(self.rank, shape, dtype)
-                if memory is None
-                else torch.frombuffer(memory, dtype=dtype).view(shape)
-            )
-            write(term)
-            if meanwhile is not None:
-                workspace.signal(1)
-                meanwhile()
-            _core.sum_workspaces(self.core_group, call, count, number)
-            return term.clone() if memory is None else term
+        if self._held:  # by a rank that has begun this call, no memory of one that many calls before is read any more
+            self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
+        try:
+            with Workspace(call, self.core_group) as workspace:
+                term = (
+                    workspace.buffer(self.rank, shape, dtype)
+                    if memory is None
+                    else torch.frombuffer(memory, dtype=dtype).view(shape)
+                )
+                write(term)
+                if meanwhile is not None:
+                    workspace.signal(1)
+                    meanwhile()
+                _core.sum_workspaces(self.core_group, call, count, number)
+                return term.clone() if memory is None else term
+        except BaseException:  # Ctrl-C too: a peer may still be reading what goes back to the pool with the last tensor
+            self._held.append((call.number, memory))
+            raise
 
     def all_reduce(
         self, tensor: Tensor, out: Tensor | None = None, op: str = "sum", called: str = "all_reduce"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_tp
@@ -148,6 +151,63 @@ def results_are_the_callers(group: Any, tag: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_may_be_overwritten_at_once(world_size: int) -> None:
     run_ranks(world_size, results_are_the_callers, new_tag())
+
+
+def interrupted(group: Any, tag: str) -> None:
+    """Rank 0 is interrupted while rank 1, by hand, has yet to copy its part of the sum; then rank 0 goes on at once."""
+    transport = own_transport(group, tag)
+    shape = (2, 30_000)
+    half = 30_000  # where rank 1's block starts; a multiple of a cache line
+    if transport.rank == 0:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+        y = transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(-777.0))
+        assert y.eq(-777.0 + 5.0).all()
+        assert len(transport._held) == 1
+        for _ in range(20):
+            transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+        assert not transport._held
+        return
+    with transport.begin("sum", shape, torch.float32, 8 * half) as workspace:
+        mine = workspace.buffer(1, (2 * half,), torch.float32).fill_(2.0)
+        workspace.signal(1)
+        workspace.wait_all(1)
+        theirs = workspace.buffer(0, (2 * half,), torch.float32)
+        chunk = 128 * 1024 // 4  # of one rank, in elements: csrc/shm/collectives.cpp
+        assert half < chunk
+        mine[half:] += theirs[half:]
+        workspace.signal(2)
+        workspace.wait(0, 2)
+        time.sleep(1.5)
+        mine[:half].copy_(theirs[:half])
+        workspace.signal(3)
+        workspace.wait_all(3)
+        assert mine.eq(3.0).all()
+    transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(5.0))
+    for _ in range(20):
+        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_memory_of_a_call_that_was_interrupted_is_kept_while_peers_may_read_it() -> None:
+    for outcome in fresh_ranks(2, interrupted, new_tag()):
+        outcome.unwrap()
+
+
+def with_tangents(group: Any) -> None:
+    x, weight = operands((2, 8), 6, torch.float32, group)
+    fused_tp.matmul_all_reduce(x, weight, group=group)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        fused_tp.matmul_all_reduce(forward_ad.make_dual(x, x), weight, group=group)
+
+
+def test_forward_mode_is_refused() -> None:
+    run_ranks(2, with_tangents)
 
 
 def a_full_pool(group: Any) -> None:
