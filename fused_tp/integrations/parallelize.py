@@ -58,9 +58,8 @@ def parallelize(
     tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each
     times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
 
-    With `grad_sync` they move in buckets while backward goes on and are complete when it returns; a gradient that
-    somebody else looks at in the middle (a post-accumulate hook, DistributedDataParallel) is summed at once. All CP
-    ranks move all buckets, so freeze what no forward pass uses.
+    With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
+    forward, DistributedDataParallel and optimizers see it. All CP ranks must find gradients of the same parameters.
 
     Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must draw alike on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths

@@ -1,4 +1,4 @@
-"""Gradients in buckets over the context parallel ranks: the sums that one all-reduce after another would give."""
+"""Gradients over the context parallel ranks: sums, whoever looks at them and whenever."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations import grad_sync
-from fused_tp.integrations.grad_sync import GradientSync, make_buckets
+from fused_tp.integrations.grad_sync import GradientSync
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import run_ranks
@@ -30,40 +29,11 @@ TRANSPORTS = ["shm", "gloo"]
 
 
 @contextlib.contextmanager
-def settings(transport: str, bucket_bytes: int = 0) -> Iterator[list[int]]:
-    """On that transport, with buckets of that size; gives a list that the lengths of buckets come into."""
-    started: list[int] = []
-    original = grad_sync.Pass._start
-
-    def counting(self: Any, *, may_block: bool) -> bool:
-        index = len(self.moving)
-        went = original(self, may_block=may_block)
-        if went:
-            started.append(len(self.buckets[index].slots))
-        return went
-
-    sizes = grad_sync.FIRST_BUCKET_BYTES, grad_sync.BUCKET_BYTES
+def on(transport: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync.Pass, "_start", counting)
         if transport == "gloo":
             patch.setitem(os.environ, "FUSED_TP_SHM", "0")
-        patch.setattr(grad_sync, "FIRST_BUCKET_BYTES", bucket_bytes or sizes[0])
-        patch.setattr(grad_sync, "BUCKET_BYTES", bucket_bytes or sizes[1])
-        yield started
-
-
-def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "FIRST_BUCKET_BYTES", 64)
-        patch.setattr(grad_sync, "BUCKET_BYTES", 256)
-        floats = [nn.Parameter(torch.zeros(n)) for n in (100, 16, 33, 16, 3)]
-        half = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
-        buckets = make_buckets([half, *floats])
-    sizes = [[slot.parameter.numel() for slot in bucket.slots] for bucket in buckets]
-    # The first one is full with 3 elements, as they take up 16; the bfloat16 one is still filling at the end.
-    assert sizes == [[3], [16, 33], [16, 100], [7]]
-    assert [slot.start for slot in buckets[1].slots] == [0, 16]
-    assert buckets[1].flags == 64
+        yield
 
 
 class Mixed(nn.Module):
@@ -82,12 +52,10 @@ class Mixed(nn.Module):
         x = self.embed(tokens)
         y = F.gelu(self.first(x))
         if "branches" in how:
-            y = self.first(y) + self.second(y) if dist.get_rank() % 2 else self.second(y) + self.first(y)
+            y = self.first(y) + self.second(y)
         if "reentrant" in how:
             for _ in range(2):
                 y = checkpoint(lambda y: F.gelu(self.second(y)) * self.scale, y, use_reentrant=True)
-        if "experts" in how and dist.get_rank() % 2:
-            y = y + self.second(x)
         y = y + self.brief(x.bfloat16()).float() + self.empty.sum()
         return (y * self.scale) @ self.embed.weight.t()
 
@@ -130,8 +98,6 @@ def step(model: nn.Module, sync: GradientSync | None, *inputs: Any) -> None:
     if sync is not None:
         sync.watch(model)
     output = model(*inputs)
-    if sync is not None:
-        sync.watch_output({"logits": output})
     output.square().mean().backward()
 
 
@@ -143,17 +109,13 @@ def test_sums(world_size: int, transport: str) -> None:
 
 def sums(group: dist.ProcessGroup, transport: str) -> None:
     mesh, rank = mesh_of(group, group.size(), 1), group.rank()
-    for how in ("", "branches", "reentrant", "experts"):
-        for bucket_bytes in (1, 400, 0):
-            alone = Mixed()
-            synced, sync = copy.deepcopy(alone), GradientSync(mesh)
-            with settings(transport, bucket_bytes) as started:
-                step(synced, sync, tokens_of(rank), how)
-                step(alone, None, tokens_of(rank), how)
-            assert_sums(group, synced, alone, in_terms="reentrant" in how)
-            again = 1 if "reentrant" in how else 0  # the second use of what two checkpoints share
-            if bucket_bytes == 0:
-                assert len(started) == 2 + again, (how, started)  # one for each dtype
+    for how in ("", "branches", "reentrant"):
+        alone = Mixed()
+        synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+        with on(transport):
+            step(synced, sync, tokens_of(rank), how)
+            step(alone, None, tokens_of(rank), how)
+        assert_sums(group, synced, alone, in_terms="reentrant" in how)
 
 
 def test_what_was_there_is_not_summed_again() -> None:
@@ -191,7 +153,7 @@ def functional(group: dist.ProcessGroup, transport: str) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     alone = Mixed()
     synced, sync = copy.deepcopy(alone), GradientSync(mesh)
-    with settings(transport):
+    with on(transport):
         step(synced, sync, tokens_of(rank))
         before = [None if p.grad is None else p.grad.clone() for p in synced.parameters()]
         sync.watch(synced)
@@ -243,23 +205,64 @@ def with_ddp(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
-def test_a_backward_that_raised_leaves_nothing_behind() -> None:
-    run_ranks(2, after_an_error)
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_backward_that_raised_leaves_no_rank_apart(zero: bool) -> None:
+    run_ranks(2, after_an_error, zero)
 
 
-def after_an_error(group: dist.ProcessGroup) -> None:
+def after_an_error(group: dist.ProcessGroup, zero: bool) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     alone = Mixed()
     synced, sync = copy.deepcopy(alone), GradientSync(mesh)
-    with settings("shm"):  # the first bucket has not started when the embedding's gradient raises
-        handle = synced.embed.weight.register_hook(_fail)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            step(synced, sync, tokens_of(rank))
-        handle.remove()
+    step(synced, sync, tokens_of(rank))
+    step(alone, None, tokens_of(rank))
+    handle = synced.embed.weight.register_hook(_fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        step(synced, sync, tokens_of(rank))
+    handle.remove()
+    for p in synced.parameters():  # what the failed one has added is the same on all ranks
+        if p.grad is not None:
+            assert all(torch.equal(p.grad, other) for other in gathered(group, p.grad))
+    if zero:
         synced.zero_grad()
         step(synced, sync, tokens_of(rank))
+        assert_sums(group, synced, alone)
+
+
+def test_hooks_registered_later_act_on_sums() -> None:
+    run_ranks(2, hooked_later)
+
+
+def hooked_later(group: dist.ProcessGroup) -> None:
+    mesh, rank = mesh_of(group, 2, 1), group.rank()
+    alone = Mixed()
+    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    step(synced, sync, tokens_of(rank))
+    synced.zero_grad()
+    synced.first.weight.register_hook(lambda grad: grad * 0)
+    synced.embed.weight.register_hook(lambda grad: grad * 0.5)
+    step(synced, sync, tokens_of(rank))
     step(alone, None, tokens_of(rank))
+    assert synced.first.weight.grad is not None and synced.first.weight.grad.abs().max() == 0
+    assert synced.embed.weight.grad is not None
+    synced.embed.weight.grad *= 2
+    alone.first.weight.grad = torch.zeros_like(alone.first.weight)
     assert_sums(group, synced, alone)
+
+
+def test_a_model_that_changes_its_dtype() -> None:
+    run_ranks(2, changed_dtype)
+
+
+def changed_dtype(group: dist.ProcessGroup) -> None:
+    sync = GradientSync(mesh_of(group, 2, 1))
+    model = nn.Linear(6, 6)
+    x = torch.full((1, 6), group.rank() + 1.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).zero_grad()
+        sync.watch(model)
+        model(x.to(dtype)).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.eq(3).all() and model.weight.grad.dtype == dtype
 
 
 def _fail(grad: Tensor) -> None:
@@ -322,51 +325,21 @@ def sparse(group: dist.ProcessGroup) -> None:
         step(model, GradientSync(mesh_of(group, 2, 1)), torch.tensor([1, 2]))
 
 
-FOUR_LAYERS = {"num_hidden_layers": 4}
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_llama_of_four_layers_moves_in_few_buckets(transport: str) -> None:
-    run_ranks(2, llama, transport)
-
-
-def llama(group: dist.ProcessGroup, transport: str) -> None:
-    whole = make("plain", **FOUR_LAYERS)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
-    tokens = make_tokens(2, 13)
-    assert len(list(parallel.parameters())) == 39
-    with settings(transport) as started:
-        for model in (whole, parallel):
-            model(tokens, labels=tokens).loss.backward()
-    assert started == [39]
-    assert_same_gradients(parallel, whole)
-    # In smaller ones; what reaches the end of backward on gloo has started before.
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
-    early: list[int] = []
-    with settings(transport, 4096) as started:
-        loss = parallel(tokens, labels=tokens).loss
-        parallel.model.embed_tokens.weight.register_hook(lambda grad: early.append(len(started)))
-        loss.backward()
-    assert len(started) > 5 and sum(started) == 39
-    assert early == [0 if transport == "shm" else len(started)]
-    assert_same_gradients(parallel, whole)
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_wait_for_the_outer_backward(use_reentrant: bool) -> None:
-    run_ranks(2, checkpointed, use_reentrant)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_checkpointed_layers(use_reentrant: bool, transport: str) -> None:
+    run_ranks(2, checkpointed, use_reentrant, transport)
 
 
-def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> None:
-    whole = make("plain", **FOUR_LAYERS)
+def checkpointed(group: dist.ProcessGroup, use_reentrant: bool, transport: str) -> None:
+    whole = make("plain", num_hidden_layers=4)
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     for layer in parallel.model.layers:
         layer.forward = _checkpointing(layer.forward, use_reentrant)
     tokens = make_tokens(2, 13)
-    with settings("shm") as started:
+    with on(transport):
         for model in (whole, parallel):
             model(tokens, labels=tokens).loss.backward()
-    assert started == [39]
     assert_same_gradients(parallel, whole)
 
 
