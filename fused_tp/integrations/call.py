@@ -79,11 +79,13 @@ class LayerState:
         tp_sharded: the residual stream is cut along the sequence over the TP ranks.
         local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not cut.
         ring: set where the sequence is cut over the context parallel ranks.
+        logits_cut: the output layer leaves its output cut by vocabulary, next to a loss over the TP ranks.
     """
 
     tp_sharded: bool = False
     local_len: int | None = None
     ring: Ring | None = None
+    logits_cut: bool = False
 
 
 UNCUT = LayerState()
@@ -98,18 +100,28 @@ class StateHistory:
     model itself, so there is nothing to hand it. But it does run inside a node of that forward pass, and nodes are
     numbered in the order of their making: so a pass is found by where the numbers stood when it began.
 
-    The numbers are counted apart in each thread. Of checkpoints inside checkpoints, whose inner nodes are made in
-    backward, that is told only where backward runs in the thread of the forward passes, as it does on CPU.
+    The numbers are counted apart in each thread, and what is remembered is of one: the forward passes of a model run in
+    one thread, and one in another thread starts anew. Backward may run in any (on CUDA devices it does). Of checkpoints
+    inside checkpoints, whose inner nodes are made in backward, the pass is told only where backward runs in the thread
+    of the forward passes, as it does on CPU.
     """
 
     def __init__(self) -> None:
+        self._thread: int | None = None  # of the forward passes
         self._starts: list[int] = []
         self._states: list[LayerState] = []
 
     def note(self, state: LayerState) -> None:
         """From here on nodes are made in `state`."""
-        number = torch.autograd._get_sequence_nr()
-        if self._states and (self._states[-1] == state or number < self._starts[-1]):  # of another thread
+        number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
+        # Idents are given again to later threads, which count from 0.
+        if thread != self._thread or (self._starts and number < self._starts[-1]):
+            if running_node() is not None:
+                return  # backward in another thread; nobody will ask for the nodes that it makes
+            self._thread = thread
+            self._starts.clear()
+            self._states.clear()
+        if self._states and self._states[-1] == state:
             return
         self._starts.append(number)
         self._states.append(state)
@@ -168,7 +180,15 @@ def current_call() -> Call | None:
 
 def enter_call(owner: object, call: Call | None) -> None:
     """A forward pass of `owner` begins. It may run inside of one of another model."""
-    _current.frame = Frame(owner, call, running_node(), current_frame())
+    node, outer = running_node(), current_frame()
+    frame = outer
+    while frame is not None:
+        if frame.owner is owner and frame.node == node:
+            # A model does not run inside of itself: this one was interrupted, and with it what ran inside of it. On
+            # KeyboardInterrupt torch runs no hooks that would have said so.
+            outer = frame.outer
+        frame = frame.outer
+    _current.frame = Frame(owner, call, node, outer)
 
 
 def leave_call(owner: object) -> Call | None:

@@ -55,8 +55,8 @@ class GlobalLoss:
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():
             raise ValueError(
-                "The model calls its loss_function inside of an activation checkpoint, which runs it again in backward, "
-                "when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
+                "The model calls its loss_function inside of an activation checkpoint, which runs it again in "
+                "backward, when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
             )
         call = current_call()
         if call is None or call.targets is None:

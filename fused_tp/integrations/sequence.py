@@ -135,16 +135,17 @@ class SequenceSharding:
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
-        sharded = self.parallelism.sequence_parallel
-        self._state = UNCUT if call is None else LayerState(sharded, call.local_len, call.ring)
+        self._state = UNCUT if call is None else self._state_of(call)
         self._noted = not torch.compiler.is_compiling()
         if self._noted:
             self._history.note(self._state)
         self._switch_layers(self._state)
-        if self.parallelism.loss_parallel and self.head is not None:
-            self.head.gather_output = call is None or call.targets is None
         enter_call(self, call)
         return (), {**arguments, **self.extra_arguments(call)}
+
+    def _state_of(self, call: Call) -> LayerState:
+        logits_cut = self.parallelism.loss_parallel and call.targets is not None
+        return LayerState(self.parallelism.sequence_parallel, call.local_len, call.ring, logits_cut)
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """The tokens, or their embeddings, and which argument holds them."""
@@ -265,20 +266,20 @@ class SequenceSharding:
 
     def state_now(self) -> LayerState:
         """The state to run a layer in. Every layer that is run on its own asks before it does anything."""
-        if not self.parallelism.cuts_sequence:
+        if not (self.parallelism.cuts_sequence or self.parallelism.loss_parallel):
             return UNCUT
         if torch.compiler.is_compiling():
             return self._state  # what runs again is a part of the compiled program then
         frame, node = current_frame(), running_node()
         if frame is not None and frame.owner is self and frame.node == node:
             state = self._state
-        elif node is not None and not self._noted:
-            state = self._state  # a traced program cannot say when it begins: the last one
         elif node is not None:
-            state = self._history.at(node)
-            self._history.note(state)  # the nodes of a checkpoint inside of this one are made now
+            # A traced program cannot say when it begins: the last one.
+            state = self._history.at(node) if self._noted else self._state
         else:
             state = self._called_apart()
+        if self._noted:
+            self._history.note(state)  # nodes are made now, perhaps those of a checkpoint inside of this one
         if state is not self._switched_to:
             self._switch_layers(state)
         return state
@@ -291,8 +292,6 @@ class SequenceSharding:
                 "sums its gradients is the model that parallelize returned. Call that one, parallelize the inner "
                 "module instead, or call it under torch.no_grad(), where each rank computes all of it."
             )
-        if self.head is not None:
-            self.head.gather_output = True
         return UNCUT
 
     def _ask(self, layer: nn.Module, args: Any) -> None:
@@ -302,6 +301,8 @@ class SequenceSharding:
         self._switched_to = state
         for layer in self._layers:
             layer.sequence_parallel = state.tp_sharded
+        if self.parallelism.loss_parallel and self.head is not None:
+            self.head.gather_output = not state.logits_cut
 
     # ---- after forward ----
 
@@ -309,10 +310,7 @@ class SequenceSharding:
         call = leave_call(self)
         if output is None:  # forward raised
             return None
-        output = self._joined(output, call)
-        if self.sync is not None:
-            self.sync.watch_output(output)
-        return output
+        return self._joined(output, call)
 
     def _joined(self, output: Any, call: Call | None) -> Any:
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():

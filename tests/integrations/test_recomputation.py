@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fused_tp.integrations.call import current_frame
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import run_ranks
@@ -56,6 +58,36 @@ def different_lengths(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict
         losses[0] = model(make_tokens(2, 9), labels=make_tokens(2, 9)).loss  # ... and all over again
         losses[0].backward()
     assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_in_another_thread(layout: str, use_reentrant: bool) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    run_ranks(cp * tp, other_thread, cp, tp, keywords, use_reentrant)
+
+
+def other_thread(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool) -> None:
+    whole = make("plain")
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    recompute_layers(parallel, use_reentrant)
+    with ThreadPoolExecutor(1) as backward:
+        # The threads count their nodes apart: in the first step one is ahead, later perhaps the other one. The last
+        # forward passes are in a third thread, which starts to count.
+        for forward in (_two_losses, _two_losses, _in_new_thread):
+            for model in (whole, parallel):
+                model.zero_grad()
+                backward.submit(forward(model).backward).result()
+            assert_same_gradients(parallel, whole)
+
+
+def _two_losses(model: Any) -> Tensor:
+    return sum(model(tokens, labels=tokens).loss for tokens in (make_tokens(2, 9), make_tokens(2, 10)))
+
+
+def _in_new_thread(model: Any) -> Tensor:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_two_losses, model).result()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -149,6 +181,60 @@ def loss_inside(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     loss = parallel(tokens, labels=tokens).loss
     with pytest.raises(ValueError, match="outside of the checkpoint"):
         loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_modules_inside_called_by_themselves(use_reentrant: bool) -> None:
+    run_ranks(2, checkpointed_apart, use_reentrant)
+
+
+def checkpointed_apart(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+    whole = make("plain")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    recompute_layers(parallel, use_reentrant)
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        hidden = model.model(tokens)
+        with torch.no_grad():
+            model(make_tokens(2, 6))  # cut; and so is the one before the next
+        losses = [model.lm_head(hidden).square().mean(), model.lm_head(model.model(tokens)).square().mean()]
+        sum(losses).backward()
+    assert_same_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("keywords", [{"loss_parallel": True}, {"loss_parallel": True, "sequence_parallel": True}])
+def test_a_head_gathers_when_it_is_called_by_itself(keywords: dict[str, Any]) -> None:
+    run_ranks(2, head_apart, keywords)
+
+
+def head_apart(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
+    whole = make("plain")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **keywords)
+    tokens, hidden = make_tokens(2, 9), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        parallel(tokens, labels=tokens).loss.backward()  # the logits stay cut
+        whole(tokens, labels=tokens).loss.backward()
+        assert_near(parallel.lm_head(hidden), whole.lm_head(hidden), "logits")
+    assert_same_gradients(parallel, whole)
+
+
+def test_an_interrupted_forward_is_forgotten_by_the_next_one() -> None:
+    run_ranks(2, interrupted)
+
+
+def interrupted(group: dist.ProcessGroup) -> None:
+    parallel, tokens = parallelize(make("plain"), mesh_of(group, 2, 1)), make_tokens(2, 9)
+    handle = parallel.model.norm.register_forward_hook(_interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            parallel(tokens)
+    handle.remove()
+    parallel(tokens)
+    assert current_frame() is None
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 class Distilled(nn.Module):
