@@ -128,9 +128,10 @@ class SequenceSharding:
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         # With fewer tokens than ranks some rank would have none, which few models' own code survives.
         too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
-        call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens)
+        own = self.sync is not None and _come_from_parameters(tokens, source, model)
+        call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens, own)
         self._computed_alike = call is None and cp_mesh is not None
-        if self._computed_alike and grad_sync and tokens.is_floating_point():
+        if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
@@ -165,7 +166,7 @@ class SequenceSharding:
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _cut(self, arguments: dict[str, Any], source: str, tokens: Tensor) -> Call:
+    def _cut(self, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool) -> Call:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
@@ -179,7 +180,7 @@ class SequenceSharding:
             count = (targets != ignore_index).sum() if count is None else count
         if cp_mesh is not None:
             self._refuse_other_tensors(arguments, source)
-            tokens = self._cut_tokens(tokens, cp_mesh)
+            tokens = self._cut_tokens(tokens, cp_mesh, own)
             targets = None if targets is None else shard_sequence(targets, 1, group=cp_mesh, layout=LAYOUT)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point():
@@ -239,7 +240,11 @@ class SequenceSharding:
                 )
             arguments[name] = shard_sequence(given, given.ndim - 1, group=cp_mesh, layout=LAYOUT)
 
-    def _cut_tokens(self, tokens: Tensor, cp_mesh: DeviceMesh) -> Tensor:
+    def _cut_tokens(self, tokens: Tensor, cp_mesh: DeviceMesh, own: bool) -> Tensor:
+        if own:
+            # Backward sums the gradients of what they come from over the ranks: here it stays with a rank's own tokens.
+            mine = sequence_positions(tokens.shape[1], group=cp_mesh, layout=LAYOUT, device=tokens.device)
+            return tokens.index_select(1, mine)
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
             # Embeddings of the caller's making: their gradient is gathered, so it is complete on every rank already.
             tokens = scale_gradient(tokens, 1 / cp_mesh.size())
@@ -353,6 +358,41 @@ def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
         return value
 
     return tree_map(one, output)
+
+
+def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
+    """Whether `tokens` are embeddings made from trainable parameters of `model`, and not by the caller.
+
+    Raises:
+        ValueError: they come from both, of which one is to get its gradient from all tokens on every rank and the other
+            from the rank's own.
+    """
+    if not (tokens.requires_grad and torch.is_grad_enabled()):
+        return False
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    leaves = {id(leaf) in parameters for leaf in _leaves(tokens)}
+    if len(leaves) > 1:
+        raise ValueError(
+            f"{source} was computed from parameters of the model and from other tensors that require grad; over "
+            "context parallel ranks only one of them would get the right gradient. Detach one of them, or pass the "
+            "token ids and let the model embed them."
+        )
+    return leaves == {True}
+
+
+def _leaves(t: Tensor) -> list[Tensor]:
+    """The tensors whose gradients a backward from `t` accumulates."""
+    if t.grad_fn is None:
+        return [t]
+    leaves, seen, nodes = [], {t.grad_fn}, [t.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= following
+        nodes.extend(following)
+    return leaves
 
 
 def _scale_if_differentiable(factor: float, value: Tensor) -> Tensor:

@@ -194,6 +194,33 @@ def from_embeddings(group: dist.ProcessGroup) -> None:
     assert_near(gradients[1], gradients[0], "gradient of inputs_embeds")
 
 
+@pytest.mark.parametrize("seq", [9, 1])  # one token is not cut over the CP ranks
+def test_inputs_embeds_from_the_models_own_embedding(seq: int) -> None:
+    run_ranks(2, from_own_embedding, seq)
+
+
+def from_own_embedding(group: dist.ProcessGroup, seq: int) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens = make_tokens(2, seq)
+    gradients: list[Any] = []
+    for model in (whole, parallel):
+        embed = model.get_input_embeddings()
+        model(inputs_embeds=embed(tokens) * 2).logits.square().mean().backward()
+        if seq > 1:
+            model(inputs_embeds=embed(tokens), labels=tokens).loss.backward()
+        x = torch.randn(2, seq, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model(inputs_embeds=x * 2 + embed(tokens).detach()).logits.square().mean().backward()
+        gradients.append(x.grad)
+    assert_same_gradients(parallel, whole)
+    assert_near(gradients[1], gradients[0], "gradient of what inputs_embeds was made from")
+    with pytest.raises(ValueError, match="Detach one of them"):
+        parallel(inputs_embeds=embed(tokens) + x)
+    with torch.no_grad():
+        embeds = embed(tokens) + x
+        assert_near(parallel(inputs_embeds=embeds).logits, whole(inputs_embeds=embeds).logits, "logits")
+
+
 @pytest.mark.parametrize("keywords", [{}, {"grad_sync": False}])
 def test_what_all_cp_ranks_compute_alike_counts_once(keywords: dict[str, Any]) -> None:
     run_ranks(2, with_cache, keywords)
