@@ -388,7 +388,7 @@ def _leaves(t: Tensor) -> list[Tensor]:
     while nodes:
         node = nodes.pop()
         if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)
+            leaves.append(node.variable)  # type: ignore[attr-defined]  # only this kind of node has one
         following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
         seen |= following
         nodes.extend(following)
