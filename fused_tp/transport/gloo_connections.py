@@ -4,10 +4,14 @@ Both are receives that no peer answers, with tags of their own. gloo refuses to 
 one that is still under way at its timeout closes every connection this process has in the group
 (gloo/transport/tcp/unbound_buffer.cc, `waitRecv`), as `Work.abort` does on NCCL but not on gloo. Peers then learn of it
 within milliseconds, whatever they wait in.
+
+With TORCH_GLOO_LAZY_INIT a receive first connects, which blocks where the peer is not there. So nothing is asked or
+closed then: a lost peer is noticed by those who wait for it, a survivor that gave up by its notice (`noticeboard`).
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,14 +20,16 @@ import torch
 import torch.distributed as dist
 
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
+_CLOSED_HERE = "Application timeout"  # what gloo says of a connection that a timeout of this process has closed
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:
-    """Group ranks whose connection to this process is closed: they have died, or have closed it. Never waits.
+    """Group ranks that have died, or have closed their connection to this process. Never waits.
 
-    Each call leaves a receive of one byte behind with every peer that is there, which costs gloo some 100 bytes.
+    A connection that this process has closed tells nothing of its peer, which is then not among them. Each call leaves
+    a receive of one byte behind with every peer that is there, which costs gloo some 100 bytes.
     """
-    return [rank for rank in _peers(group) if not _is_open(group, rank)]
+    return [rank for rank in _peers(group) if _has_closed(group, rank)]
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
@@ -35,16 +41,18 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true"):
+        return []
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-def _is_open(group: dist.ProcessGroup, rank: int) -> bool:
+def _has_closed(group: dist.ProcessGroup, rank: int) -> bool:
     try:
         _receive(group, rank, _PROBE_TAG)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return _CLOSED_HERE not in str(error)
+    return False
 
 
 def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
-    return dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=rank, tag=tag)
+    return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=rank, tag=tag)

@@ -5,7 +5,7 @@ who raises reads the notices of all, and names the ranks that have left none or 
 written while all goes well, since a round trip to the store costs more than many an op.
 
 Asking the store can itself block for ever (its host may be stopped), so a thread asks, and is left behind when it does
-not answer.
+not answer. Until it has come back nothing else is asked: the others would only queue behind it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 _ANSWER_SECONDS = 2.0
 _POLL_SECONDS = 0.02
-# A rank that had been in the call for less than this when it failed came only after the others had given up.
-_LATE_SECONDS = 0.1
+# A rank that had been in the call for less than this when it failed came only after the others had given up: its call
+# ended at once, but a busy machine may have taken long to get there. Clocks of several hosts would compare no better.
+_LATE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Noticeboard:
     """The notices of one group. No method raises.
 
     Attributes:
-        answers: the store has answered so far. Once it has not, it is not asked again, and nothing is known.
+        answers: the store has answered what it was asked last. Else nothing is known.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
@@ -68,24 +69,30 @@ class Noticeboard:
         self._rank = rank
         self._world_size = world_size
         self.answers = True
+        self._left: Thread | None = None  # the thread that had no answer in time
+        self._prefix: str | None = None
+
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
-        generation = self._ask(lambda: store.add(f"{name}/generation/{rank}", 1), 0)
-        self._prefix = f"{name}/{generation}"
+        # Once: where it is not known whether that was counted, this board stays blank. Late is well.
+        def join() -> None:
+            self._prefix = f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
+
+        self._ask(join, None)
 
     def post(self, notice: Notice) -> None:
         """Put up this rank's notice, in place of an earlier one."""
         text = json.dumps(asdict(notice))
 
         def write() -> None:
-            self._store.set(f"{self._prefix}/rank/{self._rank}", text)
+            self._store.set(self._key(f"rank/{self._rank}"), text)
             if notice.error:
-                self._store.set(f"{self._prefix}/given_up", "")
+                self._store.set(self._key("given_up"), "")
 
         self._ask(write, None)
 
     def given_up(self) -> bool:
         """Whether some rank has given the group up."""
-        return self._ask(lambda: self._store.check([f"{self._prefix}/given_up"]), False)
+        return self._ask(lambda: self._store.check([self._key("given_up")]), False)
 
     def read(self) -> dict[int, Notice]:
         """The notices there are, by rank."""
@@ -103,13 +110,19 @@ class Noticeboard:
     def _read(self) -> dict[int, Notice]:
         found = {}
         for rank in range(self._world_size):
-            key = f"{self._prefix}/rank/{rank}"
+            key = self._key(f"rank/{rank}")
             if self._store.check([key]):
                 found[rank] = Notice(**json.loads(self._store.get(key)))
         return found
 
+    def _key(self, what: str) -> str:
+        if self._prefix is None:
+            raise RuntimeError("This rank does not know which of the store's groups of this name is its own.")
+        return f"{self._prefix}/{what}"
+
     def _ask(self, question: Callable[[], T], unknown: T) -> T:
-        if not self.answers:
+        self.answers = False
+        if self._left is not None and self._left.is_alive():
             return unknown
         answer: list[T] = []
 
@@ -118,7 +131,11 @@ class Noticeboard:
                 answer.append(question())
 
         thread = Thread(target=ask, name="fused_tp store", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads may be had, or the interpreter is shutting down
+            return unknown
+        self._left = thread
         thread.join(_ANSWER_SECONDS)
         self.answers = bool(answer)  # else its host is stopped, or has died
         return answer[0] if answer else unknown

@@ -60,6 +60,8 @@ _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
 # Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
 _LOOK_SECONDS = 0.5
+# A peer whose gloo connection is closed may still join: a receive of its own that timed out closes it too.
+_LOST_SECONDS = 1.5
 
 _MOST_DESCRIBED = 1024
 
@@ -405,9 +407,9 @@ def shm_transport(group: Group) -> ShmTransport | None:
     The first call for a group is a rendezvous: every rank of the group must make it.
 
     Raises:
-        PeerLostError: a rank died in the rendezvous or before it. Noticed within a second where gloo serves the group's
-            CPU tensors. In a group without gloo nothing tells of a rank that died before it had joined: the others get
-            CollectiveTimeoutError at the deadline.
+        PeerLostError: a rank died in the rendezvous or before it. Noticed within three seconds where gloo serves the
+            group's CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, nothing tells of a rank that died before it
+            had joined: the others get CollectiveTimeoutError at the deadline.
         CollectiveTimeoutError: a rank, which is named, did not join the rendezvous before the deadline.
     """
     if group.process_group is None or not settings.shared_memory_allowed():
@@ -492,6 +494,7 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
     key = f"{what}/{rank}"
     seconds = settings.timeout_seconds()
     begin = time.perf_counter()
+    closed_since: dict[int, float] = {}
     try:
         while True:
             left = seconds - (time.perf_counter() - begin)
@@ -499,8 +502,8 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
                 store.wait([key], timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01)))
                 return store.get(key)
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                lost = _lost_peers(group, core_group)
                 absent = _absent(store, what, group.size)
+                lost = _lost_peers(group, core_group, closed_since, absent)
                 if lost and (absent is None or rank in absent):
                     raise PeerLostError(
                         f"Rank {', '.join(map(str, lost))} died, or gave the group up, in or before the shared-memory "
@@ -518,8 +521,11 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
         tracing.add_wait(time.perf_counter() - begin)
 
 
-def _lost_peers(group: Group, core_group: Any) -> list[int]:
-    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell."""
+def _lost_peers(group: Group, core_group: Any, closed_since: dict[int, float], absent: list[int] | None) -> list[int]:
+    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell.
+
+    `closed_since` says since when its connection has been seen closed, and is kept from one look to the next.
+    """
     dead = core_group.dead_peer() if core_group is not None else -1
     if dead >= 0:
         return [dead]
@@ -527,7 +533,14 @@ def _lost_peers(group: Group, core_group: Any) -> list[int]:
         by_gloo = backend_of(group, "cpu") == "gloo"
     except ValueError:  # a group of NCCL alone
         by_gloo = False
-    return closed_peers(group.process_group) if by_gloo and group.process_group is not None else []
+    now = time.perf_counter()
+    for rank in closed_peers(group.process_group) if by_gloo and group.process_group is not None else []:
+        closed_since.setdefault(rank, now)
+    return [
+        rank
+        for rank, since in sorted(closed_since.items())
+        if now - since >= _LOST_SECONDS and (absent is None or rank in absent)
+    ]
 
 
 def _absent(store: dist.Store, what: str, size: int) -> list[int] | None:

@@ -36,7 +36,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _SIGNATURE_BYTES = 512
 _LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
-_REASON_SECONDS = 0.3  # how long a rank whose connection was closed looks for a reason other than a peer's death
+_REASON_SECONDS = 1.0  # how long a rank whose connection was closed looks for a reason other than a peer's death
+_AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
@@ -118,12 +119,15 @@ class TorchDist:
             left = deadline - time.perf_counter()
             last = isinstance(work, _Works) or left <= _LOOK_SECONDS
             try:
-                work.wait(timedelta(seconds=max(left if last else _LOOK_SECONDS, 0.001)))
+                work.wait(max(timedelta(seconds=left if last else _LOOK_SECONDS), _AT_ONCE))
                 return
             except RuntimeError as error:
-                # Completed: it has failed, perhaps by a timeout of the process group's own.
-                if last or work.is_completed() or not any(word in str(error).lower() for word in _TIMED_OUT):
+                if last or not any(word in str(error).lower() for word in _TIMED_OUT):
                     raise
+                if work.is_completed():
+                    # Just after the slice, or by a timeout of the process group's own: this says which.
+                    work.wait(_AT_ONCE)
+                    return
             if not posted:
                 self._post(call)
                 posted = True
@@ -155,7 +159,8 @@ class TorchDist:
             return self._followed(call)
         dead = [rank for rank in closed if rank not in notices or not notices[rank].failed]
         who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
-        return self._give_up(PeerLostError, call, f"{self._where(call)} lost {who}: {reason}")
+        sentence = f"{self._where(call)} lost {who}: died, or closed its connections. {self.backend} says: {reason}"
+        return self._give_up(PeerLostError, call, sentence)
 
     def _timed_out(self, call: _Call, reason: str) -> FusedTPError:
         waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
@@ -176,8 +181,7 @@ class TorchDist:
     def _followed(self, call: _Call) -> FusedTPError:
         """What a peer has raised that gave the group up, as an error of this rank."""
         self.broken = f"{self._where(call)}: a peer has given the group up."
-        self._post(call, failed=True)
-        self._close()
+        self._leave(call)
         cause = who_gave_up(self._board.read())
         kind: type[FusedTPError] = PeerLostError
         if cause is not None:
@@ -192,13 +196,16 @@ class TorchDist:
     def _give_up(self, kind: type[FusedTPError], call: _Call, sentence: str) -> FusedTPError:
         self.broken = sentence
         if self.backend != "nccl":
-            self._post(call, failed=True, error=kind.__name__, at=call.number, sentence=sentence)
-            self._close()
+            self._leave(call, error=kind.__name__, at=call.number, sentence=sentence)
         return kind(sentence)
 
-    def _close(self) -> None:
-        if self.backend == "gloo":
-            close_connections(self._process_group)
+    def _leave(self, call: _Call, **how: Any) -> None:
+        """Tell the peers that this rank's part of the group has ended, those too who cannot read its notice."""
+        try:
+            self._post(call, failed=True, **how)
+        finally:
+            if self.backend == "gloo":
+                close_connections(self._process_group)
 
     def _missing(self, number: int, op: str, waiting: int | None = None) -> str:
         """Who was late for a call that rank `waiting`, by default this one, has waited for: the rest of a sentence."""
@@ -235,7 +242,7 @@ class TorchDist:
         text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
         # The checksum is of all of it; only what fits is shown.
         signature = zlib.crc32(text).to_bytes(4, "little") + text
-        mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
         everyone = self.all_gather("check", mine.to(device)).wait().view(self.world_size, -1).cpu()
         for rank, theirs in enumerate(everyone):
@@ -365,14 +372,19 @@ def _shown(signature: Tensor) -> str:
 
 
 class _Works:
-    """Several pieces of work that are waited for together."""
+    """Several pieces of work that are waited for together, all within one timeout."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            for work in self._works:
+                work.wait()
+            return
+        deadline = time.perf_counter() + timeout.total_seconds()
         for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
+            work.wait(max(timedelta(seconds=deadline - time.perf_counter()), _AT_ONCE))
 
 
 def backend_of(group: Group, device_type: str) -> str:
