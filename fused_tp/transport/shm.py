@@ -61,7 +61,7 @@ _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 # Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
 _LOOK_SECONDS = 0.5
 # A peer whose gloo connection is closed may still join: a receive of its own that timed out closes it too.
-_LOST_SECONDS = 1.5
+_LOST_SECONDS = 0.4
 
 _MOST_DESCRIBED = 1024
 
@@ -407,7 +407,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     The first call for a group is a rendezvous: every rank of the group must make it.
 
     Raises:
-        PeerLostError: a rank died in the rendezvous or before it. Noticed within three seconds where gloo serves the
+        PeerLostError: a rank died in the rendezvous or before it. Noticed within two seconds where gloo serves the
             group's CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, nothing tells of a rank that died before it
             had joined: the others get CollectiveTimeoutError at the deadline.
         CollectiveTimeoutError: a rank, which is named, did not join the rendezvous before the deadline.
