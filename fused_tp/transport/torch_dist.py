@@ -36,7 +36,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _SIGNATURE_BYTES = 512
 _LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
-_REASON_SECONDS = 1.0  # how long a rank whose connection was closed looks for a reason other than a peer's death
+_REASON_SECONDS = 0.5  # how long a rank whose connection was closed looks for a reason other than a peer's death
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
