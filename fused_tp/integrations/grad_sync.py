@@ -4,10 +4,11 @@ Every rank holds the derivative of the global loss through its own tokens, so th
 `GradientSync` adds them up in backward. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead;
 for them `scale_gradient` makes every rank's share as many times larger as there are ranks.
 
-Each gradient is summed where autograd hands it over, before anything else sees it. Rejected: buckets that move while
-backward goes on, as DDP has them. Whoever looks at a gradient in the middle of backward (a hook, an optimizer that runs
-in backward, DDP itself) would see this rank's share, and a bucket that starts when it is full starts at different
-points of the ranks' own ring attention where they do not run the very same layers.
+Each gradient is summed where autograd hands it over: hooks that were there before the first forward see this rank's
+share, all that comes later sees the sum. Rejected: buckets that move while backward goes on, as DDP has them. Whoever
+looks at a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
+rank's share, and a bucket that starts when it is full starts at different points of the ranks' own ring attention where
+they do not run the very same layers.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> Calla
     """`call(x, weight)` that does all of `op`; None where the call needs the whole way through it.
 
     That is so for anything that records, traces or casts (gradients, compilers, modes, profilers, autocast), for tensor
-    subclasses, for the first call of its shape, and for schedules and sizes that have no `repeatable` form.
+    subclasses, for a group that no op has been called with yet, and for schedules that have no `repeatable` form.
 
     Raises:
         TypeError, ValueError: x and weight do not fit.
