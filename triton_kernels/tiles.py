@@ -1,0 +1,131 @@
+"""Tiles of y = x @ w^T: which one is next, multiplying one, where it lies. Shared by every matmul kernel.
+
+    y[m, n] = sum_k x[m, k] * w[n, k]        x [M, K], w [N, K] (out, in, as nn.Linear keeps it), summed in fp32
+
+Tile (i, j) is y[i*BLOCK_M : (i+1)*BLOCK_M, j*BLOCK_N : (j+1)*BLOCK_N]. Every operand comes with two strides, so that a
+transposed view is read as it lies: dX = dY @ W is `multiply_tile` with W's strides swapped.
+
+Any M, N, K >= 1 works. Rows beyond the end are masked: they are read as zeros, never from memory, and not stored. That
+mask is the same for all of K, so it costs nothing in the loop; the one along K is there only without EVEN_K (wrapping
+rows around with `% M`, as many kernels do, loses the vector loads along M and N, which transposed views need).
+Offsets are 64-bit: a tensor may have more than 2^31 elements.
+"""
+
+import triton
+import triton.language as tl
+
+# Decided when @triton.jit is, at import. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def tile_at(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(tile_m, tile_n) of tile number `index`: down columns of GROUP_M tiles, so that those in flight share L2."""
+    group_size = GROUP_M * tiles_n
+    first_m = index // group_size * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = index % group_size
+    return first_m + within % rows, within // rows
+
+
+@triton.jit
+def tile_offsets(tile, BLOCK: tl.constexpr):
+    """Indices of the rows (or columns) of tile number `tile`, 64-bit, not yet masked."""
+    return tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def tile_pointers(ptr, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(pointers, mask) [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of a matrix [M, N] at `ptr`."""
+    rows = tile_offsets(tile_m, BLOCK_M)[:, None]
+    columns = tile_offsets(tile_n, BLOCK_N)[None, :]
+    return ptr + rows * stride_m + columns * stride_n, (rows < M) & (columns < N)
+
+
+@triton.jit
+def load_tile(ptr, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tile (tile_m, tile_n) of a matrix [M, N]; zeros beyond its ends."""
+    pointers, mask = tile_pointers(ptr, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M, BLOCK_N)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, values, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes `values` [BLOCK_M, BLOCK_N], rounded to the dtype of `ptr`, to tile (tile_m, tile_n) of [M, N]."""
+    pointers, mask = tile_pointers(ptr, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M, BLOCK_N)
+    tl.store(pointers, rounded(values, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(values, DTYPE: tl.constexpr):
+    """fp32 `values` in DTYPE, to the nearest even.
+
+    That is what `.to` does on the GPU. The interpreter's (Triton 3.6, 3.7) cuts the bits of bf16 off, so there it is
+    done on the bits; NaN keeps its sign and top bits, of which one must stay set.
+    """
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(values == values, nearest, bits | 0x400000)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(DTYPE)
+
+
+@triton.jit
+def dot(x, w, total, PRECISION: tl.constexpr):
+    """total + x @ w in fp32.
+
+    The interpreter keeps bf16 as the integers of its bits and its dot multiplies those (Triton 3.6, 3.7), so there the
+    operands go to fp32 first: exact, and the products of 8 and 11 bit mantissas are exact in fp32 on the GPU too.
+    """
+    if INTERPRETED:
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    return tl.dot(x, w, total, input_precision=PRECISION)
+
+
+@triton.jit
+def multiply_tile(
+    x_ptr,
+    w_ptr,
+    tile_m,
+    tile_n,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
+    EVEN_K: tl.constexpr = False,
+):
+    """fp32 [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of x [M, K] @ w [N, K]^T; zeros beyond M and N.
+
+    PRECISION is of fp32 operands: "ieee" or "tf32" (10 bits of mantissa, on tensor cores). EVEN_K says that K is a
+    multiple of BLOCK_K, which saves the masks along K.
+    """
+    rows = tile_offsets(tile_m, BLOCK_M)[:, None]
+    columns = tile_offsets(tile_n, BLOCK_N)[None, :]
+    ks = tl.arange(0, BLOCK_K)
+    x_pointers = x_ptr + rows * stride_xm + ks[None, :].to(tl.int64) * stride_xk
+    w_pointers = w_ptr + columns * stride_wn + ks[:, None].to(tl.int64) * stride_wk
+    row_mask = rows < M
+    column_mask = columns < N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            x = tl.load(x_pointers, mask=row_mask, other=0.0)
+            w = tl.load(w_pointers, mask=column_mask, other=0.0)
+        else:
+            left = K - step * BLOCK_K
+            x = tl.load(x_pointers, mask=row_mask & (ks[None, :] < left), other=0.0)
+            w = tl.load(w_pointers, mask=column_mask & (ks[:, None] < left), other=0.0)
+        total = dot(x, w, total, PRECISION)
+        x_pointers += BLOCK_K * tl.cast(stride_xk, tl.int64)
+        w_pointers += BLOCK_K * tl.cast(stride_wk, tl.int64)
+    return total
