@@ -1,0 +1,85 @@
+"""Kernels on several ranks: processes over CPU shared memory, each of which interprets its kernels.
+
+Triton decides at import whether a process interprets kernels or compiles them, its own library included. So these ranks
+are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; those of `run_ranks` and the
+test process never see the variable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.transport.symmetric_memory import symmetric_empty
+from tests import workers
+from triton_kernels.workspace import Workspace
+
+_pool: workers._Workers | None = None
+
+
+def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """`tests.workers.run_ranks`, on ranks that interpret Triton kernels."""
+    global _pool
+    if _pool is None:
+        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"})
+        atexit.register(stop)
+    try:
+        outcomes = _pool.call(world_size, fn, args, timeout, None)
+        workers._raise_first_error(outcomes)
+    except BaseException:
+        stop()
+        raise
+    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def stop() -> None:
+    global _pool
+    if _pool is not None:
+        _pool.kill()
+        _pool = None
+
+
+def workspace_of(group: dist.ProcessGroup, nbytes: int, timeout_seconds: float = 20.0) -> Workspace:
+    buffer, handle = symmetric_empty((nbytes,), torch.uint8, group=group)
+    return Workspace(buffer, handle, timeout_seconds=timeout_seconds, counters=64)
+
+
+def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = tensor.contiguous().view(torch.uint8)
+    first = mine.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    return torch.equal(mine, first)
+
+
+@contextlib.contextmanager
+def delays(seed: int, chance: float = 0.05, seconds: float = 0.01) -> Iterator[None]:
+    """Makes this rank stop for a while at random stores and atomics of its kernels, so that orders of arrival vary."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    draw = random.Random(seed)
+    before = {name: getattr(InterpreterBuilder, name) for name in ("create_masked_store", "create_atomic_rmw")}
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if draw.random() < chance:
+                time.sleep(draw.random() * 2 * seconds)
+            return method(*args)
+
+        return call
+
+    try:
+        for name, method in before.items():
+            setattr(InterpreterBuilder, name, late(method))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(InterpreterBuilder, name, method)

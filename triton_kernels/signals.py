@@ -1,0 +1,204 @@
+"""Signals between ranks inside of a kernel: put a flag, wait for one, begin and end a call. On `tl.atomic_*` alone.
+
+Every rank has a workspace that all ranks map. Its memory is two halves, and call number `epoch` uses half `epoch % 2`:
+
+    word 0 .. W-1   begun: word s is put by rank s when it begins the call
+    word W ..       flags: each has one writer and one reader per call; which is which is the kernel's to say
+    bytes           data, from an offset that the launch chooses (behind its flags)
+
+A flag is an int64 that holds the number of the last call that set it: set means `flag >= epoch`, so nothing is zeroed
+between calls. (32 bits would not do: a flag that no call used for 2^31 calls, 6 hours at 10 us each, would look set.)
+The number is counted in device memory: every program reads it when it begins and the last one to end advances it, so a
+captured CUDA graph counts on at each replay and may be mixed with calls outside of it.
+
+Patterns, and what each orders:
+
+    put          all threads store a tile; barrier of the threads; one thread does atom.release.sys on the flag at the
+                 reader. The barrier orders the threads' stores before the atomic, whose release is cumulative: a
+                 reader that sees the flag sees the tile, through NVLink as well as in shared memory.
+    wait         one thread polls its own flag with atom.acquire.sys, Triton hands the value to the other threads through
+                 a barrier, and a further one follows: no load of the tile by any thread can run ahead of it. Polls
+                 stay on this GPU, because a flag lies at its reader. All threads see one value, so they leave the loop
+                 together (with ld.volatile each would see its own, and could part where a barrier is to come).
+    begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
+                 ranks have begun. So whoever begins call e+2 knows that all have ended e, and may write its half again.
+                 That is the only barrier between calls, and it costs nothing where the data came from all ranks anyway.
+    count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. Nobody waits.
+
+Programs wait only for what programs of the same number (`tl.program_id(0)`) do on other ranks before they wait
+themselves. So a kernel ends if all its programs run at once, if they run in order on fewer SMs than programs, and if they
+run one after the other, as under the interpreter; the ranks must launch equally many.
+
+Stores and loads of data must be those of the threads: a TMA store has only been read from shared memory, not written,
+when its wait returns. A wait must not stand in a loop that Triton pipelines (one with a dot in it), since that moves loads
+of later rounds ahead of their wait.
+
+No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and from then on
+no wait of the workspace waits; the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A rank
+that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it for one.
+`workspace.Workspace.expired` reads the record.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .clock import now_ns, pause
+
+# Words of a workspace's `state`, int64, in memory of this rank alone.
+EPOCH = tl.constexpr(0)  # calls ended
+ENDED = tl.constexpr(1)  # programs of this call that have ended
+CLOCK = tl.constexpr(2)  # latest time that a waiting program read
+EXPIRED = tl.constexpr(3)  # 1 once a wait has expired
+COUNTERS = tl.constexpr(16)  # from here on: one per row of tiles; zero between calls
+
+# Words of the error record, int64. The host may read them once the kernel has ended.
+ERROR_SET = tl.constexpr(0)
+ERROR_OP = tl.constexpr(1)
+ERROR_CALL = tl.constexpr(2)
+ERROR_RANK = tl.constexpr(3)
+ERROR_TILE = tl.constexpr(4)  # -1: not a tile but the beginning of the call
+ERROR_SOURCE = tl.constexpr(5)  # the rank that was waited for
+ERROR_ABSENT = tl.constexpr(6)  # bit s: rank s has not begun the call
+ERROR_GAVE_UP = tl.constexpr(7)  # 1: the source has given up itself
+ERROR_WORDS = 8
+
+POLLS_PER_CLOCK = tl.constexpr(32)
+
+
+class Call(NamedTuple):
+    """One call as its kernel sees it; made by `begin`."""
+
+    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
+    state: Any
+    error: Any
+    rank: Any
+    half_bytes: Any
+    timeout_ns: Any
+    epoch: Any
+
+
+@triton.jit
+def half_at(call, rank):
+    """Address of the half of `rank`'s workspace that this call uses."""
+    return tl.load(call.workspaces + rank) + (call.epoch & 1) * call.half_bytes
+
+
+@triton.jit
+def flag_at(call, rank, index):
+    """Pointer to flag number `index` at `rank`."""
+    return half_at(call, rank).to(tl.pointer_type(tl.int64)) + index
+
+
+@triton.jit
+def look(flag):
+    """Acquire: the flag's value now, the same for all threads."""
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+    """Starts the call on this rank and tells all ranks so; every program does this first."""
+    epoch = tl.load(state + EPOCH) + 1
+    call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+    if tl.program_id(0) == 0:
+        for peer in tl.static_range(WORLD):
+            tl.atomic_xchg(flag_at(call, peer, rank), epoch, sem="release", scope="sys")
+    return call
+
+
+@triton.jit
+def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Ends the call on this rank, once all ranks have begun it; every program does this last."""
+    if tl.program_id(0) == 0:
+        for peer in tl.static_range(WORLD):
+            wait(call, peer, peer, -1, WORLD, OP)
+    tl.debug_barrier()
+    if tl.atomic_add(call.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(call.state + ENDED, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(call.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def put(call, rank, index, good):
+    """Release: what this program has stored is visible to `rank` once it has waited for flag `index`.
+
+    `good` False says that it was made of something that did not arrive.
+    """
+    tl.debug_barrier()
+    value = tl.where(good, call.epoch, -call.epoch)
+    tl.atomic_xchg(flag_at(call, rank, index), value, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Acquire: True once `source` has put flag `index` of this rank; False when it will not, which is then on record.
+
+    `tile` is for the record.
+    """
+    flag = flag_at(call, call.rank, index)
+    seen = look(flag)
+    if seen < call.epoch:
+        seen = poll(call, flag, seen)
+        if seen < call.epoch:
+            record(call, source, tile, seen == -call.epoch, WORLD, OP)
+    tl.debug_barrier()
+    return seen >= call.epoch
+
+
+@triton.jit
+def poll(call, flag, seen):
+    """What the flag holds once it is set, its writer has given up, or the deadline has passed."""
+    start = clock(call)
+    polls = 0
+    waiting = (seen != -call.epoch) & (tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0)
+    while waiting:
+        pause()
+        seen = look(flag)
+        polls += 1
+        waiting = (seen < call.epoch) & (seen != -call.epoch)
+        if waiting & (polls % POLLS_PER_CLOCK == 0):
+            expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
+            waiting = (clock(call) - start < call.timeout_ns) & (expired == 0)
+    return seen
+
+
+@triton.jit
+def clock(call):
+    """The time in ns, the same for all threads of the program: it has been through an atomic."""
+    tl.atomic_max(call.state + CLOCK, now_ns(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(call.state + CLOCK, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Writes the error record, unless there is one: the first wait to expire is the one to tell of."""
+    if tl.atomic_xchg(call.state + EXPIRED, 1, sem="relaxed", scope="gpu") == 0:
+        absent = tl.cast(0, tl.int64)
+        for peer in tl.static_range(WORLD):
+            late = look(flag_at(call, call.rank, peer)) < call.epoch
+            absent += late.to(tl.int64) << peer
+        tl.store(call.error + ERROR_OP, OP)
+        tl.store(call.error + ERROR_CALL, call.epoch)
+        tl.store(call.error + ERROR_RANK, call.rank)
+        tl.store(call.error + ERROR_TILE, tile)
+        tl.store(call.error + ERROR_SOURCE, source)
+        tl.store(call.error + ERROR_ABSENT, absent)
+        tl.store(call.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
+        tl.store(call.error + ERROR_SET, 1)
+
+
+@triton.jit
+def is_last(call, counter, count):
+    """True for the last of `count` programs that arrive at this counter: it sees what all have stored before.
+
+    Leaves the counter at zero, for the next call.
+    """
+    tl.debug_barrier()
+    arrived = tl.atomic_add(call.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
+    last = arrived == count - 1
+    if last:
+        tl.atomic_xchg(call.state + COUNTERS + counter, 0, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    return last

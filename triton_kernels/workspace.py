@@ -1,0 +1,139 @@
+"""The host's side of `signals`: memory of a workspace, how much of it a launch needs, and what a wait that expired says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import signals
+
+# Launches give their number, so that an error can be named: the index here.
+OPS = ("barrier", "matmul_all_reduce", "matmul_reduce_scatter")
+
+# One bit each in a word of the error record.
+MAX_WORLD_SIZE = 63
+
+# Data begins at a multiple of it: whole cache lines, and vector stores need 16.
+DATA_ALIGNMENT = 128
+
+
+class Handle(Protocol):
+    """What a workspace needs of a symmetric memory handle, ours or torch's."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def buffer_ptrs(self) -> list[int]: ...
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A wait that lasted longer than the deadline."""
+
+    op: str
+    call: int
+    rank: int  # who waited
+    tile: int | None  # None: for the call to begin
+    source: int  # whom it waited for
+    absent: tuple[int, ...]  # ranks that had not begun the call
+    gave_up: bool  # `source` did come, but could not finish for want of others
+
+    def __str__(self) -> str:
+        what = "its beginning" if self.tile is None else f"tile {self.tile}"
+        if self.gave_up:
+            why = f"rank {self.source} gave up, because ranks it waits for did not arrive"
+        elif self.absent:
+            ranks = ", ".join(str(rank) for rank in self.absent)
+            why = f"rank{'s' * (len(self.absent) > 1)} {ranks} did not begin the call in time"
+        else:
+            why = f"rank {self.source} began the call but did not deliver in time"
+        return f"{self.op}, call {self.call}: rank {self.rank} waited for {what} of rank {self.source}; {why}"
+
+
+class Workspace:
+    """The memory of one rank's calls, of one stream: two halves of `buffer`, state of its own, and an error record.
+
+    Args:
+        buffer: this rank's symmetric memory, any dtype, the same size on all ranks; it is zeroed here.
+        handle: reaches the others' buffers. All ranks make their workspaces at the same time (there is a barrier).
+        timeout_seconds: longest wait for a peer.
+        counters: most rows of tiles that a launch may count.
+
+    Raises:
+        ValueError: more than 63 ranks, or a buffer that is not contiguous or not aligned to 128 bytes.
+    """
+
+    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = 4096) -> None:
+        if handle.world_size > MAX_WORLD_SIZE:
+            raise ValueError(f"A workspace serves up to {MAX_WORLD_SIZE} ranks, and the group has {handle.world_size}.")
+        if not buffer.is_contiguous() or any(address % 64 for address in handle.buffer_ptrs):
+            raise ValueError("buffer must be contiguous and begin at a multiple of 64 bytes on every rank.")
+        self.rank = handle.rank
+        self.world_size = handle.world_size
+        self.timeout_ns = int(timeout_seconds * 1e9)
+        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT
+        self.counters = counters
+        device = buffer.device
+        self.buffer = buffer  # keeps the memory
+        self.addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self.state = torch.zeros(signals.COUNTERS.value + counters, dtype=torch.int64, device=device)
+        self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, device=device)
+        buffer.zero_()
+        handle.barrier()
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
+        """What kernels pass to `signals.begin`: workspaces, state, error, rank, half_bytes, timeout_ns."""
+        return self.addresses, self.state, self.error, self.rank, self.half_bytes, self.timeout_ns
+
+    def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
+        """Byte offsets in a half of runs of slots, given as (how many, bytes of each), behind begun words and flags.
+
+        Raises:
+            ValueError: the workspace is too small; says how much the launch needs.
+        """
+        offset = 8 * (self.world_size + sum(count for count, _ in slot_bytes))
+        offsets = []
+        for count, nbytes in slot_bytes:
+            offset = -(-offset // DATA_ALIGNMENT) * DATA_ALIGNMENT
+            offsets.append(offset)
+            offset += count * nbytes
+        if offset > self.half_bytes:
+            raise ValueError(
+                f"The workspace has {2 * self.half_bytes} bytes; this call needs {2 * offset}. Make it larger."
+            )
+        if counters > self.counters:
+            raise ValueError(
+                f"The workspace counts {self.counters} rows of tiles; this call has {counters}. Make it with more."
+            )
+        return offsets
+
+    def expired(self) -> Expired | None:
+        """What the first wait to expire left behind, or None. On CUDA it waits for the device.
+
+        After it, the calls of this workspace give wrong results on some ranks; it is not to be used again.
+        """
+        words = [int(word) for word in self.error.tolist()]
+        if not words[signals.ERROR_SET.value]:
+            return None
+        tile = words[signals.ERROR_TILE.value]
+        absent = words[signals.ERROR_ABSENT.value]
+        return Expired(
+            op=OPS[words[signals.ERROR_OP.value]],
+            call=words[signals.ERROR_CALL.value],
+            rank=words[signals.ERROR_RANK.value],
+            tile=None if tile < 0 else tile,
+            source=words[signals.ERROR_SOURCE.value],
+            absent=tuple(rank for rank in range(self.world_size) if absent >> rank & 1),
+            gave_up=bool(words[signals.ERROR_GAVE_UP.value]),
+        )
