@@ -3,22 +3,22 @@
     x [M, K_r], w [N, K_r] per rank -> out [M, N]: sum_r x_r @ w_r^T (+ bias) (+ residual)
     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight
 
-Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to whoever sums it; there the terms are added in
-fp32 in the order of the ranks, and rounded once. `two_shot` says who sums:
+Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to whoever sums it; there the terms are
+added in fp32 in the order of the ranks, and rounded once. `two_shot` says who sums:
 
     one-shot   everybody everything: a tile goes to all ranks, W times the traffic, but one hop. For small M.
-    two-shot   tile t's owner, which sends the sum to all; 2 * (W-1)/W of the traffic of out per rank, two hops. Ranks
+    two-shot   tile t's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
                begin with the next rank's tiles and end with their own, so at any time they write to different owners.
 
-Either way one sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all.
+Either way a sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all.
 Tiles are pushed to their reader, not pulled: once the flag is there the data is local, and no read waits for the link.
 
-The norm of a row of tiles is taken by whichever program stores the last of its tiles, so no program waits for another of
-its own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.
+The norm of a row of tiles is taken by whichever program stores the last of them, so no program waits for another of its
+own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.
 
-Sources: one-shot and two-shot all-reduce, Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH", 2005; per-tile flags, Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through
-Kernel Fusion", 2024.
+Sources: one-shot and two-shot all-reduce: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005; flags per tile: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs
+Through Kernel Fusion", 2024.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .signals import begin, end, is_last, put, wait
-from .slots import rounds_of, slot_pointers, store_slot, sum_slots, tile_of
-from .tiles import load_tile, multiply_tile, store_tile, tile_at, tile_offsets
 from .launch import Launch, check_like, check_matmul
+from .signals import begin, end, is_last, put, wait
+from .slots import rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
+from .tiles import load_tile, multiply_tile, store_tile, tile_at, tile_offsets
 from .workspace import OPS, Workspace
 
 OP = tl.constexpr(OPS.index("matmul_all_reduce"))
@@ -71,6 +71,7 @@ def gemm_all_reduce_kernel(
     HAS_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
+    STRIP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,6 +79,7 @@ def gemm_all_reduce_kernel(
 ):
     call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
     ELEMENT: tl.constexpr = out_ptr.dtype.element_ty
+    STRIPS: tl.constexpr = BLOCK_M // STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -115,73 +117,93 @@ def gemm_all_reduce_kernel(
             first_slot = tile * WORLD
             if TWO_SHOT:
                 first_slot -= rank * per_owner * WORLD
-            total, good = sum_slots(call, first_slot, tile, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, WORLD, OP)
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-            if HAS_BIAS:
-                columns = tile_offsets(tile_n, BLOCK_N)
-                total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-            if HAS_RESIDUAL:
-                residual = load_tile(residual_ptr, tile_m, tile_n, M, N, stride_rm, 1, BLOCK_M, BLOCK_N)
-                total += residual.to(tl.float32)
+            good = wait_terms(call, first_slot, tile, WORLD, OP)
+            for strip in tl.range(0, STRIPS):
+                total = sum_terms(
+                    call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
+                )  # fmt: skip
+                strip_m = tile_m * STRIPS + strip
+                if HAS_BIAS:
+                    columns = tile_offsets(tile_n, BLOCK_N)
+                    total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+                if HAS_RESIDUAL:
+                    residual = load_tile(residual_ptr, strip_m, tile_n, M, N, stride_rm, 1, STRIP_M, BLOCK_N)
+                    total += residual.to(tl.float32)
+                if TWO_SHOT:
+                    for distance in tl.static_range(1, WORLD):
+                        store_slot(
+                            call, (rank + distance) % WORLD, tile * STRIPS + strip, total, sums_offset,
+                            ELEMENT, STRIP_M, BLOCK_N,
+                        )  # fmt: skip
+                store_tile(out_ptr, total, strip_m, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N)
             if TWO_SHOT:
                 for distance in tl.static_range(1, WORLD):
-                    peer = (rank + distance) % WORLD
-                    store_slot(call, peer, tile, total, sums_offset, ELEMENT, BLOCK_M, BLOCK_N)
-                for distance in tl.static_range(1, WORLD):
                     put(call, (rank + distance) % WORLD, WORLD + first_sum + tile, good)
-            store_tile(out_ptr, total, tile_m, tile_n, M, N, stride_om, 1, BLOCK_M, BLOCK_N)
             if HAS_NORM:
-                if is_last(call, tile_m, tiles_n):
-                    norm_rows(
-                        out_ptr, norm_weight_ptr, normed_ptr, tile_m, M, N, stride_om, stride_normed_m, eps,
-                        BLOCK_M, BLOCK_N,
-                    )  # fmt: skip
+                norm_if_last(
+                    call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m, eps,
+                    STRIP_M, BLOCK_N, STRIPS,
+                )  # fmt: skip
 
     if TWO_SHOT:
         for step in tl.range(0, rounds):
             tile = step * programs + program
             owner = tile // per_owner
             if owner != rank:
-                wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
-                total = tl.load(slot_pointers(call, rank, tile, sums_offset, ELEMENT, BLOCK_M, BLOCK_N)).to(tl.float32)
                 tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-                store_tile(out_ptr, total, tile_m, tile_n, M, N, stride_om, 1, BLOCK_M, BLOCK_N)
+                wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
+                for strip in tl.range(0, STRIPS):
+                    place = slot_pointers(call, rank, tile * STRIPS + strip, sums_offset, ELEMENT, STRIP_M, BLOCK_N)
+                    total = tl.load(place).to(tl.float32)
+                    store_tile(
+                        out_ptr, total, tile_m * STRIPS + strip, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N
+                    )  # fmt: skip
                 if HAS_NORM:
-                    if is_last(call, tile_m, tiles_n):
-                        norm_rows(
-                            out_ptr, norm_weight_ptr, normed_ptr, tile_m, M, N, stride_om, stride_normed_m, eps,
-                            BLOCK_M, BLOCK_N,
-                        )  # fmt: skip
+                    norm_if_last(
+                        call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m,
+                        eps, STRIP_M, BLOCK_N, STRIPS,
+                    )  # fmt: skip
     end(call, WORLD, OP)
 
 
 @triton.jit
-def norm_rows(
+def norm_if_last(
+    call,
     h_ptr,
     weight_ptr,
     normed_ptr,
     tile_m,
+    tiles_n,
     M,
     N,
     stride_hm,
     stride_normed_m,
     eps,
-    BLOCK_M: tl.constexpr,
+    STRIP_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):
-    """RMS norm of the rows of h [M, N] in row of tiles `tile_m`; the same bits whichever program does it."""
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for block in tl.range(0, tl.cdiv(N, BLOCK_N)):
-        h = load_tile(h_ptr, tile_m, tl.cast(block, tl.int32), M, N, stride_hm, 1, BLOCK_M, BLOCK_N).to(tl.float32)
-        squares += tl.sum(h * h, axis=1)
-    scale = 1.0 / tl.sqrt_rn(squares / N + eps)
-    for block in tl.range(0, tl.cdiv(N, BLOCK_N)):
-        tile_n = tl.cast(block, tl.int32)
-        h = load_tile(h_ptr, tile_m, tile_n, M, N, stride_hm, 1, BLOCK_M, BLOCK_N).to(tl.float32)
-        columns = tile_offsets(tile_n, BLOCK_N)
-        weight = tl.load(weight_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-        normed = h * scale[:, None] * weight[None, :]
-        store_tile(normed_ptr, normed, tile_m, tile_n, M, N, stride_normed_m, 1, BLOCK_M, BLOCK_N)
+    """RMS norm of the rows of h [M, N] in row of tiles `tile_m`, once all of its tiles are stored.
+
+    The same bits whichever program does it: squares add along a row in the order of the columns.
+    """
+    if is_last(call, tile_m, tiles_n):
+        for strip in tl.range(0, STRIPS):
+            strip_m = tile_m * STRIPS + strip
+            squares = tl.zeros((STRIP_M,), dtype=tl.float32)
+            for block in tl.range(0, tiles_n):
+                h = load_tile(h_ptr, strip_m, tl.cast(block, tl.int32), M, N, stride_hm, 1, STRIP_M, BLOCK_N)
+                h = h.to(tl.float32)
+                squares += tl.sum(h * h, axis=1)
+            scale = 1.0 / tl.sqrt_rn(squares / N + eps)
+            for block in tl.range(0, tiles_n):
+                tile_n = tl.cast(block, tl.int32)
+                h = load_tile(h_ptr, strip_m, tile_n, M, N, stride_hm, 1, STRIP_M, BLOCK_N).to(tl.float32)
+                columns = tile_offsets(tile_n, BLOCK_N)
+                weight = tl.load(weight_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+                normed = h * scale[:, None] * weight[None, :]
+                store_tile(normed_ptr, normed, strip_m, tile_n, M, N, stride_normed_m, 1, STRIP_M, BLOCK_N)
 
 
 def gemm_all_reduce(

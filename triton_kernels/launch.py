@@ -1,4 +1,4 @@
-"""How a matmul that talks to other ranks is launched, and what it may be given: the host's checks before anything runs."""
+"""How a matmul that talks to other ranks is launched, and the checks of what it is given before anything runs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Launch:
     num_warps: int = 8
     num_stages: int = 3
     precision: str = "ieee"
+    strip_elements: int = 8192  # of a sum over ranks at a time: 32 per thread of 8 warps
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         return -(-m // self.block_m), -(-n // self.block_n)
@@ -34,6 +35,7 @@ class Launch:
         return {
             "PRECISION": self.precision,
             "EVEN_K": k % self.block_k == 0,
+            "STRIP_M": max(1, min(self.block_m, self.strip_elements // self.block_n)),
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,

@@ -16,27 +16,29 @@ Patterns, and what each orders:
     put          all threads store a tile; barrier of the threads; one thread does atom.release.sys on the flag at the
                  reader. The barrier orders the threads' stores before the atomic, whose release is cumulative: a
                  reader that sees the flag sees the tile, through NVLink as well as in shared memory.
-    wait         one thread polls its own flag with atom.acquire.sys, Triton hands the value to the other threads through
-                 a barrier, and a further one follows: no load of the tile by any thread can run ahead of it. Polls
-                 stay on this GPU, because a flag lies at its reader. All threads see one value, so they leave the loop
-                 together (with ld.volatile each would see its own, and could part where a barrier is to come).
+    wait         one thread polls its own flag with acquire.sys (adding 0 to it, which Triton makes a load), Triton
+                 hands the value to the other threads through a barrier, and a further one follows: no load of the
+                 tile by any thread can run ahead of it. Polls stay on this GPU, because a flag lies at its reader. All
+                 threads see one value, so they leave the loop together (with ld.volatile each would see its own, and
+                 they could part where a barrier is to come).
     begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
                  ranks have begun. So whoever begins call e+2 knows that all have ended e, and may write its half again.
-                 That is the only barrier between calls, and it costs nothing where the data came from all ranks anyway.
+                 That is the only barrier between calls, and it costs nothing where data came from all ranks anyway.
     count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. Nobody waits.
 
-Programs wait only for what programs of the same number (`tl.program_id(0)`) do on other ranks before they wait
-themselves. So a kernel ends if all its programs run at once, if they run in order on fewer SMs than programs, and if they
-run one after the other, as under the interpreter; the ranks must launch equally many.
+Programs wait only for what programs of the same number (`tl.program_id(0)`) do on other ranks, and these waits form no
+circle: all programs first compute and put without waiting, then sum, then copy. So a kernel ends if all its programs
+run at once, if they run in order on fewer SMs than programs, and if they run one after the other, as under the
+interpreter. The ranks must launch equally many.
 
 Stores and loads of data must be those of the threads: a TMA store has only been read from shared memory, not written,
-when its wait returns. A wait must not stand in a loop that Triton pipelines (one with a dot in it), since that moves loads
-of later rounds ahead of their wait.
+when its wait returns. A wait must not stand in a loop that Triton pipelines (one with a dot in it), since that moves
+loads of later rounds ahead of their wait.
 
 No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and from then on
-no wait of the workspace waits; the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A rank
-that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it for one.
-`workspace.Workspace.expired` reads the record.
+no wait of the workspace waits; the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A
+rank that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it
+for one. `workspace.Workspace.expired` reads the record.
 """
 
 from typing import Any, NamedTuple

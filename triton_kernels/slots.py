@@ -32,29 +32,36 @@ def store_slot(
 
 
 @triton.jit
-def sum_slots(
-    call,
-    first_slot,
-    tile,
-    data_offset,
-    ELEMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WORLD: tl.constexpr,
-    OP: tl.constexpr,
-):
-    """(sum over ranks in fp32 [BLOCK_M, BLOCK_N], whether all arrived); rank s's term is in slot first_slot + s here.
-
-    Added in the order of the ranks, as they arrive: a term that is early waits for those of lower ranks.
-    """
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+def wait_terms(call, first_slot, tile, WORLD: tl.constexpr, OP: tl.constexpr):
+    """True once the terms of a tile have arrived from all ranks; False when one will not."""
     good = True
     for source in tl.static_range(WORLD):
-        slot = first_slot + source
-        good = wait(call, WORLD + slot, source, tile, WORLD, OP) & good
-        pointers = slot_pointers(call, call.rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N)
-        total += tl.load(pointers).to(tl.float32)
-    return total, good
+        good = wait(call, WORLD + first_slot + source, source, tile, WORLD, OP) & good
+    return good
+
+
+@triton.jit
+def sum_terms(
+    call,
+    first_slot,
+    strip,
+    data_offset,
+    ELEMENT: tl.constexpr,
+    STRIP_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIPS: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Sum over ranks in fp32 of strip number `strip` of a tile; rank s's term is in slot first_slot + s here.
+
+    A strip is [STRIP_M, BLOCK_N], one of STRIPS of a tile: tiles are as large as the matmul likes them, and a sum of
+    that size would not fit into registers beside its terms. The order of the additions is that of the ranks.
+    """
+    total = tl.zeros((STRIP_M, BLOCK_N), dtype=tl.float32)
+    for source in tl.static_range(WORLD):
+        place = (first_slot + source) * STRIPS + strip
+        total += tl.load(slot_pointers(call, call.rank, place, data_offset, ELEMENT, STRIP_M, BLOCK_N)).to(tl.float32)
+    return total
 
 
 @triton.jit

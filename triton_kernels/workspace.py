@@ -1,4 +1,4 @@
-"""The host's side of `signals`: memory of a workspace, how much of it a launch needs, and what a wait that expired says."""
+"""The host's side of `signals`: a workspace's memory, how much of it a launch needs, and what an expired wait says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Kernels on several ranks: processes over CPU shared memory, each of which interprets its kernels.
 
-Triton decides at import whether a process interprets kernels or compiles them, its own library included. So these ranks
-are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; those of `run_ranks` and the
-test process never see the variable.
+Triton decides at import whether a process interprets kernels or compiles them, its own library included. So these
+ranks are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; those of `run_ranks`
+and the test process never see the variable.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fused_tp.transport.symmetric_memory import symmetric_empty
 from tests import workers
+from tests.reference import matmul64, seeded
 from triton_kernels.workspace import Workspace
 
 _pool: workers._Workers | None = None
@@ -47,9 +48,20 @@ def stop() -> None:
         _pool = None
 
 
-def workspace_of(group: dist.ProcessGroup, nbytes: int, timeout_seconds: float = 20.0) -> Workspace:
+def workspace_of(group: dist.ProcessGroup, nbytes: int = 1 << 20, timeout_seconds: float = 20.0) -> Workspace:
     buffer, handle = symmetric_empty((nbytes,), torch.uint8, group=group)
     return Workspace(buffer, handle, timeout_seconds=timeout_seconds, counters=64)
+
+
+def sum_of_matmuls(
+    group: dist.ProcessGroup, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """x [m, k_r] and w [n, k_r] of this rank, k_r = k or k + 1; the fp64 sum of x @ w^T over ranks; its terms."""
+    ks = [k + rank % 2 for rank in range(group.size())]
+    xs = [seeded(m, k_r, dtype=dtype, seed=1000 * seed + rank) for rank, k_r in enumerate(ks)]
+    ws = [seeded(n, k_r, dtype=dtype, seed=1000 * seed + 100 + rank) for rank, k_r in enumerate(ks)]
+    total = torch.stack([matmul64(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+    return xs[group.rank()], ws[group.rank()], total, sum(ks)
 
 
 def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:
@@ -61,7 +73,7 @@ def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def delays(seed: int, chance: float = 0.05, seconds: float = 0.01) -> Iterator[None]:
+def delays(seed: int, *, on: bool = True, chance: float = 0.05, seconds: float = 0.01) -> Iterator[None]:
     """Makes this rank stop for a while at random stores and atomics of its kernels, so that orders of arrival vary."""
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -70,7 +82,7 @@ def delays(seed: int, chance: float = 0.05, seconds: float = 0.01) -> Iterator[N
 
     def late(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if draw.random() < chance:
+            if on and draw.random() < chance:
                 time.sleep(draw.random() * 2 * seconds)
             return method(*args)
 
