@@ -251,7 +251,9 @@ def gemm_all_reduce(
     world = workspace.world_size
     per_owner = -(-tiles_m * tiles_n // world)
     terms, sums = (per_owner, tiles_m * tiles_n) if two_shot else (tiles_m * tiles_n, 0)
-    terms_offset, sums_offset = workspace.layout([(world * terms, slot_bytes), (sums, slot_bytes)], tiles_m)
+    terms_offset, sums_offset = workspace.layout(
+        [(world * terms, slot_bytes), (sums, slot_bytes)], counters=0 if normed is None else tiles_m
+    )
     gemm_all_reduce_kernel[(launch.programs,)](
         x,
         weight,

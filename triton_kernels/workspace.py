@@ -51,12 +51,14 @@ class Expired:
     def __str__(self) -> str:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
-            why = f"rank {self.source} gave up, because ranks it waits for did not arrive"
-        elif self.absent:
-            ranks = ", ".join(str(rank) for rank in self.absent)
-            why = f"rank{'s' * (len(self.absent) > 1)} {ranks} did not begin the call in time"
-        else:
+            why = f"rank {self.source} gave up, because a rank that it waited for did not come in time"
+        elif not self.absent:
             why = f"rank {self.source} began the call but did not deliver in time"
+        else:
+            why = ""
+        if self.absent:
+            ranks = f"rank{'s' * (len(self.absent) > 1)} {', '.join(str(rank) for rank in self.absent)}"
+            why += f"{' and ' * bool(why)}{ranks} had not begun the call"
         return f"{self.op}, call {self.call}: rank {self.rank} waited for {what} of rank {self.source}; {why}"
 
 
@@ -117,6 +119,10 @@ class Workspace:
                 f"The workspace counts {self.counters} rows of tiles; this call has {counters}. Make it with more."
             )
         return offsets
+
+    def barrier(self) -> None:
+        """A kernel that ends once all ranks have launched it."""
+        signals.barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
 
     def expired(self) -> Expired | None:
         """What the first wait to expire left behind, or None. On CUDA it waits for the device.

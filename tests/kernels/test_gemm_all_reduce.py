@@ -1,53 +1,59 @@
-"""matmul + all-reduce in one launch, interpreted, W processes over CPU shared memory."""
+"""matmul + all-reduce (+ residual, RMS norm) in one launch, interpreted, W processes over CPU shared memory."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from tests.kernels.ranks import interpreted_ranks, same_everywhere, workspace_of
-from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
+from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
+from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 from triton_kernels.gemm_all_reduce import gemm_all_reduce
+from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from triton_kernels.launch import Launch
 
-SMALL = Launch(programs=2, block_m=16, block_n=16, block_k=16, group_m=2)
-WORKSPACE = 1 << 20
+LAUNCH = Launch(programs=2, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
+EPS = 1e-5
+both_shots = pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 
 
-def shards(group, m, n, k, dtype):
-    """This rank's x and w, whose K may differ between ranks by one, and the fp64 sum over ranks."""
-    world, rank = group.size(), group.rank()
-    ks = [k + r % 2 for r in range(world)]
-    xs = [seeded(m, ks[r], dtype=dtype, seed=r) for r in range(world)]
-    ws = [seeded(n, ks[r], dtype=dtype, seed=100 + r) for r in range(world)]
-    wanted = sum(matmul64(x, w) for x, w in zip(xs, ws, strict=True))
-    return xs[rank], ws[rank], wanted, sum(ks)
-
-
-def one_call(group, m, n, k, dtype, two_shot, launch, epilogue):
-    x, w, wanted, terms = shards(group, m, n, k, dtype)
+def run(group, workspace, launch, m, n, k, dtype, two_shot, with_tail=False, seed=0):
+    """One call, with bias, residual and norm if `with_tail`; returns how to check it against fp64 and between ranks."""
+    x, w, wanted, terms = sum_of_matmuls(group, m, n, k, dtype, seed)
     bias = residual = norm_weight = None
-    if epilogue:
+    if with_tail:
         bias, residual, norm_weight = (seeded(*shape, dtype=dtype, seed=7) for shape in ((n,), (m, n), (n,)))
         wanted = wanted + bias.double() + residual.double()
     out, normed = gemm_all_reduce(
-        x, w, workspace=(workspace := workspace_of(group, WORKSPACE)), launch=launch, two_shot=two_shot, bias=bias,
-        residual=residual, norm_weight=norm_weight, eps=1e-5,
+        x, w, workspace=workspace, launch=launch, two_shot=two_shot, bias=bias, residual=residual,
+        norm_weight=norm_weight, eps=EPS,
     )  # fmt: skip
+
+    def check():
+        # Terms travel in dtype: one rounding each, of random sign, and one of the sum.
+        assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=2)
+        assert same_everywhere(group, out)
+        if normed is not None:
+            # Of the rounded out: the norm itself adds one rounding.
+            assert_within_dtype_error(normed, rms_norm64(out, norm_weight, EPS), dtype, reduced_over=n)
+            assert same_everywhere(group, normed)
+
+    return check
+
+
+def one_call(group, *case):
+    workspace = workspace_of(group)
+    check = run(group, workspace, *case)
     assert workspace.expired() is None
-    # Terms travel in dtype: one rounding each, of random sign, and one of the sum.
-    assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=2)
-    assert same_everywhere(group, out)
-    if normed is not None:
-        assert_within_dtype_error(normed, rms_norm64(out, norm_weight, 1e-5), dtype, reduced_over=n)
-        assert same_everywhere(group, normed)
+    check()
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@both_shots
 @pytest.mark.parametrize(
-    ("world_size", "m", "n", "k", "dtype", "epilogue", "programs"),
+    ("world_size", "m", "n", "k", "dtype", "with_tail", "programs"),
     [
         (2, 33, 41, 19, torch.bfloat16, True, 2),
         (2, 1, 16, 7, torch.float16, False, 1),
@@ -57,6 +63,89 @@ def one_call(group, m, n, k, dtype, two_shot, launch, epilogue):
         (4, 16, 16, 32, torch.float32, False, 2),  # fewer tiles than ranks
     ],
 )
-def test_equals_the_sum_on_all_ranks(world_size, m, n, k, dtype, epilogue, programs, two_shot):
+def test_equals_the_sum_on_all_ranks(world_size, m, n, k, dtype, with_tail, programs, two_shot):
     launch = Launch(programs=programs, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
-    interpreted_ranks(world_size, one_call, m, n, k, dtype, two_shot, launch, epilogue)
+    interpreted_ranks(world_size, one_call, launch, m, n, k, dtype, two_shot, with_tail)
+
+
+def many_calls(group, two_shot, late_rank):
+    """20 calls on one workspace, of shapes that change, with this rank slow at random points if it is `late_rank`."""
+    workspace = workspace_of(group)
+    checks = []
+    for call in range(20):
+        m, with_tail = 1 + call % 3 * 8, call % 4 == 3
+        with delays(seed=call, on=group.rank() == late_rank):
+            checks.append(run(group, workspace, LAUNCH, m, 20, 7, torch.bfloat16, two_shot, with_tail, seed=call))
+    assert workspace.expired() is None
+    for check in checks:  # afterwards: comparing ranks would keep them in step
+        check()
+    return int(workspace.state[0])
+
+
+@both_shots
+@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, None)])
+def test_20_calls_with_no_reset(world_size, late_rank, two_shot):
+    assert interpreted_ranks(world_size, many_calls, two_shot, late_rank) == [20] * world_size
+
+
+def ops_in_turn(group):
+    """Kernels that lay flags and slots out differently follow each other on one workspace; ranks are slow in turn."""
+    workspace = workspace_of(group)
+    rank, world = group.rank(), group.size()
+    for call in range(12):
+        x, w, wanted, terms = sum_of_matmuls(group, 20, 20, 7, torch.float32, seed=call)
+        with delays(seed=call, on=call % world == rank, chance=0.1):
+            if call % 3 == 2:
+                out = gemm_reduce_scatter(x, w, workspace=workspace, launch=LAUNCH)
+                rows = -(-20 // world)
+                wanted = wanted[rank * rows : (rank + 1) * rows]
+            else:
+                out, _ = gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=call % 3 == 1)
+        assert_within_dtype_error(out, wanted, torch.float32, reduced_over=terms, roundings=2)
+    assert workspace.expired() is None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ops_share_a_workspace(world_size):
+    interpreted_ranks(world_size, ops_in_turn)
+
+
+def missing_rank(group, two_shot, missing):
+    workspace = workspace_of(group, timeout_seconds=0.5)
+    x, w, _, _ = sum_of_matmuls(group, 40, 20, 17, torch.float32)
+    if group.rank() == missing:
+        return None
+    begun = time.monotonic()
+    gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=two_shot)
+    took = time.monotonic() - begun
+    return workspace.expired(), took
+
+
+@both_shots
+def test_a_missing_rank_is_named(two_shot):
+    answers = interpreted_ranks(3, missing_rank, two_shot, 1)
+    for rank in (0, 2):
+        expired, took = answers[rank]
+        assert (expired.op, expired.call, expired.rank, expired.absent) == ("matmul_all_reduce", 1, rank, (1,))
+        assert took < 5
+
+
+def refusals(group):
+    workspace = workspace_of(group)
+    x, w = torch.zeros(8, 4), torch.zeros(6, 4)
+
+    def refused(message, x=x, w=w, **how):
+        with pytest.raises(ValueError, match=message):
+            gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=True, **how)
+
+    refused(r"x must be \[M, K\] and weight \[N, K\]; got \(8, 4\) and \(6, 3\)", w=torch.zeros(6, 3))
+    refused(r"both bf16, fp16 or fp32; got torch.float64 and torch.float64", x=x.double(), w=w.double())
+    refused(r"bias must be \(6,\); got \(8,\)", bias=torch.zeros(8))
+    refused(r"residual must be torch.float32 on cpu as x is; got torch.float16", residual=torch.zeros(8, 6).half())
+    refused(r"out must have its rows in one piece; its strides are \(1, 8\)", out=torch.zeros(6, 8).t())
+    refused(r"Make it larger", x=torch.zeros(40_000, 4))
+    assert int(workspace.state[0]) == 0
+
+
+def test_bad_input_is_refused_before_anything_runs():
+    interpreted_ranks(1, refusals)

@@ -1,0 +1,170 @@
+"""Signals between ranks, interpreted, W processes over CPU shared memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import triton
+import triton.language as tl
+
+from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
+from triton_kernels.signals import begin, end, is_last, put, wait
+from triton_kernels.slots import slot_pointers, store_slot
+from triton_kernels.workspace import Expired
+
+OP = tl.constexpr(1)
+TILE = 16  # elements along each side
+
+
+@triton.jit
+def ring_kernel(x_ptr, out_ptr, workspaces, state, error, rank, half_bytes, timeout_ns, offset, WORLD: tl.constexpr):
+    """Each program hands one tile of x to the next rank, and keeps the one it gets."""
+    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+    tile = tl.program_id(0)
+    places = tile * 256 + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    store_slot(call, (rank + 1) % WORLD, tile, tl.load(x_ptr + places), offset, tl.float32, 16, 16)
+    put(call, (rank + 1) % WORLD, WORLD + tile, True)
+    wait(call, WORLD + tile, (rank + WORLD - 1) % WORLD, tile, WORLD, OP)
+    tl.store(out_ptr + places, tl.load(slot_pointers(call, rank, tile, offset, tl.float32, 16, 16)))
+    end(call, WORLD, OP)
+
+
+def ring(workspace, x):
+    out = torch.empty_like(x)
+    tiles = x.numel() // TILE**2
+    (offset,) = workspace.layout([(tiles, TILE**2 * 4)])
+    ring_kernel[(tiles,)](x, out, *workspace.arguments, offset, WORLD=workspace.world_size)
+    return out
+
+
+def ring_calls(group, calls, first_call):
+    workspace = workspace_of(group)
+    workspace.state[0] = first_call
+    rank, world = group.rank(), group.size()
+    for call in range(calls):
+        tiles = 1 + call % 3
+        x = torch.full((tiles, TILE, TILE), 1000.0 * call + rank)
+        with delays(seed=rank * calls + call):
+            out = ring(workspace, x)
+        assert torch.equal(out, torch.full_like(x, 1000.0 * call + (rank - 1) % world)), call
+    assert workspace.expired() is None
+    assert workspace.state[:2].tolist() == [first_call + calls, 0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_flag_brings_its_tile_call_after_call(world_size):
+    interpreted_ranks(world_size, ring_calls, 20, 0)
+
+
+def test_call_numbers_pass_32_bits():
+    interpreted_ranks(2, ring_calls, 4, 2**32 - 2)
+
+
+def late_to_barrier(group):
+    workspace = workspace_of(group)
+    times = []
+    for late in range(group.size()):
+        if group.rank() == late:
+            time.sleep(0.1)
+        arrived = time.monotonic()
+        workspace.barrier()
+        times.append((arrived, time.monotonic()))
+    assert workspace.expired() is None
+    return times
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come():
+    by_rank = interpreted_ranks(3, late_to_barrier)
+    for of_one_barrier in zip(*by_rank, strict=True):
+        assert max(arrived for arrived, _ in of_one_barrier) <= min(left for _, left in of_one_barrier)
+
+
+def without_rank(group, missing):
+    workspace = workspace_of(group, timeout_seconds=0.3)
+    workspace.barrier()
+    begun = time.monotonic()
+    if group.rank() != missing:
+        ring(workspace, torch.zeros(40, TILE, TILE))
+    took = time.monotonic() - begun
+    expired = workspace.expired()
+    dist.barrier(group)  # what the others may still write to is there until they are done
+    return took, expired
+
+
+def test_a_missing_rank_is_named_within_the_deadline():
+    (took0, expired0), (_, nothing), (took2, expired2) = interpreted_ranks(3, without_rank, 1)
+    assert nothing is None
+    # Rank 2 waits for tile 0 of rank 1; rank 0 has its tiles from rank 2 and misses rank 1 when the call ends.
+    assert expired2 == Expired("matmul_all_reduce", 2, 2, 0, source=1, absent=(1,), gave_up=False)
+    assert expired0 == Expired("matmul_all_reduce", 2, 0, None, source=1, absent=(1,), gave_up=False)
+    assert str(expired2) == (
+        "matmul_all_reduce, call 2: rank 2 waited for tile 0 of rank 1; rank 1 had not begun the call"
+    )
+    # Only the first of rank 2's 40 waits took its time.
+    assert 0.3 <= took0 < 5 and 0.3 <= took2 < 5
+
+
+@triton.jit
+def give_up_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, good, WORLD: tl.constexpr):
+    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+    put(call, (rank + 1) % WORLD, WORLD, good != 0)
+    wait(call, WORLD, (rank + WORLD - 1) % WORLD, 5, WORLD, OP)
+    end(call, WORLD, OP)
+
+
+def give_up(group, quitter):
+    workspace = workspace_of(group, timeout_seconds=20)
+    give_up_kernel[(1,)](*workspace.arguments, int(group.rank() != quitter), WORLD=group.size())
+    return workspace.expired()
+
+
+def test_who_gave_up_is_not_waited_for():
+    begun = time.monotonic()
+    answers = interpreted_ranks(3, give_up, 1)
+    assert answers[:2] == [None, None]
+    expired = replace(answers[2], absent=())  # whether rank 0 had begun by then, chance decides
+    assert expired == Expired("matmul_all_reduce", 1, 2, 5, source=1, absent=(), gave_up=True)
+    assert "rank 1 gave up" in str(expired)
+    assert time.monotonic() - begun < 15
+
+
+@triton.jit
+def count_kernel(out_ptr, workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+    tl.store(out_ptr + tl.program_id(0), is_last(call, 2, tl.num_programs(0)).to(tl.int32))
+    end(call, WORLD, OP)
+
+
+def count(group):
+    workspace = workspace_of(group)
+    for programs in (3, 1, 4):
+        out = torch.full((programs,), -1, dtype=torch.int32)
+        count_kernel[(programs,)](out, *workspace.arguments, WORLD=group.size())
+        assert out.sum() == 1
+    assert not workspace.state[16:].any()
+
+
+def test_one_program_is_the_last_and_the_counter_is_left_at_zero():
+    interpreted_ranks(2, count)
+
+
+def too_small(group):
+    workspace = workspace_of(group, nbytes=1024)
+    with pytest.raises(ValueError, match=r"has 1024 bytes; this call needs 1280\. Make it larger"):
+        workspace.layout([(1, 512)])
+    with pytest.raises(ValueError, match=r"counts 64 rows of tiles; this call has 65"):
+        workspace.layout([(1, 64)], counters=65)
+    # Flags and begun words first, then each run of slots on a cache line of its own.
+    assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
+    dist.barrier(group)
+
+
+def test_a_workspace_that_is_too_small_says_what_is_needed():
+    interpreted_ranks(2, too_small)
