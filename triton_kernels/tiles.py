@@ -82,7 +82,45 @@ def dot(x, w, total, PRECISION: tl.constexpr):
     if INTERPRETED:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    return tl.dot(x, w, total, input_precision=PRECISION)
+    if x.dtype == tl.float8e4nv:
+        # sm_90 sums fp8 products in 22 bits unless told to hand them to fp32 after so many terms; sm_100 ignores it.
+        return tl.dot(x, w, total, max_num_imprecise_acc=x.shape[1])
+    else:
+        return tl.dot(x, w, total, input_precision=PRECISION)
+
+
+@triton.jit
+def load_operand(
+    operand,
+    tile,
+    k,
+    size,
+    K,
+    stride,
+    stride_k,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    """[BLOCK, BLOCK_K] of an operand [size, K] of a matmul: rows from tile * BLOCK, columns from k; zeros beyond.
+
+    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; where the rows lie in columns
+    (SWAPPED), one of blocks [BLOCK_K, BLOCK] of the transposed matrix.
+    """
+    if TMA:
+        if SWAPPED:
+            return operand.load([k, tile * BLOCK]).T
+        else:
+            return operand.load([tile * BLOCK, k])
+    else:
+        rows = tile_offsets(tile, BLOCK)[:, None]
+        ks = k + tl.arange(0, BLOCK_K)[None, :]
+        mask = rows < size
+        if not EVEN_K:
+            mask = mask & (ks < K)
+        return tl.load(operand + rows * stride + ks.to(tl.int64) * stride_k, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,177 @@
+"""The tile shapes that are shipped: a few per architecture and dtype, compiled by the tests, timed by triton.autotune.
+
+A set is small so that tuning is over in seconds and nothing runs that the tests have not compiled for its architecture
+(without spills, with the matrix instruction of that architecture). The first of a set is taken where nothing can be
+timed: while a CUDA graph is captured, and before anything is known.
+
+What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more (two of 128x128 when gated);
+stages and the tile to be stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. On sm_90 fp8 keeps
+a second accumulator (tiles.dot), so its tiles are half as large. Warp specialization is Triton's own, of sm_100; on
+sm_90 it rejects 4 warps and does nothing with 8 (Triton 3.7). A gated loop with it cannot be flattened as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+# As Triton names them; fp32 by how it is multiplied.
+KINDS = ("bf16", "fp16", "fp8e4nv", "tf32", "ieee")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a matmul is cut into tiles and run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    split_store: bool = False  # a tile is stored in two halves of its columns
+    flatten: bool = False  # one loop over tiles and K, so that loads run on across tiles
+    warp_specialize: bool = False
+    programs_per_sm: int = 1
+
+    def constants(self) -> dict[str, Any]:
+        """The kernel's constexprs."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "SPLIT_STORE": self.split_store,
+            "FLATTEN": self.flatten,
+            "WARP_SPECIALIZE": self.warp_specialize,
+        }
+
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def __str__(self) -> str:
+        named = ("split_store", "flatten", "warp_specialize")
+        flags = "".join(f" {name}" for name in named if getattr(self, name))
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{shape} warps {self.num_warps} stages {self.num_stages}{flags}"
+
+
+INTERPRETED = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
+
+_BY_POINTERS = {
+    80: {
+        "16": [
+            GemmConfig(128, 128, 32, 8, 4),
+            GemmConfig(128, 128, 64, 8, 3),
+            GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2),
+            GemmConfig(16, 64, 128, 4, 4, programs_per_sm=2),
+        ],
+        "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 3, programs_per_sm=2)],
+    },
+    90: {
+        "16": [
+            GemmConfig(128, 256, 64, 8, 3),
+            GemmConfig(128, 128, 64, 8, 3),
+            GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
+        ],
+        "fp8": [GemmConfig(128, 128, 128, 8, 3), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
+        "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2)],
+    },
+    100: {
+        "16": [GemmConfig(128, 128, 64, 8, 3), GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2)],
+        "fp8": [GemmConfig(128, 128, 128, 8, 3), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
+        "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2)],
+    },
+}
+_GATED_BY_POINTERS = {
+    80: {
+        "16": [GemmConfig(128, 64, 32, 8, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 64, 64, 4, 4)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
+    },
+    90: {
+        "16": [GemmConfig(128, 64, 64, 8, 3), GemmConfig(64, 64, 64, 4, 3)],
+        "fp8": [GemmConfig(128, 64, 128, 8, 3), GemmConfig(64, 32, 128, 4, 3)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
+    },
+    100: {
+        "16": [GemmConfig(128, 64, 64, 8, 3), GemmConfig(64, 64, 64, 4, 3)],
+        "fp8": [GemmConfig(128, 64, 128, 8, 3), GemmConfig(64, 64, 128, 4, 3)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 64, 32, 4, 3)],
+    },
+}
+# On CUDA cores, the same everywhere: no matrix unit multiplies all 24 bits of fp32.
+_IEEE = [GemmConfig(64, 64, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 32, 32, 4, 3, programs_per_sm=2)]
+_IEEE_GATED = [GemmConfig(64, 32, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2)]
+
+_flat = {"flatten": True}
+_flat_split = {"flatten": True, "split_store": True}
+_special = {"warp_specialize": True}
+_BY_TMA = {
+    90: {
+        "16": [
+            GemmConfig(128, 256, 64, 8, 4, **_flat_split),
+            GemmConfig(128, 256, 64, 8, 3, **_flat_split),
+            GemmConfig(128, 128, 64, 8, 4, **_flat_split),
+            GemmConfig(64, 128, 64, 4, 4, **_flat),
+            GemmConfig(64, 32, 128, 4, 4, programs_per_sm=2, **_flat),
+        ],
+        "fp8": [
+            GemmConfig(128, 128, 128, 8, 4, **_flat_split),
+            GemmConfig(64, 128, 128, 4, 4, **_flat_split),
+            GemmConfig(64, 32, 128, 4, 6, programs_per_sm=2, **_flat),
+        ],
+        "tf32": [
+            GemmConfig(128, 128, 32, 8, 4, **_flat_split),
+            GemmConfig(64, 32, 64, 4, 4, programs_per_sm=2, **_flat),
+        ],
+    },
+    100: {
+        "16": [
+            GemmConfig(128, 256, 64, 8, 3, **_flat_split, **_special),
+            GemmConfig(128, 128, 64, 8, 4, **_flat_split, **_special),
+            GemmConfig(64, 64, 128, 4, 4, **_flat, **_special),
+        ],
+        "fp8": [
+            GemmConfig(128, 256, 128, 8, 3, **_flat_split, **_special),
+            GemmConfig(128, 128, 128, 8, 4, **_flat_split, **_special),
+            GemmConfig(64, 64, 128, 4, 4, **_flat, **_special),
+        ],
+        "tf32": [
+            GemmConfig(128, 128, 32, 8, 4, **_flat_split, **_special),
+            GemmConfig(64, 64, 64, 4, 3, **_flat, **_special),
+        ],
+    },
+}
+_GATED_BY_TMA = {
+    90: {
+        "16": [
+            GemmConfig(128, 128, 64, 8, 3, **_flat),
+            GemmConfig(128, 64, 64, 8, 4, **_flat),
+            GemmConfig(64, 32, 128, 4, 3, programs_per_sm=2, **_flat),
+        ],
+        "fp8": [GemmConfig(128, 64, 128, 8, 3, **_flat), GemmConfig(64, 32, 128, 4, 4, **_flat)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 4, **_flat), GemmConfig(64, 32, 32, 4, 4, **_flat)],
+    },
+    100: {
+        "16": [GemmConfig(128, 128, 64, 8, 3, **_special), GemmConfig(64, 64, 64, 4, 4, **_special)],
+        "fp8": [GemmConfig(128, 128, 128, 8, 3, **_special), GemmConfig(64, 64, 128, 4, 3, **_special)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 4, **_special), GemmConfig(64, 64, 32, 4, 4, **_special)],
+    },
+}
+
+
+def gemm_configs(arch: int, kind: str, *, tma: bool, gated: bool) -> tuple[GemmConfig, ...]:
+    """The configs of a matmul of operands of `kind` (KINDS) on `arch` (ARCHITECTURES); empty where it cannot run.
+
+    Example: `gemm_configs(90, "bf16", tma=True, gated=False)[0]` is the default of plain bf16 on an H100.
+    """
+    if kind == "ieee":
+        return () if tma else tuple(_IEEE_GATED if gated else _IEEE)
+    if tma:
+        table = _GATED_BY_TMA if gated else _BY_TMA
+    else:
+        table = _GATED_BY_POINTERS if gated else _BY_POINTERS
+    family = {"bf16": "16", "fp16": "16", "fp8e4nv": "fp8"}.get(kind, kind)
+    return tuple(table.get(arch, {}).get(family, ()))

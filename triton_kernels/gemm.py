@@ -1,0 +1,496 @@
+"""y = epilogue(x @ w^T) in one persistent launch: every program takes one tile after the other.
+
+    x [M, K], w [N, K] -> y [M, N], summed in fp32; epilogues: epilogues.py; tiles, their order and odd sizes: tiles.py
+
+Operands are loaded by TMA on sm_90 and later, by pointers on sm_80 and where TMA cannot (`plan_gemm` says why). The
+loop over tiles is flattened with the one over K, so that the loads of a tile are under way while the tile before it is
+stored; on sm_100 the loads, the multiplying and the epilogue also have warps of their own.
+
+A gated layer takes two weights, not one with interleaved rows: that is how checkpoints keep gate and up projection, so
+nothing is repacked, and the two halves of a merged weight [2N, K] are two views of it. Both products share x's tile.
+
+Sources: Triton tutorial 09 (persistent matmul); Thakkar et al., CUTLASS 3 (TMA, warp specialization).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import INTERPRETED as INTERPRETED_CONFIG
+from .configs import KINDS, GemmConfig, gemm_configs
+from .epilogues import activate, add_bias, scale_tile
+from .gemm_checks import DTYPES, check_epilogue, check_operands, check_out, check_scales
+from .resources import Variant
+from .tiles import INTERPRETED, dot, load_operand, rounded, store_tile, tile_at
+
+
+@triton.jit
+def gemm_kernel(
+    x,
+    w,
+    gate_w,
+    y,
+    bias_ptr,
+    gate_bias_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    gate_scale_ptr,
+    M,
+    N,
+    K,
+    start,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_gn,
+    stride_gk,
+    stride_ym,
+    stride_yn,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_SWAPPED: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):
+    """Tiles start, start + 1, ... of y, around the end; x, w, gate_w and y are descriptors with TMA, else pointers."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for index in tl.range(
+        tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
+    ):
+        tile_m, tile_n = tile_at((index + start) % tiles, tiles_m, tiles_n, GROUP_M)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if gate_w is not None:
+            gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+            k = step * BLOCK_K
+            x_block = load_operand(x, tile_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, EVEN_K, TMA, X_SWAPPED)
+            w_block = load_operand(w, tile_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED)
+            total = dot(x_block, w_block.T, total, PRECISION)
+            if gate_w is not None:
+                gate_block = load_operand(
+                    gate_w, tile_n, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED
+                )
+                gate = dot(x_block, gate_block.T, gate, PRECISION)
+
+        if SPLIT_STORE and gate_w is None:
+            # In two halves: the shared memory and registers of a store are those of half a tile.
+            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            finish_tile(
+                y, left, None, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                tile_m, 2 * tile_n, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
+            )  # fmt: skip
+            finish_tile(
+                y, right, None, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                tile_m, 2 * tile_n + 1, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
+            )  # fmt: skip
+        else:
+            finish_tile(
+                y, total, gate if gate_w is not None else None, bias_ptr, gate_bias_ptr,
+                x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                tile_m, tile_n, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
+            )  # fmt: skip
+
+
+@triton.jit
+def finish_tile(
+    y,
+    total,
+    gate,
+    bias_ptr,
+    gate_bias_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    gate_scale_ptr,
+    tile_m,
+    tile_n,
+    M,
+    N,
+    stride_ym,
+    stride_yn,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The epilogue of one tile, and its store."""
+    total = scale_tile(total, x_scale_ptr, w_scale_ptr, tile_m, tile_n, M, N, SCALES)
+    total = add_bias(total, bias_ptr, tile_n, N)
+    if gate is not None:
+        gate = scale_tile(gate, x_scale_ptr, gate_scale_ptr, tile_m, tile_n, M, N, SCALES)
+        total *= activate(add_bias(gate, gate_bias_ptr, tile_n, N), ACTIVATION)
+    else:
+        total = activate(total, ACTIVATION)
+    if TMA:
+        y.store([tile_m * total.shape[0], tile_n * total.shape[1]], rounded(total, y.dtype))
+    else:
+        store_tile(y, total, tile_m, tile_n, M, N, stride_ym, stride_yn, total.shape[0], total.shape[1])
+
+
+MAX_BLOCK_K = 128  # a K that is a multiple of it needs no masks along K, whichever config is taken
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """How `gemm` would load its operands, and from which configs it would take one."""
+
+    tma: bool
+    reason: str
+    x_swapped: bool
+    w_swapped: bool
+    configs: tuple[GemmConfig, ...]
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str = "none",
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    gate_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "ieee",
+    start: int = 0,
+    num_sms: int | None = None,
+) -> Tensor:
+    """activation(x @ weight^T + bias), or activation(x @ gate_weight^T + gate_bias) * (x @ weight^T + bias).
+
+    x [M, K], weight and gate_weight [N, K] -> [M, N]; bias and gate_bias [N]; sums in fp32. Views are read as they lie:
+    `gemm(dy, weight.t())` copies nothing. All operands are bf16, fp16, fp32 or float8_e4m3fn (sm_90 or later), the
+    result is of their dtype; for fp8 of `out_dtype`: bf16, which is the default, or fp16.
+
+    Args:
+        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        x_scale, weight_scale, gate_scale: fp32, only of fp8: one number each, or x_scale [M] and the others [N].
+        out: where to write; must not overlap what is read.
+        precision: of fp32: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+        start: the tile to begin with; ranks that begin at different tiles write to different peers at any time.
+        num_sms: how many SMs to fill, default all; the rest is left to what runs beside.
+
+    Raises:
+        ValueError: something is not as above, or is on a device that cannot run it; says what. Nothing has run then.
+
+    The first call of a new size (M up to the next power of two) times `plan_gemm(...).configs`, unless a CUDA graph is
+    being captured: then it takes the first of them.
+
+    Example:
+        y = gemm(x, up_proj, gate_weight=gate_proj, activation="silu")
+    """
+    plan = plan_gemm(x, weight, gate_weight, out=out, precision=precision)
+    M, K = x.shape
+    N = weight.shape[0]
+    check_epilogue(x, weight, bias, gate_weight, gate_bias, activation)
+    scales = check_scales(x, weight, gate_weight, x_scale, weight_scale, gate_scale)
+    out_dtype = check_out(x, weight, out, out_dtype)
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"num_sms must be at least 1; got {num_sms}.")
+    if start < 0:
+        raise ValueError(f"start is the number of a tile, 0 or more; got {start}.")
+    y = torch.empty((M, N), dtype=out_dtype, device=x.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    if plan.tma and not _by_tma(y):
+        plan = _plan_pointers(x, gate_weight is not None, precision, "rows of the result are not 16-byte aligned")
+    arguments = {
+        "gate_w": gate_weight,
+        "bias_ptr": bias,
+        "gate_bias_ptr": gate_bias,
+        "x_scale_ptr": x_scale,
+        "w_scale_ptr": weight_scale,
+        "gate_scale_ptr": gate_scale,
+        "M": M,
+        "N": N,
+        "K": K,
+        "start": start,
+        "stride_xm": x.stride(0),
+        "stride_xk": x.stride(1),
+        "stride_wn": weight.stride(0),
+        "stride_wk": weight.stride(1),
+        "stride_gn": 0 if gate_weight is None else gate_weight.stride(0),
+        "stride_gk": 0 if gate_weight is None else gate_weight.stride(1),
+        "stride_ym": y.stride(0),
+        "stride_yn": y.stride(1),
+        "ACTIVATION": activation,
+        "SCALES": scales,
+        "PRECISION": precision,
+        "TMA": plan.tma,
+        "X_SWAPPED": plan.x_swapped,
+        "W_SWAPPED": plan.w_swapped,
+        "EVEN_K": K % MAX_BLOCK_K == 0,
+    }
+    key = (
+        x.device,
+        x.dtype,
+        y.dtype,
+        (M - 1).bit_length(),
+        N,
+        K,
+        num_sms,
+        gate_weight is None,
+        activation,
+        scales,
+        plan,
+    )
+    config = _tuned.get(key)
+    if config is None and len(plan.configs) > 1 and not _capturing(x):
+        config = _tuned[key] = _tune(plan, x, weight, y, arguments, num_sms)
+    _launch(config or plan.configs[0], plan, x, weight, y, arguments, num_sms)
+    return y
+
+
+def plan_gemm(
+    x: Tensor,
+    weight: Tensor,
+    gate_weight: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    precision: str = "ieee",
+) -> GemmPlan:
+    """How `gemm` would run: by TMA or by pointers, the `reason`, and its configs. Raises ValueError as `gemm` does."""
+    check_operands(x, weight, gate_weight, precision)
+    _check_device(x)
+    gated = gate_weight is not None
+    kind = precision if x.dtype == torch.float32 else DTYPES[x.dtype]
+    arch = _arch(x)
+    operands = {"x": x, "weight": weight} | ({"gate_weight": gate_weight} if gate_weight is not None else {})
+    swapped = {name: _swapped(t) for name, t in operands.items()}
+    if arch and arch < 90:
+        reason = f"sm_{arch} has no TMA"
+    elif kind == "ieee":
+        reason = "fp32 in full precision is bound by CUDA cores, not by loads"
+    elif x.shape[1] == 0:
+        reason = "K is 0"
+    elif any(not _by_tma(t) for t in operands.values()):
+        names = " and ".join(name for name, t in operands.items() if not _by_tma(t))
+        reason = f"{names} has rows that are not in one piece, or do not begin at multiples of 16 bytes"
+    elif any(swapped.values()) and x.element_size() != 2:
+        reason = "a transposed operand of this dtype is loaded by pointers: tensor cores transpose 16-bit numbers only"
+    elif gated and swapped["weight"] != swapped["gate_weight"]:
+        reason = "weight and gate_weight do not lie alike"
+    elif out is not None and (not _by_tma(out) or _swapped(out)):
+        reason = "rows of out are not in one piece, or do not begin at multiples of 16 bytes"
+    else:
+        configs = gemm_configs(arch, kind, tma=True, gated=gated) if arch else (INTERPRETED_CONFIG,)
+        return GemmPlan(True, "operands are aligned", swapped["x"], swapped["weight"], configs)
+    return _plan_pointers(x, gated, precision, reason)
+
+
+def _plan_pointers(x: Tensor, gated: bool, precision: str, reason: str) -> GemmPlan:
+    kind = precision if x.dtype == torch.float32 else DTYPES[x.dtype]
+    arch = _arch(x)
+    configs = gemm_configs(arch, kind, tma=False, gated=gated) if arch else (INTERPRETED_CONFIG,)
+    if not configs:
+        raise ValueError(f"gemm of {x.dtype} needs a GPU of sm_90 or later; this is sm_{arch}. Use bf16 there.")
+    return GemmPlan(False, reason, False, False, configs)
+
+
+def _launch(
+    config: GemmConfig,
+    plan: GemmPlan,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    arguments: dict[str, Any],
+    num_sms: int | None,
+) -> None:
+    operands = _operands(plan, x, weight, arguments["gate_w"], y)
+    set_blocks(arguments | operands | config.constants())
+    grid = _grid(x, y, config.block_m, config.block_n, config.programs_per_sm, num_sms)
+    gemm_kernel[grid](**arguments | operands, **config.constants(), **config.options())
+
+
+def _tune(
+    plan: GemmPlan,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    arguments: dict[str, Any],
+    num_sms: int | None,
+) -> GemmConfig:
+    """The fastest config. It is kept here and not in the autotuner, which is slow to ask and cannot be captured."""
+    choices = {
+        triton.Config(config.constants(), **config.options(), pre_hook=set_blocks): config for config in plan.configs
+    }
+    tuner = triton.autotune(configs=list(choices), key=[])(gemm_kernel)
+    per_sm = {tuple(config.constants().items()): config.programs_per_sm for config in plan.configs}
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        constants = tuple((name, meta[name]) for name in plan.configs[0].constants())
+        return _grid(x, y, meta["BLOCK_M"], meta["BLOCK_N"], per_sm[constants], num_sms)
+
+    with torch.cuda.device(x.device):
+        tuner[grid](**arguments | _operands(plan, x, weight, arguments["gate_w"], y))
+    return choices[tuner.best_config]
+
+
+_tuned: dict[Any, GemmConfig] = {}
+
+
+def _operands(plan: GemmPlan, x: Tensor, weight: Tensor, gate_w: Tensor | None, y: Tensor) -> dict[str, Any]:
+    tensors = {"x": x, "w": weight, "gate_w": gate_w, "y": y}
+    return {name: t if t is None or not plan.tma else _descriptor(t) for name, t in tensors.items()}
+
+
+def _descriptor(t: Tensor) -> TensorDescriptor:
+    """Its blocks are set for each config by set_blocks."""
+    if _swapped(t):
+        t = t.t()
+    size, length = t.shape
+    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
+    stride = t.stride(0) if size > 1 else -(-length // 16) * 16
+    return TensorDescriptor(t, [size, length], [stride, 1], [1, 16])
+
+
+def set_blocks(arguments: dict[str, Any]) -> None:
+    """Gives the descriptors among a launch's arguments the blocks of its config."""
+    block_m, block_n, block_k = (arguments[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    split = arguments["SPLIT_STORE"] and arguments["gate_w"] is None
+    blocks = {
+        "x": [block_k, block_m] if arguments["X_SWAPPED"] else [block_m, block_k],
+        "w": [block_k, block_n] if arguments["W_SWAPPED"] else [block_n, block_k],
+        "y": [block_m, block_n // 2 if split else block_n],
+    }
+    blocks["gate_w"] = blocks["w"]
+    for name, block in blocks.items():
+        if isinstance(arguments[name], TensorDescriptor):
+            arguments[name].block_shape = block
+
+
+def _grid(x: Tensor, y: Tensor, block_m: int, block_n: int, per_sm: int, num_sms: int | None) -> tuple[int]:
+    tiles = -(-y.shape[0] // block_m) * -(-y.shape[1] // block_n)
+    sms = _sms(x.device.index) if x.is_cuda else 4
+    return (min(tiles, per_sm * min(num_sms or sms, sms)),)
+
+
+@functools.lru_cache
+def _sms(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache
+def _arch_of_device(device: int) -> int:
+    major, _ = torch.cuda.get_device_capability(device)
+    # sm_120 has neither wgmma nor tcgen05: mma.sync and asynchronous copies, as sm_80.
+    return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)
+
+
+def _arch(x: Tensor) -> int:
+    """The architecture whose configs are taken; 0 is the interpreter."""
+    return _arch_of_device(x.device.index) if x.is_cuda and not INTERPRETED.value else 0
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_device(x: Tensor) -> None:
+    if INTERPRETED.value:
+        return
+    if not x.is_cuda:
+        raise ValueError(f"x must be on a GPU; it is on {x.device}. (TRITON_INTERPRET=1, set early, runs it on CPU.)")
+    if not _arch(x):
+        raise ValueError("gemm needs a GPU of sm_80 or later.")
+
+
+def _swapped(t: Tensor) -> bool:
+    """Whether columns, not rows, are in one piece."""
+    return t.stride(0) == 1 and t.stride(1) != 1 and t.shape[1] > 1
+
+
+def _by_tma(t: Tensor) -> bool:
+    """Whether TMA can load (or store) blocks of `t`."""
+    if t.numel() == 0:
+        return False
+    rows = t.t() if _swapped(t) else t
+    in_one_piece = rows.stride(1) == 1
+    aligned = rows.shape[0] == 1 or (rows.stride(0) > 0 and rows.stride(0) * t.element_size() % 16 == 0)
+    return in_one_piece and aligned and t.data_ptr() % 16 == 0
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Every kind, config and layout that `gemm` may launch on `arch`, each with the epilogue that takes most registers.
+
+    Layouts: as they lie; weight transposed (dX); both (dW). Epilogues: gelu with bias, gated silu with both biases;
+    fp8 with row scales. By pointers with masks along K, which costs more than without.
+    """
+    for kind in KINDS:
+        for tma in (True, False):
+            for gated in (False, True):
+                for config in gemm_configs(arch, kind, tma=tma, gated=gated):
+                    for layout in ("nt", "nn") if gated else ("nt", "nn", "tn"):
+                        if not tma or layout == "nt" or kind in ("bf16", "fp16"):
+                            yield _variant(arch, kind, tma, gated, config, layout)
+
+
+def _variant(arch: int, kind: str, tma: bool, gated: bool, config: GemmConfig, layout: str) -> Variant:
+    """`layout` as BLAS names it: whether x is transposed, and whether weight is, to [K, N]."""
+    x_swapped, w_swapped = layout[0] == "t", layout[1] == "n"
+    dtype = kind if kind in DTYPES.values() else "fp32"
+    out = "bf16" if dtype == "fp8e4nv" else dtype
+    constants = config.constants() | {
+        "ACTIVATION": "silu" if gated else "gelu",
+        "SCALES": "row" if dtype == "fp8e4nv" else "none",
+        "PRECISION": kind if dtype == "fp32" else "ieee",
+        "TMA": tma,
+        "X_SWAPPED": tma and x_swapped,
+        "W_SWAPPED": tma and w_swapped,
+        "EVEN_K": tma,
+    }
+
+    def matrix(element: str, rows: int, columns: int, swapped: bool = False) -> str:
+        block = f"[{columns}, {rows}]" if swapped else f"[{rows}, {columns}]"
+        return f"tensordesc<{element}{block}>" if tma else f"*{element}"
+
+    half = 2 if config.split_store and not gated else 1
+    weight = matrix(dtype, config.block_n, config.block_k, w_swapped)
+    scale = "*fp32" if dtype == "fp8e4nv" else None
+    arguments: dict[str, str | int | None] = {
+        "x": matrix(dtype, config.block_m, config.block_k, x_swapped),
+        "w": weight,
+        "gate_w": weight if gated else None,
+        "y": matrix(out, config.block_m, config.block_n // half),
+        "bias_ptr": f"*{out}",
+        "gate_bias_ptr": f"*{out}" if gated else None,
+        "x_scale_ptr": scale,
+        "w_scale_ptr": scale,
+        "gate_scale_ptr": scale if gated else None,
+        **dict.fromkeys(("M", "N", "K", "start"), "i32"),
+        "stride_xm": 1 if x_swapped else "i32",
+        "stride_xk": "i32" if x_swapped else 1,
+        "stride_wn": 1 if w_swapped else "i32",
+        "stride_wk": "i32" if w_swapped else 1,
+        "stride_gn": 1 if w_swapped else "i32",
+        "stride_gk": "i32" if w_swapped else 1,
+        "stride_ym": "i32",
+        "stride_yn": 1,
+    }
+    name = f"{kind} {layout} {'gated ' if gated else ''}{'tma' if tma else 'pointers'} {config}"
+    options = config.options()
+    odd = frozenset({"start"})
+    # wgmma and tcgen05 take 64 rows; fp32 in full precision has no matrix unit.
+    return Variant("gemm", name, arch, gemm_kernel, arguments, constants, options, odd, kind != "ieee")

@@ -1,0 +1,206 @@
+"""What kernels need of a GPU, found by compiling them for it where there is none: registers, shared memory, spills.
+
+A kernel module declares what it ships by a function `compile_variants(arch) -> Iterable[Variant]` and joins
+KERNEL_MODULES; the tests compile every variant for every architecture, `benchmarks.kernel_resources` writes the table.
+
+    Variant("gemm", "bf16", 90, gemm_kernel, {"x": "*bf16", "M": "i32", "stride_xk": 1, ...}, {"BLOCK_M": 128, ...})
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KERNEL_MODULES = ("gemm",)
+
+# What multiplies matrices on each architecture, in PTX.
+MATRIX_INSTRUCTIONS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel.
+
+    `arguments` has every run-time argument by name: a type as Triton writes it ("*bf16", "i32",
+    "tensordesc<bf16[128, 64]>"), or 1 or None where the launch would make a constant of that. Pointers and integers
+    are taken for multiples of 16, as Triton finds aligned tensors and round sizes to be, but for those in `odd`.
+    """
+
+    kernel: str
+    name: str
+    arch: int
+    function: Any
+    arguments: Mapping[str, str | int | None]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    odd: frozenset[str] = frozenset()
+    matrix_instruction: bool = True  # whether it must multiply by MATRIX_INSTRUCTIONS[arch]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one variant needs; registers are per thread, bytes of shared memory per program, stack bytes per thread."""
+
+    kernel: str
+    name: str
+    arch: int
+    registers: int
+    shared_bytes: int
+    stack_bytes: int  # where spilled registers go
+    tensor_memory_columns: int
+    warps: int  # those of warp specialization included
+    instruction: str  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
+    needs_matrix_instruction: bool
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it, or ""."""
+        wrong = []
+        if self.stack_bytes:
+            wrong.append(f"spills {self.stack_bytes} bytes a thread")
+        if self.needs_matrix_instruction and not self.instruction.startswith(MATRIX_INSTRUCTIONS[self.arch]):
+            wrong.append(f"multiplies by {self.instruction or 'fma'}, not by {MATRIX_INSTRUCTIONS[self.arch]}")
+        limit = {80: 163, 90: 227, 100: 227}[self.arch] * 1024
+        if self.shared_bytes > limit:
+            wrong.append(f"needs {self.shared_bytes} bytes of shared memory, of which there are {limit}")
+        return f"{self.kernel} {self.name} on sm_{self.arch} " + " and ".join(wrong) if wrong else ""
+
+
+def measure(variant: Variant) -> Resources:
+    """Compiles a variant. Raises what Triton raises, with the variant named."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names: list[str] = variant.function.arg_names
+    types = {name: kind for name, kind in variant.arguments.items() if isinstance(kind, str)}
+    constants = {name: value for name, value in variant.arguments.items() if name not in types} | dict(
+        variant.constants
+    )
+    missing = set(names) ^ (set(types) | set(constants))
+    if missing:
+        raise ValueError(f"{variant.kernel} {variant.name}: arguments {sorted(missing)} are not those of the kernel.")
+    aligned = [name for name, kind in types.items() if kind[0] in "*i" and name not in variant.odd]
+    source = ASTSource(
+        fn=variant.function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    try:
+        with _silence():
+            compiled = triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
+    except Exception as error:
+        raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
+    registers, stack = _registers_and_stack(compiled.asm["cubin"])
+    found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", compiled.asm["ptx"])
+    return Resources(
+        variant.kernel,
+        variant.name,
+        variant.arch,
+        registers,
+        compiled.metadata.shared,
+        stack,
+        getattr(compiled.metadata, "tmem_size", None) or 0,
+        compiled.metadata.num_warps,
+        found.group(0) if found else "",
+        variant.matrix_instruction,
+    )
+
+
+def all_variants(modules: Sequence[str] = KERNEL_MODULES, archs: Sequence[int] = (80, 90, 100)) -> list[Variant]:
+    """What the modules ship, for each architecture."""
+    return [variant for module in modules for arch in archs for variant in _variants(module, arch)]
+
+
+def measure_all(
+    modules: Sequence[str] = KERNEL_MODULES, archs: Sequence[int] = (80, 90, 100), processes: int | None = None
+) -> list[Resources | str]:
+    """Resources of all variants, in order; the error's text where one did not compile.
+
+    In new processes, as many as there are cores: a process that interprets kernels cannot compile them, and ptxas
+    takes one core. Compiled code goes to a temporary folder, so that every call compiles what is there now.
+    """
+    processes = processes or len(os.sched_getaffinity(0))
+    share = 4  # parts per process and module, so that all end at about the same time
+    work = [(module, arch, part, share) for module in modules for arch in archs for part in range(share)]
+    with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder, _environment(folder):
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+            parts = list(pool.map(_measure_part, *zip(*work, strict=True)))
+    interleaved: list[Resources | str] = []
+    for start in range(0, len(parts), share):
+        group = parts[start : start + share]
+        total = sum(len(part) for part in group)
+        interleaved += [group[index % share][index // share] for index in range(total)]
+    return interleaved
+
+
+def _variants(module: str, arch: int) -> Iterable[Variant]:
+    return importlib.import_module(f".{module}", __package__).compile_variants(arch)
+
+
+def _measure_part(module: str, arch: int, part: int, parts: int) -> list[Resources | str]:
+    results: list[Resources | str] = []
+    for variant in list(_variants(module, arch))[part::parts]:
+        try:
+            results.append(measure(variant))
+        except RuntimeError as error:
+            results.append(f"{error}: {str(error.__cause__)[:500]}")
+    return results
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        command = [tool, "--dump-resource-usage", str(file)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing about registers: {usage[:200]}")
+    registers, stack, local = (int(number) for number in found.groups())
+    return registers, stack + local
+
+
+@contextlib.contextmanager
+def _environment(folder: str) -> Iterator[None]:
+    """What the compiling processes inherit: a cache of their own, and no interpreter."""
+    before = {name: os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TRITON_INTERPRET")}
+    os.environ["TRITON_CACHE_DIR"] = folder
+    os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """A pass that fails prints all of its code to stderr, from C++; what it raises says enough."""
+    with open(os.devnull, "wb") as nothing, contextlib.redirect_stdout(io.StringIO()):
+        stderr = os.dup(2)
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
