@@ -7,7 +7,8 @@ timed: while a CUDA graph is captured, and before anything is known.
 What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more (two of 128x128 when gated);
 stages and the tile to be stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. On sm_90 fp8 keeps
 a second accumulator (tiles.dot), so its tiles are half as large. Warp specialization is Triton's own, of sm_100; on
-sm_90 it rejects 4 warps and does nothing with 8 (Triton 3.7). A gated loop with it cannot be flattened as well.
+sm_90 it rejects 4 warps and does nothing with 8 (Triton 3.7). With it loops are not flattened: the loads' warps run on
+across tiles anyway, and a flattened loop costs the epilogue registers (gated, it does not compile).
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ _BY_POINTERS = {
     },
     90: {
         "16": [
-            GemmConfig(128, 256, 64, 8, 3),
             GemmConfig(128, 128, 64, 8, 3),
+            GemmConfig(128, 128, 64, 8, 4),
             GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
         ],
         "fp8": [GemmConfig(128, 128, 128, 8, 3), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
@@ -81,13 +82,13 @@ _BY_POINTERS = {
     },
     100: {
         "16": [GemmConfig(128, 128, 64, 8, 3), GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2)],
-        "fp8": [GemmConfig(128, 128, 128, 8, 3), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
+        "fp8": [GemmConfig(128, 128, 64, 8, 4), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
         "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2)],
     },
 }
 _GATED_BY_POINTERS = {
     80: {
-        "16": [GemmConfig(128, 64, 32, 8, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 64, 64, 4, 4)],
+        "16": [GemmConfig(128, 64, 32, 8, 4), GemmConfig(64, 32, 64, 4, 3), GemmConfig(32, 32, 64, 4, 4)],
         "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
     },
     90: {
@@ -98,16 +99,17 @@ _GATED_BY_POINTERS = {
     100: {
         "16": [GemmConfig(128, 64, 64, 8, 3), GemmConfig(64, 64, 64, 4, 3)],
         "fp8": [GemmConfig(128, 64, 128, 8, 3), GemmConfig(64, 64, 128, 4, 3)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 64, 32, 4, 3)],
+        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
     },
 }
 # On CUDA cores, the same everywhere: no matrix unit multiplies all 24 bits of fp32.
-_IEEE = [GemmConfig(64, 64, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 32, 32, 4, 3, programs_per_sm=2)]
+_IEEE = [GemmConfig(64, 64, 32, 8, 3, programs_per_sm=2), GemmConfig(32, 32, 32, 4, 3, programs_per_sm=2)]
 _IEEE_GATED = [GemmConfig(64, 32, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2)]
 
 _flat = {"flatten": True}
 _flat_split = {"flatten": True, "split_store": True}
 _special = {"warp_specialize": True}
+_special_split = {"warp_specialize": True, "split_store": True}
 _BY_TMA = {
     90: {
         "16": [
@@ -129,25 +131,25 @@ _BY_TMA = {
     },
     100: {
         "16": [
-            GemmConfig(128, 256, 64, 8, 3, **_flat_split, **_special),
-            GemmConfig(128, 128, 64, 8, 4, **_flat_split, **_special),
-            GemmConfig(64, 64, 128, 4, 4, **_flat, **_special),
+            GemmConfig(128, 256, 64, 8, 3, **_special_split),
+            GemmConfig(128, 128, 64, 8, 4, **_special_split),
+            GemmConfig(64, 64, 128, 4, 4, **_special),
         ],
         "fp8": [
-            GemmConfig(128, 256, 128, 8, 3, **_flat_split, **_special),
-            GemmConfig(128, 128, 128, 8, 4, **_flat_split, **_special),
-            GemmConfig(64, 64, 128, 4, 4, **_flat, **_special),
+            GemmConfig(128, 256, 128, 8, 3, **_special_split),
+            GemmConfig(128, 128, 128, 8, 4, **_special_split),
+            GemmConfig(64, 64, 128, 4, 4, **_special),
         ],
         "tf32": [
-            GemmConfig(128, 128, 32, 8, 4, **_flat_split, **_special),
-            GemmConfig(64, 64, 64, 4, 3, **_flat, **_special),
+            GemmConfig(128, 128, 32, 8, 4, **_special_split),
+            GemmConfig(64, 64, 64, 4, 3, **_special),
         ],
     },
 }
 _GATED_BY_TMA = {
     90: {
         "16": [
-            GemmConfig(128, 128, 64, 8, 3, **_flat),
+            GemmConfig(128, 128, 64, 8, 3, **_flat_split),
             GemmConfig(128, 64, 64, 8, 4, **_flat),
             GemmConfig(64, 32, 128, 4, 3, programs_per_sm=2, **_flat),
         ],
@@ -155,8 +157,8 @@ _GATED_BY_TMA = {
         "tf32": [GemmConfig(128, 64, 32, 8, 4, **_flat), GemmConfig(64, 32, 32, 4, 4, **_flat)],
     },
     100: {
-        "16": [GemmConfig(128, 128, 64, 8, 3, **_special), GemmConfig(64, 64, 64, 4, 4, **_special)],
-        "fp8": [GemmConfig(128, 128, 128, 8, 3, **_special), GemmConfig(64, 64, 128, 4, 3, **_special)],
+        "16": [GemmConfig(128, 128, 64, 8, 3, **_special_split), GemmConfig(64, 64, 64, 4, 4, **_special)],
+        "fp8": [GemmConfig(128, 128, 128, 8, 3, **_special_split), GemmConfig(64, 64, 128, 4, 3, **_special)],
         "tf32": [GemmConfig(128, 64, 32, 8, 4, **_special), GemmConfig(64, 64, 32, 4, 4, **_special)],
     },
 }

@@ -80,6 +80,7 @@ def gemm_kernel(
     ):
         tile_m, tile_n = tile_at((index + start) % tiles, tiles_m, tiles_n, GROUP_M)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        gate = None
         if gate_w is not None:
             gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
@@ -93,24 +94,31 @@ def gemm_kernel(
                 )
                 gate = dot(x_block, gate_block.T, gate, PRECISION)
 
-        if SPLIT_STORE and gate_w is None:
-            # In two halves: the shared memory and registers of a store are those of half a tile.
-            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
+        if SPLIT_STORE:
+            left, right = halves(total)
+            gate_left, gate_right = None, None
+            if gate_w is not None:
+                gate_left, gate_right = halves(gate)
             finish_tile(
-                y, left, None, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                y, left, gate_left, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
                 tile_m, 2 * tile_n, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
             )  # fmt: skip
             finish_tile(
-                y, right, None, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                y, right, gate_right, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
                 tile_m, 2 * tile_n + 1, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
             )  # fmt: skip
         else:
             finish_tile(
-                y, total, gate if gate_w is not None else None, bias_ptr, gate_bias_ptr,
-                x_scale_ptr, w_scale_ptr, gate_scale_ptr,
+                y, total, gate, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
                 tile_m, tile_n, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
             )  # fmt: skip
+
+
+@triton.jit
+def halves(total):
+    """The left and the right columns of a tile: storing them in turn takes the shared memory and registers of one."""
+    pairs = tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
@@ -369,11 +377,10 @@ def _descriptor(t: Tensor) -> TensorDescriptor:
 def set_blocks(arguments: dict[str, Any]) -> None:
     """Gives the descriptors among a launch's arguments the blocks of its config."""
     block_m, block_n, block_k = (arguments[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    split = arguments["SPLIT_STORE"] and arguments["gate_w"] is None
     blocks = {
         "x": [block_k, block_m] if arguments["X_SWAPPED"] else [block_m, block_k],
         "w": [block_k, block_n] if arguments["W_SWAPPED"] else [block_n, block_k],
-        "y": [block_m, block_n // 2 if split else block_n],
+        "y": [block_m, block_n // 2 if arguments["SPLIT_STORE"] else block_n],
     }
     blocks["gate_w"] = blocks["w"]
     for name, block in blocks.items():
@@ -433,17 +440,19 @@ def _by_tma(t: Tensor) -> bool:
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every kind, config and layout that `gemm` may launch on `arch`, each with the epilogue that takes most registers.
+    """Every kind, config and layout that `gemm` may launch on `arch`, with the epilogues that take most registers.
 
-    Layouts: as they lie; weight transposed (dX); both (dW). Epilogues: gelu with bias, gated silu with both biases;
-    fp8 with row scales. By pointers with masks along K, which costs more than without.
+    Layouts: as they lie, with gelu and bias, or gated by silu with both biases; weight transposed (dX), and both (dW),
+    with bias. fp8 has row scales. By pointers with masks along K, which costs more than without. fp16 is compiled as it
+    lies only: its other layouts differ from bf16 in the name of a type.
     """
     for kind in KINDS:
         for tma in (True, False):
             for gated in (False, True):
                 for config in gemm_configs(arch, kind, tma=tma, gated=gated):
                     for layout in ("nt", "nn") if gated else ("nt", "nn", "tn"):
-                        if not tma or layout == "nt" or kind in ("bf16", "fp16"):
+                        # By TMA, gemm transposes 16-bit operands only.
+                        if layout == "nt" or kind == "bf16" or (not tma and kind != "fp16"):
                             yield _variant(arch, kind, tma, gated, config, layout)
 
 
@@ -453,7 +462,7 @@ def _variant(arch: int, kind: str, tma: bool, gated: bool, config: GemmConfig, l
     dtype = kind if kind in DTYPES.values() else "fp32"
     out = "bf16" if dtype == "fp8e4nv" else dtype
     constants = config.constants() | {
-        "ACTIVATION": "silu" if gated else "gelu",
+        "ACTIVATION": "silu" if gated else "gelu" if layout == "nt" else "none",
         "SCALES": "row" if dtype == "fp8e4nv" else "none",
         "PRECISION": kind if dtype == "fp32" else "ieee",
         "TMA": tma,
@@ -466,7 +475,7 @@ def _variant(arch: int, kind: str, tma: bool, gated: bool, config: GemmConfig, l
         block = f"[{columns}, {rows}]" if swapped else f"[{rows}, {columns}]"
         return f"tensordesc<{element}{block}>" if tma else f"*{element}"
 
-    half = 2 if config.split_store and not gated else 1
+    half = 2 if config.split_store else 1
     weight = matrix(dtype, config.block_n, config.block_k, w_swapped)
     scale = "*fp32" if dtype == "fp8e4nv" else None
     arguments: dict[str, str | int | None] = {
