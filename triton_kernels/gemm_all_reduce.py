@@ -23,11 +23,14 @@ Through Kernel Fusion", 2024.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, check_like, check_matmul
+from .launch import Launch, check_like, check_matmul, compile_arguments, launches
+from .resources import Variant
 from .signals import begin, end, is_last, put, wait
 from .slots import rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import load_tile, multiply_tile, store_tile, tile_at, tile_offsets
@@ -282,3 +285,22 @@ def gemm_all_reduce(
         **launch.options(k),
     )
     return out, normed
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Everything that `gemm_all_reduce` may launch on `arch` with W = 8, with all that may follow the sum."""
+    for kind, element, launch in launches(arch):
+        for two_shot in (False, True):
+            yield Variant(
+                "gemm_all_reduce",
+                f"{kind} {'two' if two_shot else 'one'}-shot {launch.config}",
+                arch,
+                gemm_all_reduce_kernel,
+                compile_arguments(gemm_all_reduce_kernel, element),
+                launch.constants()
+                | {"WORLD": 8, "TWO_SHOT": two_shot, "EVEN_K": False}
+                | {"HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_NORM": True},
+                launch.config.options(),
+                odd=frozenset({"rank"}),
+                matrix_instruction=kind != "ieee",
+            )

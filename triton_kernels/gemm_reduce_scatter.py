@@ -12,11 +12,14 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, check_like, check_matmul
+from .launch import Launch, check_like, check_matmul, compile_arguments, launches
+from .resources import Variant
 from .signals import begin, end, put
 from .slots import rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import multiply_tile, store_tile, tile_at, tile_offsets
@@ -158,3 +161,19 @@ def gemm_reduce_scatter(
         **launch.options(k),
     )
     return out
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Everything that `gemm_reduce_scatter` may launch on `arch` with W = 8."""
+    for kind, element, launch in launches(arch):
+        yield Variant(
+            "gemm_reduce_scatter",
+            f"{kind} {launch.config}",
+            arch,
+            gemm_reduce_scatter_kernel,
+            compile_arguments(gemm_reduce_scatter_kernel, element),
+            launch.constants() | {"WORLD": 8, "HAS_BIAS": True, "EVEN_K": False},
+            launch.config.options(),
+            odd=frozenset({"rank", "rows_per_rank"}),
+            matrix_instruction=kind != "ieee",
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .configs import KINDS, GemmConfig, gemm_configs
 from .workspace import Workspace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,34 +17,60 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Launch:
-    """Tiles and programs of a launch; equal on all ranks, because flags are counted in tiles and programs."""
+    """Programs and tiles of a launch; equal on all ranks, because flags are counted in tiles and programs."""
 
     programs: int  # at most what the device runs at once
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    precision: str = "ieee"
+    config: GemmConfig  # one that needs no descriptors
+    precision: str = "ieee"  # of fp32: "ieee" or "tf32"
     strip_elements: int = 8192  # of a sum over ranks at a time: 32 per thread of 8 warps
+
+    @property
+    def block_m(self) -> int:
+        return self.config.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.config.block_n
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         return -(-m // self.block_m), -(-n // self.block_n)
 
-    def options(self, k: int) -> dict[str, Any]:
-        """Keyword arguments of the launch."""
+    def constants(self) -> dict[str, Any]:
+        """Constexprs that are the same for all K."""
         return {
             "PRECISION": self.precision,
-            "EVEN_K": k % self.block_k == 0,
             "STRIP_M": max(1, min(self.block_m, self.strip_elements // self.block_n)),
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
+            "BLOCK_K": self.config.block_k,
+            "GROUP_M": self.config.group_m,
         }
+
+    def options(self, k: int) -> dict[str, Any]:
+        """Keyword arguments of the launch."""
+        return self.constants() | {"EVEN_K": k % self.config.block_k == 0} | self.config.options()
+
+
+def launches(arch: int) -> Iterator[tuple[str, str, Launch]]:
+    """(kind of matmul, element type, launch) of what is shipped for `arch`: what the tests compile."""
+    for kind in KINDS:
+        if kind != "fp8e4nv":  # terms of a sum do not travel in 8 bits
+            element = "fp32" if kind in ("tf32", "ieee") else kind
+            for config in gemm_configs(arch, kind, tma=False, gated=False):
+                precision = kind if element == "fp32" else "ieee"
+                yield kind, element, Launch(config.programs_per_sm, config, precision)
+
+
+def compile_arguments(function: Any, element: str) -> dict[str, str | int | None]:
+    """What `resources.Variant` wants to know of a kernel's run-time arguments, for contiguous operands."""
+    words = ("workspaces_ptr", "state_ptr", "error_ptr")
+    wide = ("half_bytes", "timeout_ns", "terms_offset", "sums_offset")
+    known = dict.fromkeys(words, "*i64") | dict.fromkeys(wide, "i64") | {"eps": "fp32", "stride_xk": 1, "stride_wk": 1}
+    return {
+        name: known.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
+        for name in function.arg_names
+        if not name.isupper() or name in ("M", "N", "K")
+    }
 
 
 def check_matmul(x: Tensor, weight: Tensor, workspace: Workspace) -> None:

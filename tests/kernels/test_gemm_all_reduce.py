@@ -11,11 +11,13 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
+from triton_kernels.configs import GemmConfig
 from triton_kernels.gemm_all_reduce import gemm_all_reduce
 from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from triton_kernels.launch import Launch
 
-LAUNCH = Launch(programs=2, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
+CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
+LAUNCH = Launch(2, CONFIG, strip_elements=128)
 EPS = 1e-5
 both_shots = pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 
@@ -64,7 +66,7 @@ def one_call(group, *case):
     ],
 )
 def test_equals_the_sum_on_all_ranks(world_size, m, n, k, dtype, with_tail, programs, two_shot):
-    launch = Launch(programs=programs, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
+    launch = Launch(programs, CONFIG, strip_elements=128)
     interpreted_ranks(world_size, one_call, launch, m, n, k, dtype, two_shot, with_tail)
 
 

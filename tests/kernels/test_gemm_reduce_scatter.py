@@ -10,10 +10,12 @@ pytest.importorskip("triton", reason="needs Triton")
 from fused_tp.runtime.partition import shard_range
 from tests.kernels.ranks import delays, interpreted_ranks, sum_of_matmuls, workspace_of
 from tests.reference import assert_within_dtype_error, seeded
+from triton_kernels.configs import GemmConfig
 from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from triton_kernels.launch import Launch
 
-LAUNCH = Launch(programs=2, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
+CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
+LAUNCH = Launch(2, CONFIG, strip_elements=128)
 
 
 def check(group, workspace, launch, m, n, k, dtype, bias=None, seed=0, **how):
@@ -45,7 +47,7 @@ def one_call(group, m, n, k, dtype, launch, with_bias):
     ],
 )
 def test_equals_the_shard_of_the_sum(world_size, m, n, k, dtype, with_bias, programs):
-    launch = Launch(programs=programs, block_m=16, block_n=16, block_k=16, group_m=2, strip_elements=128)
+    launch = Launch(programs, CONFIG, strip_elements=128)
     interpreted_ranks(world_size, one_call, m, n, k, dtype, launch, with_bias)
 
 
