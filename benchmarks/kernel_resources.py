@@ -50,8 +50,8 @@ def table(found: Sequence[Resources]) -> str:
         "",
         f"Compiled, not run, by Triton {triton.__version__} on {today}: `python -m benchmarks.kernel_resources`.",
         "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
-        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn` both",
-        "(dW). `fma`: CUDA cores, which is what full fp32 precision takes.",
+        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn`",
+        "both (dW). `fma`: CUDA cores, which is what full fp32 precision takes.",
     ]
     for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
         lines += ["", f"## {kernel}, sm_{arch}", "", HEADER, "|---" + "|--:" * 5 + "|---|"]

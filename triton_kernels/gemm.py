@@ -223,7 +223,9 @@ def gemm(
     if y.numel() == 0:
         return y
     if plan.tma and not _by_tma(y):
-        plan = _plan_pointers(x, gate_weight is not None, precision, "rows of the result are not 16-byte aligned")
+        plan = _plan_pointers(
+            x, weight, gate_weight is not None, precision, "rows of the result are not 16-byte aligned"
+        )
     arguments = {
         "gate_w": gate_weight,
         "bias_ptr": bias,
@@ -305,16 +307,16 @@ def plan_gemm(
     else:
         configs = gemm_configs(arch, kind, tma=True, gated=gated) if arch else (INTERPRETED_CONFIG,)
         return GemmPlan(True, "operands are aligned", swapped["x"], swapped["weight"], configs)
-    return _plan_pointers(x, gated, precision, reason)
+    return _plan_pointers(x, weight, gated, precision, reason)
 
 
-def _plan_pointers(x: Tensor, gated: bool, precision: str, reason: str) -> GemmPlan:
+def _plan_pointers(x: Tensor, weight: Tensor, gated: bool, precision: str, reason: str) -> GemmPlan:
     kind = precision if x.dtype == torch.float32 else DTYPES[x.dtype]
     arch = _arch(x)
     configs = gemm_configs(arch, kind, tma=False, gated=gated) if arch else (INTERPRETED_CONFIG,)
     if not configs:
         raise ValueError(f"gemm of {x.dtype} needs a GPU of sm_90 or later; this is sm_{arch}. Use bf16 there.")
-    return GemmPlan(False, reason, False, False, configs)
+    return GemmPlan(False, reason, _swapped(x), _swapped(weight), configs)
 
 
 def _launch(
@@ -466,8 +468,8 @@ def _variant(arch: int, kind: str, tma: bool, gated: bool, config: GemmConfig, l
         "SCALES": "row" if dtype == "fp8e4nv" else "none",
         "PRECISION": kind if dtype == "fp32" else "ieee",
         "TMA": tma,
-        "X_SWAPPED": tma and x_swapped,
-        "W_SWAPPED": tma and w_swapped,
+        "X_SWAPPED": x_swapped,
+        "W_SWAPPED": w_swapped,
         "EVEN_K": tma,
     }
 

@@ -106,8 +106,8 @@ def load_operand(
 ):
     """[BLOCK, BLOCK_K] of an operand [size, K] of a matmul: rows from tile * BLOCK, columns from k; zeros beyond.
 
-    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; where the rows lie in columns
-    (SWAPPED), one of blocks [BLOCK_K, BLOCK] of the transposed matrix.
+    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; where columns are in one piece
+    (SWAPPED), one of blocks [BLOCK_K, BLOCK] of the transposed matrix. By pointers SWAPPED is about speed alone.
     """
     if TMA:
         if SWAPPED:
@@ -115,12 +115,20 @@ def load_operand(
         else:
             return operand.load([tile * BLOCK, k])
     else:
-        rows = tile_offsets(tile, BLOCK)[:, None]
-        ks = k + tl.arange(0, BLOCK_K)[None, :]
+        # What is in one piece comes last: else sm_80 does not pipeline the loads of a transposed weight.
+        rows = tile_offsets(tile, BLOCK)
+        ks = k + tl.arange(0, BLOCK_K)
+        if SWAPPED:
+            rows, ks = rows[None, :], ks[:, None]
+        else:
+            rows, ks = rows[:, None], ks[None, :]
         mask = rows < size
         if not EVEN_K:
             mask = mask & (ks < K)
-        return tl.load(operand + rows * stride + ks.to(tl.int64) * stride_k, mask=mask, other=0.0)
+        block = tl.load(operand + rows * stride + ks.to(tl.int64) * stride_k, mask=mask, other=0.0)
+        if SWAPPED:
+            block = block.T
+        return block
 
 
 @triton.jit
