@@ -1,0 +1,408 @@
+"""Several ranks as threads of one process on one device, with the interface of `symmetric_memory`.
+
+    def fn(rank: LocalRank, ...): ...
+    results = run_local(4, fn, ..., device="cuda")
+
+This is how kernels that talk to each other run at the same time, are timed and go through a sanitizer on a single GPU:
+each rank has a stream of its own, and its peers' buffers are plain tensors of the same device.
+
+What a rank's kernels wait for must be able to run beside them, so together they may fill the device but not more: give
+each its share of the SMs. Two things that the host does can wait for a kernel that runs, and so for its deadline if that
+one waits in turn: loading a kernel for the first time, and taking memory from the device. `LocalRank.in_turn` is for
+doing both beforehand, one rank after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.runtime.settings import timeout_seconds
+from fused_tp.transport.symmetric_memory import CHANNELS
+
+T = TypeVar("T")
+
+
+class LocalGroup:
+    """What the ranks of one process share: who has come where, and who will not come any more."""
+
+    def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; a group has at least 1 rank.")
+        self.world_size = world_size
+        self.device = _device(device)
+        self._changed = threading.Condition()
+        self._meetings: dict[int, dict[int, Any]] = {}
+        self._left: dict[int, int] = {}
+        self._signals: dict[object, deque[torch.cuda.Event | None]] = {}
+        self._finished: set[int] = set()
+        self._failures: dict[int, BaseException] = {}  # in the order in which they happened
+        self._closed = ""
+
+    def rank(self, rank: int) -> LocalRank:
+        """The view of one rank; its thread is the only one to use it."""
+        return LocalRank(self, _checked_rank(rank, self.world_size))
+
+    def meet(self, rank: int, number: int, what: str, value: T, seconds: float) -> list[T]:
+        """The ranks' values, once all have come to meeting `number`."""
+        with self._changed:
+            values = self._meetings.setdefault(number, {})
+            values[rank] = value
+            self._changed.notify_all()
+            self._wait(rank, what, seconds, lambda: set(range(self.world_size)) - set(values))
+            self._left[number] = self._left.get(number, 0) + 1
+            if self._left[number] == self.world_size:
+                del self._meetings[number], self._left[number]
+        return [values[r] for r in range(self.world_size)]
+
+    def put(self, key: object, event: torch.cuda.Event | None) -> None:
+        with self._changed:
+            self._signals.setdefault(key, deque()).append(event)
+            self._changed.notify_all()
+
+    def take(self, rank: int, key: object, source: int, what: str, seconds: float) -> torch.cuda.Event | None:
+        """What `source` has put first, once it has."""
+        with self._changed:
+            queue = self._signals.setdefault(key, deque())
+            self._wait(rank, what, seconds, lambda: set() if queue else {source})
+            return queue.popleft()
+
+    def finish(self, rank: int) -> None:
+        with self._changed:
+            self._finished.add(rank)
+            self._changed.notify_all()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Releases everybody who waits, and who is going to."""
+        with self._changed:
+            self._failures[rank] = error
+            self._changed.notify_all()
+
+    def close(self, why: str) -> None:
+        """The same, where no rank is to blame."""
+        with self._changed:
+            self._closed = why
+            self._changed.notify_all()
+
+    def failures(self) -> dict[int, BaseException]:
+        with self._changed:
+            return dict(self._failures)
+
+    def unfinished(self) -> list[int]:
+        """Ranks that have neither returned nor failed."""
+        with self._changed:
+            return sorted(set(range(self.world_size)) - self._finished - set(self._failures))
+
+    def _wait(self, rank: int, what: str, seconds: float, missing: Callable[[], set[int]]) -> None:
+        """Returns once nobody is missing. The lock is held."""
+        deadline = time.monotonic() + seconds
+        while absent := missing():
+            if self._failures:
+                failed, error = next(iter(self._failures.items()))
+                raise PeerLostError(
+                    f"{what}: rank {rank} will not go on, because rank {failed} failed with "
+                    f"{type(error).__name__}: {error}"
+                )
+            if self._closed:
+                raise PeerLostError(f"{what}: rank {rank} will not go on, because {self._closed}.")
+            if gone := absent & self._finished:
+                raise PeerLostError(f"{what}: rank {rank} waited for {_named(gone)}, which returned without coming.")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CollectiveTimeoutError(
+                    f"{what}: rank {rank} waited {seconds:g} seconds for {_named(absent)}. FUSED_TP_TIMEOUT sets the "
+                    "longest wait."
+                )
+            self._changed.wait(left)
+
+
+class LocalRank:
+    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self._group = group
+        self._meetings = 0
+        self._memories = 0
+        self.rank = rank
+        self.world_size = group.world_size
+        self.device = group.device
+
+    def symmetric_empty(
+        self, sizes: Sequence[int] | int, dtype: torch.dtype = torch.uint8
+    ) -> tuple[Tensor, LocalSymmetricMemory]:
+        """A tensor that every rank can reach, of the same shape on all, and the handle to reach the others'.
+
+        Raises:
+            RankMismatchError: the ranks ask for different shapes or dtypes.
+
+        Example:
+            mine, memory = rank.symmetric_empty((4096,), torch.float32)
+            mine.fill_(memory.rank)
+            memory.barrier()
+            theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (4096,), torch.float32)
+        """
+        shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        nbytes = math.prod(shape) * dtype.itemsize
+        own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        pad = torch.zeros(CHANNELS * self.world_size, dtype=torch.int32, device=self.device)
+        _synchronize(self.device)  # the pad is zero before anybody writes to it
+        answers = self.exchange((shape, dtype, own, pad), "symmetric_empty")
+        for peer, (its_shape, its_dtype, _, _) in enumerate(answers):
+            if (its_shape, its_dtype) != (shape, dtype):
+                raise RankMismatchError(
+                    f"symmetric_empty: rank {self.rank} asked for {shape} of {dtype}, rank {peer} for {its_shape} of "
+                    f"{its_dtype}; all must ask for the same."
+                )
+        self._memories += 1
+        memory = LocalSymmetricMemory(
+            self._group, self.rank, self._memories, [answer[2] for answer in answers], [answer[3] for answer in answers]
+        )
+        return memory.get_buffer(self.rank, shape, dtype), memory
+
+    def exchange(self, value: T, what: str = "exchange") -> list[T]:
+        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`."""
+        self._meetings += 1
+        return self._group.meet(
+            self.rank, self._meetings, f"{what} (meeting {self._meetings})", value, timeout_seconds()
+        )
+
+    def barrier(self) -> None:
+        """Returns once all ranks have come and what was in their streams has run."""
+        _synchronize(self.device)
+        self.exchange(None, "barrier")
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A block that the ranks run one after the other, each after the device has finished those before.
+
+        Example: the first launch of a kernel, which loads it, and the first allocation of its results.
+            with rank.in_turn():
+                launch_without_waiting_for_others()
+        """
+        for turn in range(self.world_size):
+            if turn == self.rank:
+                yield
+                _synchronize(self.device)
+            self.exchange(None, f"turn of rank {turn}")
+
+
+class LocalSymmetricMemory:
+    """A tensor of equal size for every rank of this process, and signals between them.
+
+    Signals order streams: what `put_signal` follows in the sender's stream has run before anything that follows
+    `wait_signal` in the receiver's. The host waits only until the sender has put it. On CPU it is all the host.
+    """
+
+    multicast_ptr = 0  # one device has no multicast
+
+    def __init__(
+        self, group: LocalGroup, rank: int, number: int, buffers: Sequence[Tensor], pads: Sequence[Tensor]
+    ) -> None:
+        self._group = group
+        self._number = number
+        self._buffers = list(buffers)
+        self._pads = list(pads)
+        self.rank = rank
+        self.world_size = group.world_size
+        self.device = group.device
+        self.buffer_size = self._buffers[rank].nbytes
+        self.signal_pad_size = self._pads[rank].nbytes
+        self.buffer_ptrs = [buffer.data_ptr() for buffer in buffers]
+        self.signal_pad_ptrs = [pad.data_ptr() for pad in pads]
+        self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64).to(self.device)
+        self._pad_table = torch.tensor(self.signal_pad_ptrs, dtype=torch.int64).to(self.device)
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Address, on the device, of an array of the ranks' buffer addresses."""
+        return self._buffer_table.data_ptr()
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Address, on the device, of an array of the ranks' signal pad addresses; a pad is int32[CHANNELS, W]."""
+        return self._pad_table.data_ptr()
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
+        """A view of `rank`'s buffer, `storage_offset` elements in."""
+        return _view(self._buffers[_checked_rank(rank, self.world_size)], sizes, dtype, storage_offset or 0)
+
+    def get_signal_pad(
+        self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype = torch.int32, storage_offset: int = 0
+    ) -> Tensor:
+        """A view of `rank`'s signal pad, which kernels may use as they like; without sizes all of it, [CHANNELS, W]."""
+        pad = self._pads[_checked_rank(rank, self.world_size)]
+        return _view(pad.view(torch.uint8), sizes or (CHANNELS, self.world_size), dtype, storage_offset)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Tells `dst_rank` that this rank's stream has come here.
+
+        Never blocks (signals count), so `timeout_ms` has nothing to bound.
+        """
+        event = None
+        if self.device.type == "cuda":
+            _refuse_capture()
+            event = torch.cuda.Event()
+            event.record()
+        self._group.put(self._key(self.rank, _checked_rank(dst_rank, self.world_size), channel), event)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """This rank's stream goes on once `src_rank`'s has come to its put_signal.
+
+        `timeout_ms` bounds how long the host waits for the put; 0 means `FUSED_TP_TIMEOUT`.
+        """
+        key = self._key(_checked_rank(src_rank, self.world_size), self.rank, channel)
+        if self.device.type == "cuda":
+            _refuse_capture()
+        seconds = timeout_ms / 1000 if timeout_ms else timeout_seconds()
+        event = self._group.take(self.rank, key, src_rank, f"wait_signal on channel {channel}", seconds)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """This rank's stream goes on once all ranks' streams have come to this barrier."""
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        for peer in peers:
+            self.put_signal(peer, channel)
+        for peer in peers:
+            self.wait_signal(peer, channel, timeout_ms)
+
+    def _key(self, source: int, target: int, channel: int) -> object:
+        if not 0 <= channel < CHANNELS:
+            raise ValueError(f"channel is {channel}; there are {CHANNELS}, numbered from 0.")
+        return self._number, source, target, channel
+
+
+def run_local(
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    device: torch.device | str = "cpu",
+    timeout: float | None = None,
+) -> list[T]:
+    """What `fn(rank, *args)` returns on each of `world_size` ranks, which are threads; `rank` is a `LocalRank`.
+
+    On CUDA every thread has a stream of its own, which goes on from the caller's, and which has run when this returns.
+    A rank that fails releases the others.
+
+    Args:
+        timeout: seconds for all of it; None for `FUSED_TP_TIMEOUT`, which bounds each single wait anyway.
+
+    Raises:
+        CollectiveTimeoutError: some ranks have not finished in time; names them. Their threads may still run.
+        Exception: what the first rank that failed has raised; its cause shows the traceback of every rank that failed.
+
+    Example:
+        run_local(3, lambda rank: rank.exchange(rank.rank))  # [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    """
+    group = LocalGroup(world_size, device)
+    results: dict[int, T] = {}
+    seconds = timeout_seconds() if timeout is None else timeout
+
+    def run(rank: int, stream: torch.cuda.Stream | None) -> None:
+        try:
+            if stream is None:
+                results[rank] = fn(group.rank(rank), *args)
+            else:
+                with torch.cuda.device(group.device), torch.cuda.stream(stream):
+                    results[rank] = fn(group.rank(rank), *args)
+                    stream.synchronize()
+            group.finish(rank)
+        except BaseException as error:
+            group.fail(rank, error)
+
+    streams = _streams(group)
+    # Daemons: a thread that never comes back must not keep the process from ending.
+    threads = [
+        threading.Thread(target=run, args=(rank, streams[rank]), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        failures, late = group.failures(), group.unfinished()
+        group.close("the run is over")
+    if failures:
+        first = next(iter(failures.values()))
+        texts = "\n".join(
+            f"Rank {rank}:\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}"
+            for rank, error in failures.items()
+        )
+        raise first from FusedTPError(f"{len(failures)} of {world_size} local ranks failed.\n{texts}")
+    if late:
+        raise CollectiveTimeoutError(
+            f"run_local: {_named(late)} of {world_size} had not finished in {seconds:g} seconds."
+        )
+    return [results[rank] for rank in range(world_size)]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}; local ranks run on cpu or cuda.")
+    if not torch.cuda.is_initialized():
+        # Streams that share a hardware queue run one after the other, and then a rank waits for one behind it in the
+        # queue. There are 8 queues unless more are asked for before CUDA starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if not torch.cuda.is_available():
+        raise ValueError("device is cuda, and this machine has no NVIDIA GPU that torch can use.")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _streams(group: LocalGroup) -> list[torch.cuda.Stream | None]:
+    if group.device.type == "cpu":
+        return [None] * group.world_size
+    streams: list[torch.cuda.Stream | None] = []
+    for _ in range(group.world_size):
+        stream = torch.cuda.Stream(group.device)
+        stream.wait_stream(torch.cuda.current_stream(group.device))
+        streams.append(stream)
+    return streams
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("Signals between local ranks go through the host, so a CUDA graph cannot capture them.")
+
+
+def _view(memory: Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> Tensor:
+    begin = storage_offset * dtype.itemsize
+    end = begin + math.prod(sizes) * dtype.itemsize
+    if not 0 <= begin <= end <= memory.nbytes:
+        raise ValueError(
+            f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
+            f"the buffer has {memory.nbytes} bytes."
+        )
+    return memory[begin:end].view(dtype).view(tuple(sizes))
+
+
+def _checked_rank(rank: int, world_size: int) -> int:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; the group has ranks 0 to {world_size - 1}.")
+    return rank
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
