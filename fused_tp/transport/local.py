@@ -7,9 +7,9 @@ This is how kernels that talk to each other run at the same time, are timed and 
 each rank has a stream of its own, and its peers' buffers are plain tensors of the same device.
 
 What a rank's kernels wait for must be able to run beside them, so together they may fill the device but not more: give
-each its share of the SMs. Two things that the host does can wait for a kernel that runs, and so for its deadline if that
-one waits in turn: loading a kernel for the first time, and taking memory from the device. `LocalRank.in_turn` is for
-doing both beforehand, one rank after the other.
+each its share of the SMs. Two things that the host does can wait for a kernel that runs, and so for its deadline if
+that one waits in turn: loading a kernel for the first time, and taking memory from the device. `LocalRank.in_turn` is
+for doing both beforehand, one rank after the other.
 """
 
 from __future__ import annotations
