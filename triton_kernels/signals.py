@@ -4,10 +4,11 @@ Every rank has a workspace that all ranks map. Its memory is two halves, and cal
 
     word 0 .. W-1   begun: word s is put by rank s when it begins the call
     word W ..       flags: each has one writer and one reader per call; which is which is the kernel's to say
-    bytes           data, from an offset that the launch chooses (behind its flags)
+    bytes           data, behind a 64th of the half that is kept for words, whatever is launched
 
 A flag is an int64 that holds the number of the last call that set it: set means `flag >= epoch`, so nothing is zeroed
-between calls. (32 bits would not do: a flag that no call used for 2^31 calls, 6 hours at 10 us each, would look set.)
+between calls. No byte of data may therefore lie where a later launch may have a flag. (32 bits would not do: a flag
+that no call used for 2^31 calls, 6 hours at 10 us each, would look set.)
 The number is counted in device memory: every program reads it when it begins and the last one to end advances it, so a
 captured CUDA graph counts on at each replay and may be mixed with calls outside of it.
 

@@ -20,6 +20,30 @@ MAX_WORLD_SIZE = 63
 # Data begins at a multiple of it: whole cache lines, and vector stores need 16.
 DATA_ALIGNMENT = 128
 
+# The front of a half that is kept for flags, one part in so many: 8 bytes for each 512 of data, the smallest tile.
+FLAG_SHARE = 64
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` up to a multiple of DATA_ALIGNMENT."""
+    return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def flag_bytes(half_bytes: int) -> int:
+    """How much of the front of a half only ever holds begun words and flags, whatever is launched.
+
+    Were data allowed there by a launch that has fewer flags, its bytes would look like flags to a later launch that has
+    more: about half of all numbers are >= any epoch.
+    """
+    return half_bytes // (FLAG_SHARE * DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
+    """The smallest workspace, both halves of it, whose `layout(slot_bytes)` fits."""
+    flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
+    data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
+    return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
+
 
 class Handle(Protocol):
     """What a workspace needs of a symmetric memory handle, ours or torch's."""
@@ -99,25 +123,25 @@ class Workspace:
         return self.addresses, self.state, self.error, self.rank, self.half_bytes, self.timeout_ns
 
     def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
-        """Byte offsets in a half of runs of slots, given as (how many, bytes of each), behind begun words and flags.
+        """Byte offsets in a half of runs of slots, given as (how many, bytes of each), behind all flags.
 
         Raises:
             ValueError: the workspace is too small; says how much the launch needs.
         """
-        offset = 8 * (self.world_size + sum(count for count, _ in slot_bytes))
-        offsets = []
-        for count, nbytes in slot_bytes:
-            offset = -(-offset // DATA_ALIGNMENT) * DATA_ALIGNMENT
-            offsets.append(offset)
-            offset += count * nbytes
-        if offset > self.half_bytes:
+        needed = needed_bytes(self.world_size, slot_bytes)
+        if needed > 2 * self.half_bytes:
             raise ValueError(
-                f"The workspace has {2 * self.half_bytes} bytes; this call needs {2 * offset}. Make it larger."
+                f"The workspace has {2 * self.half_bytes} bytes; this call needs {needed}. Make it larger."
             )
         if counters > self.counters:
             raise ValueError(
                 f"The workspace counts {self.counters} rows of tiles; this call has {counters}. Make it with more."
             )
+        offsets = []
+        offset = flag_bytes(self.half_bytes)
+        for count, nbytes in slot_bytes:
+            offsets.append(offset)
+            offset += aligned(count * nbytes)
         return offsets
 
     def barrier(self) -> None:

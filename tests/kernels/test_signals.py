@@ -17,7 +17,7 @@ import triton.language as tl
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
 from triton_kernels.signals import begin, end, is_last, put, wait
 from triton_kernels.slots import slot_pointers, store_slot
-from triton_kernels.workspace import Expired
+from triton_kernels.workspace import Expired, flag_bytes, needed_bytes
 
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
@@ -61,6 +61,23 @@ def ring_calls(group, calls, first_call):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_flag_brings_its_tile_call_after_call(world_size):
     interpreted_ranks(world_size, ring_calls, 20, 0)
+
+
+def large_after_small(group):
+    """Launches with few flags leave data that read as large int64 where launches with more flags might look."""
+    workspace = workspace_of(group)
+    rank, world = group.rank(), group.size()
+    for call in range(8):
+        tiles = 30 if call % 4 >= 2 else 1  # each half is used by small and large launches in turn
+        x = torch.full((tiles, TILE, TILE), 1000.0 * call + rank)
+        with delays(seed=call, on=rank == call % world, chance=0.5, seconds=0.005):
+            out = ring(workspace, x)
+        assert torch.equal(out, torch.full_like(x, 1000.0 * call + (rank - 1) % world)), call
+    assert workspace.expired() is None
+
+
+def test_data_of_earlier_launches_are_not_taken_for_flags():
+    interpreted_ranks(2, large_after_small)
 
 
 def test_call_numbers_pass_32_bits():
@@ -156,15 +173,25 @@ def test_one_program_is_the_last_and_the_counter_is_left_at_zero():
 
 
 def too_small(group):
-    workspace = workspace_of(group, nbytes=1024)
-    with pytest.raises(ValueError, match=r"has 1024 bytes; this call needs 1280\. Make it larger"):
-        workspace.layout([(1, 512)])
+    workspace = workspace_of(group, nbytes=2 * 8192)
+    # Flags and begun words first, room for 16 of them; then each run of slots on a cache line of its own.
+    assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
+    assert workspace.layout([(14, 512)]) == [128]
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Make it larger"):
+        workspace.layout([(15, 512)])
+    with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 16896\. Make it larger"):
+        workspace.layout([(1, 8192)])
     with pytest.raises(ValueError, match=r"counts 64 rows of tiles; this call has 65"):
         workspace.layout([(1, 64)], counters=65)
-    # Flags and begun words first, then each run of slots on a cache line of its own.
-    assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
     dist.barrier(group)
 
 
 def test_a_workspace_that_is_too_small_says_what_is_needed():
     interpreted_ranks(2, too_small)
+
+
+@pytest.mark.parametrize("slots", [[(1, 0)], [(1, 512)], [(7, 96), (3, 5000)], [(900, 8192)], [(5000, 16)]])
+def test_as_much_as_is_needed_is_enough(slots):
+    half = needed_bytes(4, slots) // 2
+    assert flag_bytes(half) >= 8 * (4 + sum(count for count, _ in slots))
+    assert half - flag_bytes(half) >= sum(count * nbytes for count, nbytes in slots)
