@@ -41,6 +41,7 @@ VARIABLES = {
     "FUSED_TP_CHECK": "1: ranks compare op, shapes and dtypes before every op on torch.distributed (0)",
     "FUSED_TP_SCHEDULE": "the schedule that every op must use (the dispatch table chooses)",
     "FUSED_TP_TABLE": "a dispatch table to use in place of the shipped one",
+    "FUSED_TP_SM_MARGIN": "multiprocessors that fused kernels leave to what runs beside them (0)",
     "FUSED_TP_SHM": "0: do not use CPU shared memory (1)",
     "FUSED_TP_SHM_RESERVE": "bytes of address space each rank reserves for shared memory (32 GiB)",
     "FUSED_TP_ISA": "plain, avx2 or avx512: the most the native core may use (the best this CPU has)",
@@ -206,6 +207,7 @@ def _settings() -> Iterator[Finding]:
     checks: dict[str, Callable[[], Any]] = {
         "FUSED_TP_TIMEOUT": settings.timeout_seconds,
         "FUSED_TP_CHECK": settings.check_ranks,
+        "FUSED_TP_SM_MARGIN": settings.sm_margin,
         "FUSED_TP_SHM": settings.shared_memory_allowed,
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
     }

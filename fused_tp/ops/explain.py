@@ -11,7 +11,7 @@ from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.attention_providers import choose_provider
-from fused_tp.schedules.select import ALONE, Decision, decide
+from fused_tp.schedules.select import ALONE, Decision, decide, no_kernel_of
 from fused_tp.transport.base import accumulate_dtype
 
 
@@ -119,9 +119,13 @@ def explain_for(
     def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
         if world_size == 1:
             return ALONE
-        choice = dispatch.choose(name, dtype, m, k, n, world_size, transport, arch)
+        arguments = (name, dtype, m, k, n, world_size, transport, arch)
+        choice = dispatch.choose(*arguments)
+        if choice.schedule == "fused_kernel" and no_kernel_of(name, dtype) is not None:
+            choice = dispatch.choose(*arguments, without="fused_kernel")
         # A table may prefer messages where there is shared memory.
-        moves = "torch.distributed" if transport == "shm" and choice.schedule != "one_sided" else transport
+        messages = "torch.distributed" if transport == "shm" else transport
+        moves = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(choice.schedule, messages)
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 

@@ -50,6 +50,7 @@ def choose(
     world_size: int,
     transport: str,
     arch: str,
+    without: str | None = None,
 ) -> Choice:
     """The table's schedule for one call.
 
@@ -61,12 +62,13 @@ def choose(
         world_size: size of the group.
         transport: "shm", or the torch.distributed backend.
         arch: as `arch_of` says.
+        without: a schedule that cannot serve this call; rules that name it are passed over.
 
     Example:
         >>> choose("matmul_all_reduce", torch.float32, 1, None, 4096, 2, "gloo", "cpu").schedule
         'plain'
     """
-    return _choose(settings.table_path(), op, dtype, m, k, n, world_size, transport, arch)
+    return _choose(settings.table_path(), op, dtype, m, k, n, world_size, transport, arch, without)
 
 
 @lru_cache(maxsize=4096)
@@ -80,6 +82,7 @@ def _choose(
     world_size: int,
     transport: str,
     arch: str,
+    without: str | None,
 ) -> Choice:
     columns = n if k is None else k  # of the tensor that is the same on all ranks
     moved = m * (columns or 0) * dtype.itemsize
@@ -94,7 +97,8 @@ def _choose(
     name = str(dtype).removeprefix("torch.")
     for rule in level:
         if (
-            m <= rule.get("max_m", m)
+            rule["schedule"] != without
+            and m <= rule.get("max_m", m)
             and moved <= rule.get("max_bytes", moved)
             and name in rule.get("dtypes", (name,))
             and world_size in rule.get("world_sizes", (world_size,))

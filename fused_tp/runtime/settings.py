@@ -56,6 +56,17 @@ def forced_schedule() -> str | None:
     return os.environ.get("FUSED_TP_SCHEDULE") or None
 
 
+def sm_margin() -> int:
+    """Multiprocessors that fused kernels leave to what runs beside them (`FUSED_TP_SM_MARGIN`, default 0).
+
+    The same on all ranks: programs of the ranks' kernels wait for each other one by one.
+    """
+    text = os.environ.get("FUSED_TP_SM_MARGIN") or "0"
+    if not text.strip().isdecimal():
+        raise ValueError(f"FUSED_TP_SM_MARGIN is {text!r}; set it to a number of multiprocessors, 0 or more.")
+    return int(text)
+
+
 def routing() -> tuple[object, object, object]:
     """Whatever decides between schedules, unread: equal values mean equal choices. Every op call asks.
 

@@ -11,15 +11,19 @@ import torch
 
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import Group
+from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.kernels import has_triton, interpreted
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 
 LOCAL = Local()
 _MOST_REMEMBERED = 4096
-NAMES = ("plain", "pipelined", "one_sided")
+NAMES = ("plain", "pipelined", "one_sided", "fused_kernel")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def _select(
     name = settings.forced_schedule()
     if name is None:
         name = _choose(op, group, dtype, device, m, k, n).schedule
+    elif name == "fused_kernel" and no_kernel_of(op, dtype) is not None:
+        name = "plain"
     schedule: Schedule | None = group.memo.get(("schedule", name, device.type))
     # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
@@ -79,7 +85,15 @@ def _choose(
     op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
 ) -> dispatch.Choice:
     transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
-    return dispatch.choose(op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device))
+    arguments = (op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device))
+    choice = dispatch.choose(*arguments)
+    if choice.schedule == "fused_kernel":
+        # Asked only now, because the ranks must find out together. A table may name it for ops that have no kernel.
+        reason = no_kernel_of(op, dtype) or no_kernel_for(group, device)
+        if reason is not None:
+            choice = dispatch.choose(*arguments, without="fused_kernel")
+            return dispatch.Choice(choice.schedule, f"{choice.rule}; no fused kernel: {reason}")
+    return choice
 
 
 def decide(
@@ -89,9 +103,11 @@ def decide(
     if group.size == 1:
         return ALONE
     name = select_schedule(op, group, dtype, device, m, k, n).name
-    transport = "shm" if name == "one_sided" else backend_of(group, device.type)
-    if settings.forced_schedule() is not None:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={name} forces it")
+    transport = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(name) or backend_of(group, device.type)
+    forced = settings.forced_schedule()
+    if forced is not None:
+        why = f", but {no_kernel_of(op, dtype)}" if forced != name else " forces it"
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced}{why}")
     rule = _choose(op, group, dtype, device, m, k, n).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if device.type == "cpu" and _shared_memory(group, device) is None:
@@ -106,12 +122,42 @@ def _make(name: str, group: Group, device: torch.device) -> Schedule:
             raise ValueError(f"Schedule 'one_sided' cannot serve this group: {_no_shared_memory(group, device)}.")
         one_sided: Schedule = import_module("fused_tp.schedules.one_sided").OneSided(shared)
         return one_sided
+    if name == "fused_kernel":
+        reason = no_kernel_for(group, device)
+        memory = None if reason is not None else group_memory(group, device)
+        if not isinstance(memory, GroupMemory):
+            raise ValueError(f"Schedule 'fused_kernel' cannot serve this group: {reason}.")
+        return FusedKernel(memory, Collective(torch_dist(group, device.type)))
     if name == "plain":
         return Collective(torch_dist(group, device.type))
     if name == "pipelined":
         return Pipelined(torch_dist(group, device.type))
     source = "FUSED_TP_SCHEDULE" if settings.forced_schedule() == name else "The dispatch table"
     raise ValueError(f"{source} names schedule {name!r}; there are {', '.join(NAMES)}.")
+
+
+def no_kernel_of(op: str, dtype: torch.dtype) -> str | None:
+    """Why there is no fused kernel for such a call, or None."""
+    if op not in fused_kernel.OPS:
+        return f"there is no fused kernel of {op}"
+    if dtype not in fused_kernel.DTYPES:
+        return f"fused kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def no_kernel_for(group: Group, device: torch.device) -> str | None:
+    """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
+    if not has_triton():
+        return "Triton is not installed (pip install triton)"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
+    if device.type == "cuda" and interpreted():
+        return "TRITON_INTERPRET is set, so kernels run on the CPU only"
+    most = fused_kernel.MAX_WORLD_SIZE
+    if group.size > most:
+        return f"a kernel's slots serve up to {most} ranks, and the group has {group.size}"
+    memory = group_memory(group, device)
+    return memory if isinstance(memory, str) else None
 
 
 def _shared_memory(group: Group, device: torch.device) -> Any:

@@ -1,0 +1,206 @@
+"""One Triton kernel for a matmul and its communication: tiles are multiplied, sent and summed in the same launch.
+
+- all_gather_matmul: peers' shards arrive by copy engine, or are read over the link where there is little of them,
+  while tiles of what is there already are multiplied.
+- matmul_reduce_scatter, matmul_all_reduce: each tile goes to the rank that sums it as soon as it is multiplied.
+- matmul_all_reduce_rms_norm: residual and norm are taken behind the sum, in that launch too.
+
+It needs GPUs that write into each other's memory, or `TRITON_INTERPRET=1` and ranks on one host, which run the same
+kernels on the CPU, interpreted: for tests. What has no kernel here, movements without a matmul and dtypes that tensor
+cores do not take, runs on plain collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules.base import Product
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.kernel_workspaces import Workspaces
+from fused_tp.schedules.kernels import kernel_module
+from fused_tp.schedules.layout import as_rows, row_sizes, to_rank_major
+from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.transport.base import Pending
+from fused_tp.transport.kernel_memory import KernelMemory
+
+OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WORLD_SIZE = 63  # the kernels' error record has a bit for each rank
+
+# Up to this many bytes of result every rank sums all of it: one hop of W times the bytes, instead of two hops.
+ONE_SHOT_BYTES = 256 * 1024
+
+
+class FusedKernel:
+    """Every op over one group whose ranks write into each other's memory.
+
+    Args:
+        memory: of the group.
+        plain: what runs the ops that have no kernel; None for ranks that are threads, which have nothing that could.
+    """
+
+    name = "fused_kernel"
+
+    def __init__(self, memory: KernelMemory, plain: Collective | None) -> None:
+        self.memory = memory
+        self.rank = memory.rank
+        self.world_size = memory.world_size
+        self._plain = plain
+        self._side: torch.cuda.Stream | None = None
+        workspace = kernel_module("workspace").Workspace
+        self.workspaces = Workspaces(memory, {"sum": workspace})
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        return self._movements().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        return self._movements().reduce_scatter(partial, scatter_dim=scatter_dim)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return self._movements().all_reduce(partial)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._movements().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        return self._movements().all_gather_matmul(
+            x_shard,
+            weights,
+            biases,
+            gather_dim=gather_dim,
+            gather_size=gather_size,
+            return_gathered=return_gathered,
+        )
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        x, w = products[0]
+        shape = [*x.shape[:-1], w.shape[0]]
+        sizes = shard_sizes(shape[scatter_dim], self.world_size)
+        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
+        counts = row_sizes(shape, scatter_dim, sizes)
+        module = kernel_module("gemm_reduce_scatter")
+        launch = self._launch(x.dtype, sum(counts), shape[-1])
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
+        nbytes = module.workspace_bytes(counts[0], shape[-1], x.dtype, self.world_size, launch)
+        with self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace, self._beside(meanwhile, x):
+            out: Tensor = module.gemm_reduce_scatter(
+                rows, workspace=workspace, launch=launch, bias=bias, rows_per_rank=counts[0]
+            )
+        shape[scatter_dim] = sizes[self.rank]
+        return out.view(shape)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=bias)[0]
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not x.dtype == residual.dtype == norm_weight.dtype:
+            return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+        new_residual, normed = self._sum_everywhere(
+            "matmul_all_reduce_rms_norm",
+            [(x, weight)],
+            None,
+            residual=as_rows(residual).contiguous(),
+            norm_weight=norm_weight.contiguous(),
+            eps=eps,
+        )
+        assert normed is not None
+        return normed, new_residual
+
+    def _sum_everywhere(
+        self, op: str, products: Sequence[Product], meanwhile: Callable[[], None] | None, **tail: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        m, n = prod(x.shape[:-1]), w.shape[0]
+        module = kernel_module("gemm_all_reduce")
+        launch = self._launch(x.dtype, m, n)
+        two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
+        self._check(op, shape, x, launch)
+        nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x):
+            out, normed = module.gemm_all_reduce(
+                [(as_rows(x), w) for x, w in products], workspace=workspace, launch=launch, two_shot=two_shot, **tail
+            )
+        return out.view(shape), None if normed is None else normed.view(shape)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _beside(self, meanwhile: Callable[[], None] | None, x: Tensor) -> Iterator[None]:
+        """Runs `meanwhile` beside what is launched inside: on a GPU on a stream of its own, joined at the end.
+
+        What it allocates belongs to that stream's pool and is used on this one. That is safe: the pool hands it out
+        again to later work of that stream only, which begins by waiting for all that this one had been given before.
+        """
+        if meanwhile is None:
+            yield
+        elif not x.is_cuda:
+            yield
+            meanwhile()
+        else:
+            stream = torch.cuda.current_stream(x.device)
+            before = stream.record_event()
+            yield
+            if self._side is None:
+                self._side = torch.cuda.Stream(x.device)
+            self._side.wait_event(before)
+            with torch.cuda.stream(self._side):
+                meanwhile()
+            stream.wait_stream(self._side)
+
+    def _launch(self, dtype: torch.dtype, m: int, n: int) -> Any:
+        precision = "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+        return kernel_module("launch").launch_for(
+            dtype,
+            m,
+            n,
+            self.world_size,
+            arch=self.memory.arch,
+            sms=self.memory.sms,
+            sm_margin=settings.sm_margin(),
+            precision=precision,
+        )
+
+    def _check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any) -> None:
+        """With FUSED_TP_CHECK=1 compares what the ranks are about to do, the programs that wait for each other too."""
+        if self._plain is not None:
+            self._plain.transport.check(op, (*dims, launch.programs), x.dtype, x.device)
+
+    def _movements(self) -> Collective:
+        if self._plain is None:
+            raise ValueError("Ranks that are threads of one process have kernels for matmuls only, nothing that moves.")
+        return self._plain

@@ -1,0 +1,116 @@
+"""Whether ranks may write into each other's memory, judged by what each of them tells; and watching peers' processes."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from fused_tp.transport.kernel_memory import Facts, obstacle
+from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
+
+PROCESS = ("pid:[1]", 10)
+RANKS = [Facts("host", f"gpu{rank}", 90, 132, PROCESS) for rank in range(3)]
+
+
+def changed(rank: int, **fields: object) -> list[Facts]:
+    return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]  # type: ignore[arg-type]
+
+
+def test_gpus_of_one_host_that_reach_each_other_are_fine() -> None:
+    assert obstacle(RANKS) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (changed(1, host="other"), "its ranks are on several hosts"),
+        (changed(2, arch=80), "its GPUs differ: sm_80, sm_90"),
+        (changed(2, gpu="gpu0"), "several of its ranks share a GPU"),
+        (changed(0, unreachable=frozenset({"gpu2"})), "the GPU of rank 0 cannot address that of rank 2"),
+        (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
+    ],
+)
+def test_what_keeps_them_from_it_is_said(facts: list[Facts], said: str) -> None:
+    reason = obstacle(facts)
+    assert reason is not None and said in reason
+
+
+def test_one_gpu_for_all_ranks_is_fine_where_torch_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert obstacle([replace(fact, gpu="gpu0") for fact in RANKS]) is None
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.lost: list[int] = []
+        self.changed = threading.Event()
+        self.ticks = 0
+
+    def on_lost(self, rank: int) -> None:
+        self.lost.append(rank)
+        self.changed.set()
+
+    def on_tick(self) -> None:
+        self.ticks += 1
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+
+
+def test_a_peer_that_ends_is_noticed_and_the_others_watched_on() -> None:
+    first, second = sleeper(), sleeper()
+    try:
+        owner = Owner()
+        watch = PeerWatch(owner, {4: first.pid, 7: second.pid}, Owner.on_lost, Owner.on_tick)
+        assert watch is not None and not owner.changed.wait(0.5) and owner.ticks
+        for process, lost in ((second, [7]), (first, [7, 4])):
+            owner.changed.clear()
+            process.kill()
+            assert owner.changed.wait(5) and owner.lost == lost
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+def test_a_peer_that_ended_before_is_noticed_at_once() -> None:
+    process = sleeper()
+    process.kill()
+    process.wait()
+    owner = Owner()
+    PeerWatch(owner, {1: process.pid}, Owner.on_lost, Owner.on_tick)
+    assert owner.lost == [1]
+
+
+def test_a_watch_ends_with_its_owner() -> None:
+    def watching() -> int:
+        return sum(thread.name == "fused_tp peer watch" for thread in threading.enumerate())
+
+    before = watching()
+    owner = Owner()
+    PeerWatch(owner, {}, Owner.on_lost, Owner.on_tick)
+    assert watching() == before + 1
+    del owner
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while watching() > before:
+        assert time.monotonic() < deadline, "the thread lives on"
+        time.sleep(0.05)  # looking is all there is to do
+
+
+def test_only_processes_of_the_same_namespace_can_be_watched() -> None:
+    namespace, own = own_process()
+    process = sleeper()
+    try:
+        known = {0: (namespace, own), 1: (namespace, process.pid), 2: ("pid:[0]", process.pid), 3: ("", process.pid)}
+        assert watchable(known) == {1: process.pid}
+    finally:
+        process.kill()
+        process.wait()
