@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +128,13 @@ class LocalGroup:
 
 
 class LocalRank:
-    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike."""
+    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike.
+
+    Attributes:
+        arch: compute capability of the GPU as in sm_90; 0 on CPU.
+        sms: this rank's share of its multiprocessors; 1 on CPU.
+        pids: none; peers are threads of this process, which cannot die alone.
+    """
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
@@ -137,6 +143,16 @@ class LocalRank:
         self.rank = rank
         self.world_size = group.world_size
         self.device = group.device
+        self.pids: Mapping[int, int] = {}
+        self.arch, self.sms = 0, 1
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self.arch = 10 * properties.major + properties.minor
+            self.sms = max(1, properties.multi_processor_count // self.world_size)
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, LocalSymmetricMemory]:
+        """`symmetric_empty` of uint8 [nbytes], which is what makes this a `kernel_memory.KernelMemory`."""
+        return self.symmetric_empty(nbytes)
 
     def symmetric_empty(
         self, sizes: Sequence[int] | int, dtype: torch.dtype = torch.uint8

@@ -130,6 +130,13 @@ def test_buffers_and_their_addresses(world_size: int) -> None:
     assert answers[0][2] == [0]  # what a kernel's workspace asks for
 
 
+def test_a_rank_is_memory_for_kernels() -> None:
+    memory = LocalGroup(1).rank(0)
+    buffer, handle = memory.allocate(96)
+    assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, 1, 0, 1)
+    assert buffer.shape == (96,) and buffer.data_ptr() == handle.buffer_ptrs[0]
+
+
 def ctypes_words(address: int, count: int) -> bytearray:
     return bytearray(ctypes.string_at(address, 8 * count))
 
