@@ -1,4 +1,4 @@
-"""Whether ranks may write into each other's memory, judged by what each of them tells; and watching peers' processes."""
+"""Whether ranks may write into each other's memory, judged by what each tells; and watching peers' processes."""
 
 from __future__ import annotations
 
