@@ -1,0 +1,496 @@
+"""y_i = AG(x) @ w_i^T, in one launch for several weights, which multiplies what is there while the rest is on its way.
+
+    x_shard [M_r, K], weights [N_i, K] per rank -> y_i [M, N_i] = epilogue(gathered x @ w_i^T (+ bias_i))
+
+Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. How shards come is the
+choice of each rank alone (module `gather` has the protocol, which is the same for both):
+
+    copied   the copy engine pulls peers' shards into `gathered` on side streams, while a persistent matmul takes tiles
+             of this rank's own rows and then those of each shard that has arrived, in the order of arrival. Each byte
+             crosses the link once, no SM moves it, and operands come by TMA where they are aligned for it.
+    direct   the matmul loads tiles of x from the peers' memory itself, its own rows first and then source by source.
+             Two launches and one hop, but every column of tiles reads x over the link again: for few rows, where
+             launches and events would take longer than that.
+
+All tiles of a shard, of all weights, are taken before the next shard is waited for, and a program waits once for a
+shard, not once for a tile. The wait stands outside of the loop over tiles, so this loop may be flattened with the one
+over K and its loads run ahead across tiles, but never across a wait. Programs go on counting from shard to shard and
+from weight to weight, so the last round of one is filled up by the next.
+
+Own rows are read where x lies, or, if its rows are not in one piece, from the copy that peers read. Results are stored
+by threads, not by TMA: a tile may end where the rows of the next shard begin.
+
+Nothing here depends on the number of the call but in device memory, and nobody waits on the host, so calls may be
+captured in a CUDA graph.
+
+Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import gather
+from .epilogues import ACTIVATIONS
+from .gather import (
+    ARRIVED,
+    DONE,
+    OP,
+    ORDER,
+    PULLED,
+    READY,
+    GatherWorkspace,
+    LaunchOf,
+    Puller,
+    Shards,
+    copy_rows,
+    fill_nan,
+    join,
+    region_at,
+    unbroken,
+)
+from .gemm import finish_tile
+from .launch import (
+    Launch,
+    LoadPlan,
+    check_like,
+    check_matmul,
+    compile_arguments,
+    launches,
+    plan_loads,
+    workspace_arguments,
+)
+from .operands import descriptor, fits_tma, is_swapped, sms_of
+from .resources import Variant
+from .signals import flag_at, is_last, put, wait
+from .tiles import halves, multiply_tile, tile_at
+
+# Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
+MAX_WEIGHTS = 4
+
+
+@triton.jit
+def multiply_shard(
+    x,
+    w,
+    y,
+    bias_ptr,
+    x_row,
+    y_row,
+    rows,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    first,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Rows y_row.. of y = epilogue(`rows` rows of x from x_row on @ w^T): tiles first, first + programs, ...
+
+    Returns which tile of the next shard or weight this program begins with.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    programs = tl.num_programs(0)
+    y_rows = y + tl.cast(y_row, tl.int64) * N
+    for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
+        total = multiply_tile(
+            x, w, tile_m, tile_n, rows, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, False, W_SWAPPED, x_row,
+        )  # fmt: skip
+        if SPLIT_STORE:
+            left, right = halves(total)
+            finish_tile(
+                y_rows, left, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n, rows, N, N, 1,
+                ACTIVATION, "none", False,
+            )  # fmt: skip
+            finish_tile(
+                y_rows, right, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n + 1, rows, N, N, 1,
+                ACTIVATION, "none", False,
+            )  # fmt: skip
+        else:
+            finish_tile(
+                y_rows, total, None, bias_ptr, None, None, None, None, tile_m, tile_n, rows, N, N, 1,
+                ACTIVATION, "none", False,
+            )  # fmt: skip
+    return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
+
+
+@triton.jit(do_not_specialize=["rank", "rows_per_rank"])
+def all_gather_gemm_kernel(
+    x_own,
+    x,
+    w0,
+    w1,
+    w2,
+    w3,
+    ys,
+    biases,
+    sizes,
+    gathered_ptr,
+    M,
+    K,
+    rows_per_rank,
+    stride_xm,
+    stride_xk,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    LAST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """x_own [rows of this rank, K] and x [M, K] are descriptors with TMA, else pointers; DIRECT has no x.
+
+    sizes[i] is (N, stride_wn, stride_wk) of weight i.
+    """
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    ws = (w0, w1, w2, w3)
+    ELEMENT: tl.constexpr = ys[0].dtype.element_ty
+    first = tl.program_id(0)
+    own_row = tl.minimum(rank * rows_per_rank, M)
+    own_rows = tl.minimum(M - own_row, rows_per_rank)
+    for i in tl.static_range(WEIGHTS):
+        N, stride_wn, stride_wk = sizes[i]
+        first = multiply_shard(
+            x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            first, ACTIVATION, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )  # fmt: skip
+    if DIRECT and gathered_ptr is not None:
+        own_part = gathered_ptr + tl.cast(own_row, tl.int64) * K
+        copy_rows(x_own, stride_xm, stride_xk, own_part, own_rows, K, True)
+
+    for position in tl.range(1, WORLD):
+        if DIRECT:
+            source = (rank + position) % WORLD
+            arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+        else:
+            # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
+            arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
+            source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
+        row = tl.minimum(source * rows_per_rank, M)
+        rows = tl.minimum(M - row, rows_per_rank)
+        if not arrived:
+            # Not even known which one, if the copy is late. Other programs may have seen it come and store results.
+            lost_row = row if DIRECT else 0
+            lost_rows = rows if DIRECT else M
+            for i in tl.static_range(WEIGHTS):
+                size = tl.cast(sizes[i][0], tl.int64)
+                fill_nan(ys[i] + lost_row * size, lost_rows * size)
+            if DIRECT and gathered_ptr is not None:
+                fill_nan(gathered_ptr + tl.cast(row, tl.int64) * K, tl.cast(rows, tl.int64) * K)
+        rows = tl.where(arrived, rows, 0)
+        if DIRECT:
+            theirs = region_at(call, source, ELEMENT, WORLD)
+            if gathered_ptr is not None:
+                copy_rows(theirs, K, 1, gathered_ptr + tl.cast(row, tl.int64) * K, rows, K, True)
+        for i in tl.static_range(WEIGHTS):
+            N, stride_wn, stride_wk = sizes[i]
+            if DIRECT:
+                first = multiply_shard(
+                    theirs, ws[i], ys[i], biases[i], 0, row, rows, N, K, K, 1, stride_wn, stride_wk,
+                    first, ACTIVATION, PRECISION, EVEN_K, False, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                )  # fmt: skip
+            else:
+                first = multiply_shard(
+                    x, ws[i], ys[i], biases[i], row, row, rows, N, K, K, 1, stride_wn, stride_wk,
+                    first, ACTIVATION, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                )  # fmt: skip
+    if DIRECT and LAST:
+        if is_last(call, DONE, tl.num_programs(0)):
+            good = unbroken(call)
+            for distance in tl.static_range(1, WORLD):
+                put(call, (rank + distance) % WORLD, PULLED * WORLD + rank, good)
+
+
+def all_gather_gemm(
+    x_shard: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    workspace: GatherWorkspace,
+    launch: Launch,
+    rows: int,
+    rows_per_rank: int | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+    activation: str = "none",
+    gathered: bool = False,
+    direct: bool = False,
+) -> tuple[list[Tensor], Tensor | None]:
+    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = activation(gathered x @ weights[i]^T (+ biases[i])).
+
+    Args:
+        x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
+        weights: [N_i, K] of that dtype; any strides. How many, and N_i, may differ between ranks. None: only a gather,
+            of which then `gathered` must be wanted.
+        workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
+        launch: tiles and programs of this rank; see `launch_for`. On a GPU and not `direct` it must leave at least one
+            SM free (`sm_margin`), for the kernels between the copies.
+        rows: M, over all ranks.
+        rows_per_rank: c, where it is not ceil(M / W).
+        biases: [N_i] each, or None.
+        activation: "none", "relu", "gelu", "gelu_tanh" or "silu", of all results.
+        gathered: whether to return gathered x too.
+        direct: whether tiles are loaded from the peers' memory, see the module.
+
+    Raises:
+        ValueError: something is not as above; says what. Nothing has run then.
+
+    Example:
+        (q, k, v), _ = all_gather_gemm(x_shard_m, [wq, wk, wv], workspace=workspace, launch=launch, rows=4096)
+    """
+    biases = [None] * len(weights) if biases is None else list(biases)
+    shards = _checked(x_shard, weights, biases, workspace, rows, rows_per_rank, activation, gathered)
+    ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
+    used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
+    direct = direct and bool(used)
+    kept = x_shard.new_empty(rows, shards.k) if gathered or not direct else None
+    if rows == 0:
+        return ys, kept if gathered else None
+    if x_shard.is_cuda and not direct and workspace.world_size > 1:
+        at_once = sms_of(x_shard.device) * launch.config.programs_per_sm
+        if launch.programs > at_once - launch.config.programs_per_sm:
+            raise ValueError(
+                f"launch has {launch.programs} programs and the GPU runs {at_once} at once; leave at least one SM free "
+                "(sm_margin=1), where the kernels between the copies run."
+            )
+
+    stage = gather.stage_launch(x_shard, workspace, launch.programs)
+    groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
+    matmuls = [
+        _matmul_launch(
+            x_shard, group, kept if not direct or index == 0 else None, shards, workspace, launch, activation, direct,
+            last=index == len(groups) - 1,
+        )
+        for index, group in enumerate(groups)
+    ]  # fmt: skip
+    puller = None
+    if not direct:
+        assert kept is not None
+        puller = Puller(kept, gathered, shards, workspace)
+    if x_shard.is_cuda:
+        key = _key(x_shard, weights, biases, shards, launch, activation, gathered, direct)
+        if key not in workspace.loaded:
+            for kernel in (stage, *matmuls, *([puller.relay_launch(-1, -1)] if puller else [])):
+                gather.load(kernel)
+            workspace.loaded.add(key)
+
+    gather.run(stage)
+    if puller and not x_shard.is_cuda:
+        puller.run_interpreted()
+    staged = torch.cuda.current_stream(x_shard.device).record_event() if puller and x_shard.is_cuda else None
+    for matmul in matmuls:
+        gather.run(matmul)
+    if puller and staged is not None:
+        # Behind the matmul, which has enough to begin with, so that the host's time for all of this is hidden by it.
+        puller.begin(staged)
+        puller.end()
+    return ys, kept if gathered else None
+
+
+def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
+    """Bytes of the smallest `GatherWorkspace` for shards of at most [rows_per_rank, k]; the same on all ranks."""
+    return gather.region_bytes(rows_per_rank, k, dtype, world_size)
+
+
+def _checked(
+    x_shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    workspace: GatherWorkspace,
+    rows: int,
+    rows_per_rank: int | None,
+    activation: str,
+    gathered: bool,
+) -> Shards:
+    if not isinstance(workspace, GatherWorkspace):
+        raise ValueError(f"workspace must be a GatherWorkspace; got a {type(workspace).__name__}.")
+    if x_shard.ndim != 2 or x_shard.shape[1] == 0:
+        raise ValueError(f"x_shard must be [M_r, K] with K >= 1; got {tuple(x_shard.shape)}.")
+    if not weights and not gathered:
+        raise ValueError("weights must have at least one, unless gathered x is wanted.")
+    if len(biases) != len(weights):
+        raise ValueError(f"biases must be one for each weight, or None; got {len(biases)} for {len(weights)} weights.")
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        check_matmul(x_shard, weight, workspace, "x_shard", f"weights[{i}]")
+        check_like(f"biases[{i}]", bias, (weight.shape[0],), x_shard)
+    if not weights:
+        check_matmul(x_shard, x_shard, workspace, "x_shard", "x_shard")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}.")
+    if rows < 0:
+        raise ValueError(f"rows is M over all ranks, 0 or more; got {rows}.")
+    world = workspace.world_size
+    per_rank = -(-rows // world) if rows_per_rank is None else rows_per_rank
+    if per_rank * world < rows or per_rank < 0:
+        raise ValueError(f"rows_per_rank must be at least {-(-rows // world)} for {rows} rows; got {rows_per_rank}.")
+    shards = Shards(rows, per_rank, x_shard.shape[1])
+    _, own = shards.range(workspace.rank)
+    if x_shard.shape[0] != own:
+        raise ValueError(f"x_shard of rank {workspace.rank} must have {own} of {rows} rows; got {x_shard.shape[0]}.")
+    workspace.check_room(per_rank, shards.k, x_shard.dtype)
+    return shards
+
+
+def _matmul_launch(
+    x_shard: Tensor,
+    used: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    kept: Tensor | None,
+    shards: Shards,
+    workspace: GatherWorkspace,
+    launch: Launch,
+    activation: str,
+    direct: bool,
+    *,
+    last: bool,
+) -> LaunchOf:
+    """The matmul of up to MAX_WEIGHTS weights, each with its result and bias."""
+    weights = [weight for weight, _, _ in used]
+    x_own = x_shard
+    if x_own.shape[0] and (x_own.stride(1) != 1 or not fits_tma(x_own)):
+        x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
+    if direct:
+        plan = LoadPlan(launch.config, False, "x comes from several ranks' memory", False, is_swapped(weights[0]))
+    else:
+        assert kept is not None
+        if not x_own.shape[0]:
+            x_own = kept  # no tile of it will be loaded
+        plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
+    config = plan.config
+    arguments: dict[str, Any] = {"x_own": x_own, "x": None if direct else kept}
+    operands: list[Tensor | None] = [*weights, *[None] * (MAX_WEIGHTS - len(weights))]
+    arguments |= {f"w{i}": weight for i, weight in enumerate(operands)}
+    if plan.tma:
+        for name, t in arguments.items():
+            block = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
+            arguments[name] = None if t is None else descriptor(t, block)
+    arguments |= {
+        "ys": tuple(y for _, y, _ in used),
+        "biases": tuple(bias for _, _, bias in used),
+        "sizes": tuple((weight.shape[0], *weight.stride()) for weight in weights),
+        "gathered_ptr": kept if direct else None,
+        "M": shards.rows,
+        "K": shards.k,
+        "rows_per_rank": shards.rows_per_rank,
+        "stride_xm": x_own.stride(0),
+        "stride_xk": x_own.stride(1),
+    }
+    arguments |= workspace_arguments(workspace)
+    # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
+    arguments["timeout_ns"] = workspace.timeout_ns * (1 if direct else 2)
+    tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(workspace.world_size))
+    tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
+    constants = _constants(launch, plan, len(weights), workspace.world_size, shards.k % config.block_k == 0)
+    constants |= {"DIRECT": direct, "LAST": last, "ACTIVATION": activation}
+    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | config.options()
+
+
+def _constants(launch: Launch, plan: LoadPlan, weights: int, world_size: int, even: bool) -> dict[str, Any]:
+    config = plan.config
+    return config.constants() | {
+        "WORLD": world_size,
+        "WEIGHTS": weights,
+        "PRECISION": launch.precision,
+        "EVEN_K": even,
+        "TMA": plan.tma,
+        "W_SWAPPED": plan.w_swapped,
+    }
+
+
+def _key(
+    x_shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *rest: Any,
+) -> tuple[Any, ...]:
+    """Launches of the same key run the same compiled kernels."""
+    tensors = [x_shard, *weights, *(bias for bias in biases if bias is not None)]
+    layouts = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
+    return x_shard.dtype, layouts, tuple(bias is None for bias in biases), *rest
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """What `all_gather_gemm` may launch on `arch` with W = 8, and a bias and gelu behind it.
+
+    As the operands lie with every config and dtype, copied and direct; in bf16 the weight transposed too (dX of a
+    row-parallel layer), and three weights.
+    """
+    for element in ("bf16", "fp16", "fp32"):
+        yield from gather.stage_and_relay_variants(arch, element)
+    for kind, element, launch in launches(arch):
+        for tma, direct in ((True, False), (False, False), (False, True)):
+            if tma and launch.tma_config is None:
+                continue
+            for layout, weights in (("nt", 1), ("nn", 1), ("nt", 3)) if kind == "bf16" else (("nt", 1),):
+                yield _variant(arch, kind, element, launch, tma, direct, layout == "nn", weights)
+
+
+def _variant(
+    arch: int, kind: str, element: str, launch: Launch, tma: bool, direct: bool, w_swapped: bool, weights: int
+) -> Variant:
+    config = launch.tma_config if tma else launch.config
+    assert config is not None
+
+    def operand(rows: int, swapped: bool = False) -> str:
+        block = f"{config.block_k}, {rows}" if swapped else f"{rows}, {config.block_k}"
+        return f"tensordesc<{element}[{block}]>" if tma else f"*{element}"
+
+    arguments: dict[str, Any] = compile_arguments(all_gather_gemm_kernel, element)
+    weight = operand(config.block_n, w_swapped)
+    arguments |= {"x_own": operand(config.block_m), "x": None if direct else operand(config.block_m)}
+    arguments |= {f"w{i}": weight if i < weights else None for i in range(MAX_WEIGHTS)}
+    arguments |= {"ys": (f"*{element}",) * weights, "biases": (f"*{element}",) * weights}
+    arguments["sizes"] = (("i32", 1, "i32") if w_swapped else ("i32", "i32", 1),) * weights
+    arguments["gathered_ptr"] = f"*{element}" if direct else None
+    plan = LoadPlan(config, tma, "", False, w_swapped)
+    variant = "tma" if tma else "direct" if direct else "pointers"
+    return Variant(
+        "all_gather_gemm",
+        f"{kind} {'nn' if w_swapped else 'nt'} {f'{weights} weights ' if weights > 1 else ''}{variant} {config}",
+        arch,
+        all_gather_gemm_kernel,
+        arguments,
+        _constants(launch, plan, weights, 8, tma) | {"DIRECT": direct, "LAST": True, "ACTIVATION": "gelu"},
+        config.options(),
+        odd=frozenset({"rank", "rows_per_rank"}),
+        matrix_instruction=kind != "ieee",
+    )

@@ -1,0 +1,398 @@
+"""Rows of all ranks, gathered: memory that peers read, the flags around it, and the kernels that hand shards over.
+
+    x_shard [M_r, K] per rank -> gathered [M, K]: rank r has rows r*c to (r+1)*c; the last ranks may have fewer, or none
+
+One call of a rank is several launches: `stage` copies its shard into its region, where peers can read it, and says so;
+then either the copy engine pulls peers' regions into `gathered` (`Puller`), each copy between two launches of `relay`,
+or a matmul loads peers' regions itself and says when it is done. Words of a rank's memory, W each, and who puts them:
+
+    begun[s]    rank s: it has begun the call
+    ready[s]    rank s: its shard is in its region, as rows in one piece
+    pulled[s]   rank s: it has read this rank's region and will not again in this call
+    arrived[p]  this rank: the p-th shard to come is in `gathered`; that of rank order[p]
+    verdict[s]  this rank, between two of its own launches: whether rank s's shard came
+
+The flags are those of `signals`, but lie at one address, not in two halves that calls use in turn: the host gives the
+copy engine its addresses, which a CUDA graph keeps, while calls are counted on the device. One address will do because
+questions and answers alternate: a rank stages call e+1 once all have pulled e, and they pull e+1 once it is staged; as
+flags only grow, nothing is zeroed. So a rank is ahead of another by one call at most, and nobody waits in between.
+
+The number of a call is advanced by `stage`; its other launches read it (`join`). They are ordered behind it, and the
+next `stage` behind them, by the stream, or by events between streams, so all of it may be captured in a CUDA graph.
+
+Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts ready (release.sys). `relay` waits for it
+(acquire.sys), and a copy behind it in the stream begins when `relay` has ended. When the copy has ended, the next
+launch of `relay` puts arrived (release), for which the matmul waits (acquire). What a copy engine or an earlier kernel
+has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes, so
+all it needs is to be issued behind the wait, and the barrier of the threads in `wait` does that. (A fence between the
+generic and the async proxy is for what the same kernel has written through its own threads.)
+
+Deadlines are those of `signals`. A shard that did not come is NaN in `gathered`, and so is all that is made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import compile_arguments, workspace_arguments
+from .resources import Variant
+from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, put, wait
+from .tiles import rounded, tile_pointers
+from .workspace import DATA_ALIGNMENT, Expired, Handle, Workspace
+
+OP = tl.constexpr(0)  # a gather's workspace holds nothing else, so its number needs no name
+
+# Runs of W words in a rank's memory; begun words come first.
+READY = tl.constexpr(1)
+PULLED = tl.constexpr(2)
+ARRIVED = tl.constexpr(3)
+ORDER = tl.constexpr(4)
+VERDICT = tl.constexpr(5)
+RUNS = tl.constexpr(6)
+ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
+
+# Counters of `state`.
+STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
+COME = tl.constexpr(1)  # shards that have arrived
+DONE = tl.constexpr(2)  # programs that have done with the peers' regions
+
+NO_RANK = tl.constexpr(-1)
+
+# More side streams than that gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
+MAX_STREAMS = 4
+
+# What a program of 4 warps copies at a time.
+BLOCK_ROWS = tl.constexpr(16)
+BLOCK_COLUMNS = tl.constexpr(512)
+
+
+@triton.jit
+def join(workspaces, state, error, rank, half_bytes, timeout_ns):
+    """The call that `stage` has begun, for the launches behind it."""
+    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, tl.load(state + EPOCH))
+
+
+@triton.jit
+def region_at(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
+    """Pointer to `rank`'s shard, as rows in one piece."""
+    offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
+    # An address out of a table carries no alignment; without it the compiler would move single elements.
+    return tl.multiple_of((tl.load(call.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def unbroken(call):
+    """Whether no wait of this workspace has expired so far."""
+    return tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
+def fill_nan(ptr, count):
+    """NaN in `count` elements from `ptr` on."""
+    nan = rounded(tl.full((1024,), float("nan"), tl.float32), ptr.dtype.element_ty)
+    for first in tl.range(0, tl.cast(count, tl.int64), 1024, num_stages=1):
+        places = first + tl.arange(0, 1024)
+        tl.store(ptr + places, nan, mask=places < count)
+
+
+@triton.jit
+def copy_rows(source, stride_m, stride_k, target, rows, K, good):
+    """Copies [rows, K] to rows in one piece, unless `good` is False; the programs of a launch share the work."""
+    blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
+        block_m = block // blocks_n
+        block_n = block - block_m * blocks_n
+        pointers, mask = tile_pointers(
+            source, block_m, block_n, rows, K, stride_m, stride_k, BLOCK_ROWS, BLOCK_COLUMNS
+        )  # fmt: skip
+        mask = mask & good
+        values = tl.load(pointers, mask=mask)
+        pointers, _ = tile_pointers(target, block_m, block_n, rows, K, K, 1, BLOCK_ROWS, BLOCK_COLUMNS)
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "rows"])
+def stage_kernel(
+    x_ptr,
+    rows,
+    K,
+    stride_xm,
+    stride_xk,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+):
+    """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
+    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
+    before = Call(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, call.epoch - 1)
+    free = True
+    for distance in tl.static_range(1, WORLD):
+        peer = (rank + distance) % WORLD
+        free = wait(before, PULLED * WORLD + peer, peer, -1, WORLD, OP) & free
+    region = region_at(call, rank, x_ptr.dtype.element_ty, WORLD)
+    copy_rows(x_ptr, stride_xm, stride_xk, region, rows, K, free)
+    if is_last(call, STAGED, tl.num_programs(0)):
+        # All programs have read the call's number and, had one of them not been free to write, that is on record.
+        good = unbroken(call)
+        for distance in tl.static_range(1, WORLD):
+            put(call, (rank + distance) % WORLD, READY * WORLD + rank, good)
+        tl.atomic_xchg(state_ptr + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["rank", "copied", "first_row", "rows", "awaited"])
+def relay_kernel(
+    gathered_ptr,
+    K,
+    copied,
+    first_row,
+    rows,
+    awaited,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+):
+    """Between two copies, one program: tells that rank `copied`'s shard has arrived, and waits for `awaited`'s."""
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    if copied != NO_RANK:
+        good = tl.load(flag_at(call, rank, VERDICT * WORLD + copied)) == call.epoch
+        if not good:
+            fill_nan(gathered_ptr + tl.cast(first_row, tl.int64) * K, tl.cast(rows, tl.int64) * K)
+        position = tl.atomic_add(state_ptr + COUNTERS + COME, 1, sem="acq_rel", scope="gpu")
+        if position == WORLD - 2:
+            tl.atomic_xchg(state_ptr + COUNTERS + COME, 0, sem="relaxed", scope="gpu")
+        tl.store(flag_at(call, rank, ORDER * WORLD + position), tl.cast(copied, tl.int64))
+        put(call, rank, ARRIVED * WORLD + position, True)
+        put(call, copied, PULLED * WORLD + rank, good)
+    if awaited != NO_RANK:
+        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+
+
+def region_offset(world_size: int) -> int:
+    """Where a rank's shard begins in its memory, in bytes."""
+    return -(-RUNS.value * world_size * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def region_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
+    """The memory that a `GatherWorkspace` needs for shards of [rows_per_rank, k]; the same on all ranks."""
+    return region_offset(world_size) + rows_per_rank * k * dtype.itemsize
+
+
+class GatherWorkspace(Workspace):
+    """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers only, which only this one does.
+
+    Example:
+        buffer, handle = symmetric_empty((region_bytes(512, 4096, torch.bfloat16, 8),), torch.uint8, group=group)
+        workspace = GatherWorkspace(buffer, handle, timeout_seconds=60)
+    """
+
+    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
+        self.handle: Any = handle
+        self.nbytes = buffer.nbytes
+        self.half_bytes = 0  # both halves are one: see above
+        self.loaded: set[Any] = set()  # calls whose kernels are on the device
+        self.streams: list[torch.cuda.Stream] = []
+        if buffer.is_cuda:
+            count = min(self.world_size - 1, MAX_STREAMS)
+            self.streams = [torch.cuda.Stream(buffer.device) for _ in range(count)]
+
+    def barrier(self) -> None:
+        """Refused: a call in between that pulls nothing would leave the next one waiting."""
+        raise ValueError("A GatherWorkspace has gathers only; use the barrier of a Workspace.")
+
+    def expired(self) -> Expired | None:
+        found = super().expired()
+        return None if found is None else dataclasses.replace(found, op="all_gather_matmul")
+
+    def check_room(self, rows_per_rank: int, k: int, dtype: torch.dtype) -> None:
+        """Raises ValueError where a shard of [rows_per_rank, k] does not fit."""
+        needed = region_bytes(rows_per_rank, k, dtype, self.world_size)
+        if needed > self.nbytes:
+            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
+
+    def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+        """[rows, k] at the beginning of `rank`'s region."""
+        offset = region_offset(self.world_size) // dtype.itemsize
+        view: Tensor = self.handle.get_buffer(rank, (rows, k), dtype, offset)
+        return view
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Which rows of [M, K] which rank has."""
+
+    rows: int
+    rows_per_rank: int
+    k: int
+
+    def range(self, rank: int) -> tuple[int, int]:
+        """(first row, how many) of `rank`."""
+        first = min(rank * self.rows_per_rank, self.rows)
+        return first, min(self.rows_per_rank, self.rows - first)
+
+
+# (kernel, grid, arguments by name): a launch that has not taken place yet.
+LaunchOf = tuple[Any, tuple[int], dict[str, Any]]
+
+
+def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> LaunchOf:
+    """What begins a call, with `programs` programs at most."""
+    rows, k = x_shard.shape
+    blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
+    arguments = {
+        "x_ptr": x_shard,
+        "rows": rows,
+        "K": k,
+        "stride_xm": x_shard.stride(0),
+        "stride_xk": x_shard.stride(1),
+        "WORLD": workspace.world_size,
+    }
+    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace_arguments(workspace)
+
+
+class Puller:
+    """Pulls peers' shards into `gathered` [M, K] by the copy engine, while the current stream goes on with other work.
+
+    Sources are spread over the workspace's side streams in order of distance, so no two ranks read from the same peer
+    first. Each stream is a chain: relay, copy, relay, copy, ..., relay. A relay is one warp, but needs an SM that can
+    take it while the matmul runs: leave at least one free.
+
+    Where `gathered` is kept, its own rows are copied last, behind all that somebody waits for.
+
+    On a CPU there are no streams; there `run_interpreted` pulls everything at once, in the order in which shards become
+    ready.
+    """
+
+    def __init__(self, gathered: Tensor, keep: bool, shards: Shards, workspace: GatherWorkspace) -> None:
+        self.gathered = gathered
+        self.keep = keep
+        self.shards = shards
+        self.workspace = workspace
+
+    def relay_launch(self, copied: int, awaited: int) -> LaunchOf:
+        """What tells of the copy of rank `copied`'s shard and waits for `awaited`'s; -1: of none, for none."""
+        first, rows = self.shards.range(max(copied, 0))
+        arguments = {
+            "gathered_ptr": self.gathered,
+            "K": self.shards.k,
+            "copied": copied,
+            "first_row": first,
+            "rows": rows,
+            "awaited": awaited,
+            "WORLD": self.workspace.world_size,
+            "num_warps": 1,
+        }
+        return relay_kernel, (1,), arguments | workspace_arguments(self.workspace)
+
+    def begin(self, staged: torch.cuda.Event) -> None:
+        """Puts all of it into the side streams, behind `staged`."""
+        peers = self._peers()
+        count = len(self.workspace.streams)
+        for index, stream in enumerate(self.workspace.streams):
+            stream.wait_event(staged)
+            with torch.cuda.stream(stream):
+                copied = -1
+                for source in peers[index::count]:
+                    run(self.relay_launch(copied, source))
+                    self._copy(source)
+                    copied = source
+                run(self.relay_launch(copied, -1))
+        if self.keep:
+            with self._last_stream():
+                self._copy(self.workspace.rank)
+
+    def end(self) -> None:
+        """The current stream goes on once everything has been pulled."""
+        current = torch.cuda.current_stream(self.gathered.device)
+        for stream in self.workspace.streams:
+            current.wait_stream(stream)
+
+    def run_interpreted(self) -> None:
+        """All of it, now, on the CPU."""
+        pending = self._peers()
+        while pending:
+            source = self._first_ready(pending)
+            pending.remove(source)
+            run(self.relay_launch(-1, source))
+            self._copy(source)
+            run(self.relay_launch(source, -1))
+        if self.keep:
+            self._copy(self.workspace.rank)
+
+    def _last_stream(self) -> Any:
+        """A side stream; with one rank, and so without any, the current one."""
+        streams = self.workspace.streams
+        return torch.cuda.stream(streams[-1]) if streams else contextlib.nullcontext()
+
+    def _peers(self) -> list[int]:
+        rank, world = self.workspace.rank, self.workspace.world_size
+        return [(rank + distance) % world for distance in range(1, world)]
+
+    def _copy(self, source: int) -> None:
+        first, rows = self.shards.range(source)
+        if rows:
+            theirs = self.workspace.region(source, rows, self.shards.k, self.gathered.dtype)
+            self.gathered[first : first + rows].copy_(theirs, non_blocking=True)
+
+    def _first_ready(self, pending: list[int]) -> int:
+        """A source whose flag is up; after a while any, and its relay waits on, bounded by the deadline."""
+        workspace = self.workspace
+        words = workspace.buffer.view(torch.uint8)[: region_offset(workspace.world_size)].view(torch.int64)
+        epoch = int(workspace.state[EPOCH.value])
+        until = time.monotonic() + min(0.05, workspace.timeout_ns / 4e9)
+        while time.monotonic() < until:
+            for source in pending:
+                if int(words[READY.value * workspace.world_size + source]) >= epoch:
+                    return source
+            time.sleep(20e-6)
+        return pending[0]
+
+
+def run(launch: LaunchOf) -> None:
+    """Launches a kernel on the current stream."""
+    kernel, grid, arguments = launch
+    kernel[grid](**arguments)
+
+
+def load(launch: LaunchOf) -> None:
+    """Compiles a kernel and loads it onto the device, without launching it.
+
+    Loading may wait for the kernels that run, and these may wait for a launch that is yet to come.
+    """
+    kernel, _, arguments = launch
+    compiled = kernel.warmup(grid=(1,), **arguments)
+    compiled[1, 1, 1]  # asking for a launcher loads it
+
+
+def stage_and_relay_variants(arch: int, element: str) -> Iterator[Variant]:
+    """The kernels of this module, for `all_gather_gemm.compile_variants`."""
+    for name, kernel, options in (("gather_stage", stage_kernel, {}), ("gather_relay", relay_kernel, {"num_warps": 1})):
+        yield Variant(
+            name,
+            element,
+            arch,
+            kernel,
+            compile_arguments(kernel, element),
+            {"WORLD": 8},
+            options,
+            odd=frozenset({"rank", "rows", "first_row", "copied", "awaited"}),
+            matrix_instruction=False,
+        )
