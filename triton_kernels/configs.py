@@ -177,3 +177,85 @@ def gemm_configs(arch: int, kind: str, *, tma: bool, gated: bool) -> tuple[GemmC
         table = _GATED_BY_POINTERS if gated else _BY_POINTERS
     family = {"bf16": "16", "fp16": "16", "fp8e4nv": "fp8"}.get(kind, kind)
     return tuple(table.get(arch, {}).get(family, ()))
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """Tiles of a matmul that talks to other ranks: the same on all ranks, however each of them loads its operands."""
+
+    pointers: GemmConfig
+    tma: GemmConfig | None = None
+    speed: float = 1.0  # of its inner loop on a full GPU, of the largest tiles' one: what decides between waves
+
+    @property
+    def block_m(self) -> int:
+        return self.pointers.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.pointers.block_n
+
+    @property
+    def programs_per_sm(self) -> int:
+        return self.pointers.programs_per_sm
+
+
+_FUSED: dict[int, dict[str, list[FusedConfig]]] = {
+    0: {"16": [FusedConfig(INTERPRETED, INTERPRETED)], "tf32": [FusedConfig(INTERPRETED, INTERPRETED)]},
+    80: {
+        "16": [
+            FusedConfig(GemmConfig(128, 128, 32, 8, 4)),
+            FusedConfig(GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2), speed=0.75),
+            FusedConfig(GemmConfig(16, 64, 128, 4, 4, programs_per_sm=2), speed=0.3),
+        ],
+        "tf32": [
+            FusedConfig(GemmConfig(128, 128, 32, 8, 3)),
+            FusedConfig(GemmConfig(64, 64, 32, 4, 3, programs_per_sm=2), speed=0.75),
+        ],
+    },
+    90: {
+        "16": [
+            FusedConfig(GemmConfig(128, 256, 64, 8, 3), GemmConfig(128, 256, 64, 8, 4, **_flat_split)),
+            FusedConfig(GemmConfig(128, 128, 64, 8, 4), GemmConfig(128, 128, 64, 8, 4, **_flat_split), 0.85),
+            FusedConfig(
+                GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
+                GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2, **_flat),
+                0.5,
+            ),
+        ],
+        "tf32": [
+            FusedConfig(GemmConfig(128, 128, 32, 8, 3), GemmConfig(128, 128, 32, 8, 4, **_flat_split)),
+            FusedConfig(
+                GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2),
+                GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2, **_flat),
+                0.6,
+            ),
+        ],
+    },
+    100: {
+        "16": [
+            FusedConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 4, split_store=True)),
+            FusedConfig(
+                GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2), GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2), 0.4
+            ),
+        ],
+        "tf32": [
+            FusedConfig(GemmConfig(128, 128, 32, 8, 3), GemmConfig(128, 128, 32, 8, 4, split_store=True)),
+            FusedConfig(
+                GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2), 0.5
+            ),
+        ],
+    },
+}
+_FUSED_IEEE = [FusedConfig(_IEEE[0]), FusedConfig(_IEEE[1], speed=0.5)]
+
+
+def fused_configs(arch: int, kind: str) -> tuple[FusedConfig, ...]:
+    """The tiles that a matmul of operands of `kind` (KINDS, but fp8) may have beside a collective on `arch`.
+
+    `arch` is one of ARCHITECTURES, or 0 for the interpreter.
+    """
+    if kind == "ieee" and arch in ARCHITECTURES:
+        return tuple(_FUSED_IEEE)
+    family = {"bf16": "16", "fp16": "16", "ieee": "tf32"}.get(kind, kind)
+    return tuple(_FUSED.get(arch, {}).get(family, ()))

@@ -14,7 +14,6 @@ Sources: Triton tutorial 09 (persistent matmul); Thakkar et al., CUTLASS 3 (TMA,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,9 @@ from .configs import INTERPRETED as INTERPRETED_CONFIG
 from .configs import KINDS, GemmConfig, gemm_configs
 from .epilogues import activate, add_bias, scale_tile
 from .gemm_checks import DTYPES, check_epilogue, check_operands, check_out, check_scales
+from .operands import arch_of, descriptor, fits_tma, is_swapped, sms_of
 from .resources import Variant
-from .tiles import INTERPRETED, dot, load_operand, rounded, store_tile, tile_at
+from .tiles import INTERPRETED, add_products, halves, rounded, store_tile, tile_at
 
 
 @triton.jit
@@ -83,16 +83,11 @@ def gemm_kernel(
         gate = None
         if gate_w is not None:
             gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-            k = step * BLOCK_K
-            x_block = load_operand(x, tile_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, EVEN_K, TMA, X_SWAPPED)
-            w_block = load_operand(w, tile_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED)
-            total = dot(x_block, w_block.T, total, PRECISION)
-            if gate_w is not None:
-                gate_block = load_operand(
-                    gate_w, tile_n, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED
-                )
-                gate = dot(x_block, gate_block.T, gate, PRECISION)
+        total, gate = add_products(
+            total, gate, x, w, gate_w, tile_m, tile_n, M, N, K,
+            stride_xm, stride_xk, stride_wn, stride_wk, stride_gn, stride_gk, 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
+        )  # fmt: skip
 
         if SPLIT_STORE:
             left, right = halves(total)
@@ -112,13 +107,6 @@ def gemm_kernel(
                 y, total, gate, bias_ptr, gate_bias_ptr, x_scale_ptr, w_scale_ptr, gate_scale_ptr,
                 tile_m, tile_n, M, N, stride_ym, stride_yn, ACTIVATION, SCALES, TMA,
             )  # fmt: skip
-
-
-@triton.jit
-def halves(total):
-    """The left and the right columns of a tile: storing them in turn takes the shared memory and registers of one."""
-    pairs = tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2))
-    return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
@@ -222,7 +210,7 @@ def gemm(
     y = torch.empty((M, N), dtype=out_dtype, device=x.device) if out is None else out
     if y.numel() == 0:
         return y
-    if plan.tma and not _by_tma(y):
+    if plan.tma and not fits_tma(y):
         plan = _plan_pointers(
             x, weight, gate_weight is not None, precision, "rows of the result are not 16-byte aligned"
         )
@@ -286,23 +274,23 @@ def plan_gemm(
     _check_device(x)
     gated = gate_weight is not None
     kind = precision if x.dtype == torch.float32 else DTYPES[x.dtype]
-    arch = _arch(x)
+    arch = arch_of(x.device)
     operands = {"x": x, "weight": weight} | ({"gate_weight": gate_weight} if gate_weight is not None else {})
-    swapped = {name: _swapped(t) for name, t in operands.items()}
+    swapped = {name: is_swapped(t) for name, t in operands.items()}
     if arch and arch < 90:
         reason = f"sm_{arch} has no TMA"
     elif kind == "ieee":
         reason = "fp32 in full precision is bound by CUDA cores, not by loads"
     elif x.shape[1] == 0:
         reason = "K is 0"
-    elif any(not _by_tma(t) for t in operands.values()):
-        names = " and ".join(name for name, t in operands.items() if not _by_tma(t))
+    elif any(not fits_tma(t) for t in operands.values()):
+        names = " and ".join(name for name, t in operands.items() if not fits_tma(t))
         reason = f"{names} has rows that are not in one piece, or do not begin at multiples of 16 bytes"
     elif any(swapped.values()) and x.element_size() != 2:
         reason = "a transposed operand of this dtype is loaded by pointers: tensor cores transpose 16-bit numbers only"
     elif gated and swapped["weight"] != swapped["gate_weight"]:
         reason = "weight and gate_weight do not lie alike"
-    elif out is not None and (not _by_tma(out) or _swapped(out)):
+    elif out is not None and (not fits_tma(out) or is_swapped(out)):
         reason = "rows of out are not in one piece, or do not begin at multiples of 16 bytes"
     else:
         configs = gemm_configs(arch, kind, tma=True, gated=gated) if arch else (INTERPRETED_CONFIG,)
@@ -312,11 +300,11 @@ def plan_gemm(
 
 def _plan_pointers(x: Tensor, weight: Tensor, gated: bool, precision: str, reason: str) -> GemmPlan:
     kind = precision if x.dtype == torch.float32 else DTYPES[x.dtype]
-    arch = _arch(x)
+    arch = arch_of(x.device)
     configs = gemm_configs(arch, kind, tma=False, gated=gated) if arch else (INTERPRETED_CONFIG,)
     if not configs:
         raise ValueError(f"gemm of {x.dtype} needs a GPU of sm_90 or later; this is sm_{arch}. Use bf16 there.")
-    return GemmPlan(False, reason, _swapped(x), _swapped(weight), configs)
+    return GemmPlan(False, reason, is_swapped(x), is_swapped(weight), configs)
 
 
 def _launch(
@@ -363,17 +351,7 @@ _tuned: dict[Any, GemmConfig] = {}
 
 def _operands(plan: GemmPlan, x: Tensor, weight: Tensor, gate_w: Tensor | None, y: Tensor) -> dict[str, Any]:
     tensors = {"x": x, "w": weight, "gate_w": gate_w, "y": y}
-    return {name: t if t is None or not plan.tma else _descriptor(t) for name, t in tensors.items()}
-
-
-def _descriptor(t: Tensor) -> TensorDescriptor:
-    """Its blocks are set for each config by set_blocks."""
-    if _swapped(t):
-        t = t.t()
-    size, length = t.shape
-    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
-    stride = t.stride(0) if size > 1 else -(-length // 16) * 16
-    return TensorDescriptor(t, [size, length], [stride, 1], [1, 16])
+    return {name: t if t is None or not plan.tma else descriptor(t) for name, t in tensors.items()}
 
 
 def set_blocks(arguments: dict[str, Any]) -> None:
@@ -392,25 +370,8 @@ def set_blocks(arguments: dict[str, Any]) -> None:
 
 def _grid(x: Tensor, y: Tensor, block_m: int, block_n: int, per_sm: int, num_sms: int | None) -> tuple[int]:
     tiles = -(-y.shape[0] // block_m) * -(-y.shape[1] // block_n)
-    sms = _sms(x.device.index) if x.is_cuda else 4
+    sms = sms_of(x.device)
     return (min(tiles, per_sm * min(num_sms or sms, sms)),)
-
-
-@functools.lru_cache
-def _sms(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.lru_cache
-def _arch_of_device(device: int) -> int:
-    major, _ = torch.cuda.get_device_capability(device)
-    # sm_120 has neither wgmma nor tcgen05: mma.sync and asynchronous copies, as sm_80.
-    return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)
-
-
-def _arch(x: Tensor) -> int:
-    """The architecture whose configs are taken; 0 is the interpreter."""
-    return _arch_of_device(x.device.index) if x.is_cuda and not INTERPRETED.value else 0
 
 
 def _capturing(x: Tensor) -> bool:
@@ -422,23 +383,8 @@ def _check_device(x: Tensor) -> None:
         return
     if not x.is_cuda:
         raise ValueError(f"x must be on a GPU; it is on {x.device}. (TRITON_INTERPRET=1, set early, runs it on CPU.)")
-    if not _arch(x):
+    if not arch_of(x.device):
         raise ValueError("gemm needs a GPU of sm_80 or later.")
-
-
-def _swapped(t: Tensor) -> bool:
-    """Whether columns, not rows, are in one piece."""
-    return t.stride(0) == 1 and t.stride(1) != 1 and t.shape[1] > 1
-
-
-def _by_tma(t: Tensor) -> bool:
-    """Whether TMA can load (or store) blocks of `t`."""
-    if t.numel() == 0:
-        return False
-    rows = t.t() if _swapped(t) else t
-    in_one_piece = rows.stride(1) == 1
-    aligned = rows.shape[0] == 1 or (rows.stride(0) > 0 and rows.stride(0) * t.element_size() % 16 == 0)
-    return in_one_piece and aligned and t.data_ptr() % 16 == 0
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:

@@ -3,46 +3,66 @@
     x [M, K_r], w [N, K_r] per rank -> out [M, N]: sum_r x_r @ w_r^T (+ bias) (+ residual)
     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight
 
+A rank may have several pairs (x, w), each with a K of its own: their products add up in fp32 before anything is sent.
 Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to whoever sums it; there the terms are
 added in fp32 in the order of the ranks, and rounded once. `two_shot` says who sums:
 
     one-shot   everybody everything: a tile goes to all ranks, W times the traffic, but one hop. For small M.
     two-shot   tile t's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
                begin with the next rank's tiles and end with their own, so at any time they write to different owners.
+    multimem   two-shot through an NVSwitch: a term stays in its rank's memory, the switch adds them when the owner
+               reads (in fp32), and copies what the owner writes to all ranks. Half the traffic of two-shot, for
+               GPUs that are joined by multicast (sm_90 and later). 16-bit dtypes only.
 
-Either way a sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all.
-Tiles are pushed to their reader, not pulled: once the flag is there the data is local, and no read waits for the link.
+A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. The order in
+which the switch adds is its own affair, and need not be the same from call to call; all ranks get the same bits even so,
+because each sum is read once, by one rank. A tile of which something did not arrive in time is NaN, on every rank.
+
+Tiles are pushed to their reader, not pulled (multimem's terms apart): once the flag is there the data is local, and no
+read waits for the link.
 
 The norm of a row of tiles is taken by whichever program stores the last of them, so no program waits for another of its
 own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.
 
 Sources: one-shot and two-shot all-reduce: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005; flags per tile: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs
-Through Kernel Fusion", 2024.
+Through Kernel Fusion", 2024; sums in the switch: Klenk et al., "An In-Network Architecture for Accelerating
+Shared-Memory Multiprocessor Collectives", 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, check_like, check_matmul, compile_arguments, launches
+from . import ptx
+from .epilogues import add_bias
+from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
+from .operands import arch_of
 from .resources import Variant
 from .signals import begin, end, is_last, put, wait
-from .slots import rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
-from .tiles import load_tile, multiply_tile, store_tile, tile_at, tile_offsets
-from .workspace import OPS, Workspace
+from .slots import or_nan, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
+from .tiles import load_tile, multiply_products, store_tile, tile_at, tile_offsets
+from .workspace import OPS, Workspace, needed_bytes
 
 OP = tl.constexpr(OPS.index("matmul_all_reduce"))
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "multicast"])
 def gemm_all_reduce_kernel(
-    x_ptr,
-    w_ptr,
+    x0,
+    w0,
+    x1,
+    w1,
+    x2,
+    w2,
+    x3,
+    w3,
+    sizes,
     bias_ptr,
     residual_ptr,
     norm_weight_ptr,
@@ -50,11 +70,6 @@ def gemm_all_reduce_kernel(
     normed_ptr,
     M,
     N,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
     stride_rm,
     stride_om,
     stride_normed_m,
@@ -65,15 +80,20 @@ def gemm_all_reduce_kernel(
     rank,
     half_bytes,
     timeout_ns,
+    multicast,
     terms_offset,
     sums_offset,
     WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    MULTIMEM: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_SWAPPED: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLATTEN: tl.constexpr,
     STRIP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -90,28 +110,32 @@ def gemm_all_reduce_kernel(
     tiles = tiles_m * tiles_n
     per_owner = tl.cdiv(tiles, WORLD)
     rounds = rounds_of(program, programs, tiles)
-    # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), and the sums behind them.
+    # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), multimem ones by tile, and the
+    # sums behind them. Flags are numbered so too, multimem's as two-shot's.
     first_sum = WORLD * per_owner
 
-    for step in tl.range(0, rounds):
+    for step in tl.range(0, rounds, flatten=FLATTEN):
         tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-        term = multiply_tile(
-            x_ptr, w_ptr, tile_m, tile_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K,
+        term = multiply_products(
+            (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0,
+            PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
         )  # fmt: skip
         if TWO_SHOT:
             owner = tile // per_owner
             slot = (tile - owner * per_owner) * WORLD + rank
-            store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N)
+            if MULTIMEM:
+                store_slot(call, rank, tile, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+            else:
+                store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
             put(call, owner, WORLD + slot, True)
         else:
             slot = tile * WORLD + rank
-            for distance in tl.static_range(WORLD):
-                store_slot(
-                    call, (rank + distance) % WORLD, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N
-                )  # fmt: skip
-            for distance in tl.static_range(WORLD):
+            # Not unrolled: the addresses of all peers at once would take the registers of the tile.
+            for distance in tl.range(0, WORLD):
+                peer = (rank + distance) % WORLD
+                store_slot(call, peer, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+            for distance in tl.range(0, WORLD):
                 put(call, (rank + distance) % WORLD, WORLD + slot, True)
 
     for step in tl.range(0, rounds):
@@ -123,27 +147,39 @@ def gemm_all_reduce_kernel(
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
             good = wait_terms(call, first_slot, tile, WORLD, OP)
             for strip in tl.range(0, STRIPS):
-                total = sum_terms(
-                    call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
-                )  # fmt: skip
+                place = tile * STRIPS + strip
+                if MULTIMEM:
+                    total = ptx.multimem_sum(
+                        multicast_at(call, multicast, terms_offset, place, ELEMENT, STRIP_M, BLOCK_N),
+                        ELEMENT, STRIP_M, BLOCK_N,
+                    )  # fmt: skip
+                else:
+                    total = sum_terms(
+                        call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
+                    )  # fmt: skip
                 strip_m = tile_m * STRIPS + strip
-                if HAS_BIAS:
-                    columns = tile_offsets(tile_n, BLOCK_N)
-                    total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-                if HAS_RESIDUAL:
+                total = add_bias(total, bias_ptr, tile_n, N)
+                if residual_ptr is not None:
                     residual = load_tile(residual_ptr, strip_m, tile_n, M, N, stride_rm, 1, STRIP_M, BLOCK_N)
                     total += residual.to(tl.float32)
-                if TWO_SHOT:
-                    for distance in tl.static_range(1, WORLD):
+                total = or_nan(total, good)
+                if MULTIMEM:
+                    ptx.multimem_store(
+                        multicast_at(call, multicast, sums_offset, place, ELEMENT, STRIP_M, BLOCK_N), total,
+                        ELEMENT, STRIP_M, BLOCK_N,
+                    )  # fmt: skip
+                elif TWO_SHOT:
+                    for distance in tl.range(1, WORLD):
                         store_slot(
-                            call, (rank + distance) % WORLD, tile * STRIPS + strip, total, sums_offset,
-                            ELEMENT, STRIP_M, BLOCK_N,
+                            call, (rank + distance) % WORLD, place, total, sums_offset, ELEMENT, STRIP_M, BLOCK_N
                         )  # fmt: skip
                 store_tile(out_ptr, total, strip_m, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N)
             if TWO_SHOT:
-                for distance in tl.static_range(1, WORLD):
+                if MULTIMEM:
+                    ptx.alias_fence()
+                for distance in tl.range(1, WORLD):
                     put(call, (rank + distance) % WORLD, WORLD + first_sum + tile, good)
-            if HAS_NORM:
+            if norm_weight_ptr is not None:
                 norm_if_last(
                     call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m, eps,
                     STRIP_M, BLOCK_N, STRIPS,
@@ -155,19 +191,28 @@ def gemm_all_reduce_kernel(
             owner = tile // per_owner
             if owner != rank:
                 tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-                wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
+                good = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
                 for strip in tl.range(0, STRIPS):
                     place = slot_pointers(call, rank, tile * STRIPS + strip, sums_offset, ELEMENT, STRIP_M, BLOCK_N)
-                    total = tl.load(place).to(tl.float32)
+                    total = or_nan(tl.load(place).to(tl.float32), good)
                     store_tile(
                         out_ptr, total, tile_m * STRIPS + strip, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N
                     )  # fmt: skip
-                if HAS_NORM:
+                if norm_weight_ptr is not None:
                     norm_if_last(
                         call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m,
                         eps, STRIP_M, BLOCK_N, STRIPS,
                     )  # fmt: skip
     end(call, WORLD, OP)
+
+
+@triton.jit
+def multicast_at(
+    call, multicast, data_offset, slot, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Address, at all ranks at once, of slot number `slot` of [BLOCK_M, BLOCK_N] elements."""
+    half = multicast + (call.epoch & 1) * call.half_bytes + data_offset
+    return half + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N * (ELEMENT.primitive_bitwidth // 8))
 
 
 @triton.jit
@@ -210,97 +255,130 @@ def norm_if_last(
 
 
 def gemm_all_reduce(
-    x: Tensor,
-    weight: Tensor,
+    products: Sequence[tuple[Tensor, Tensor]],
     *,
     workspace: Workspace,
     launch: Launch,
     two_shot: bool,
+    multimem: bool = False,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, normed): sum over ranks of x @ weight^T (+ bias) (+ residual), and its RMS norm where norm_weight is given.
+    """(out, normed): sum over ranks and products of x @ weight^T (+ bias) (+ residual); its RMS norm by norm_weight.
 
     Args:
-        x: [M, K_r] bf16, fp16 or fp32; K_r may differ between ranks. Any strides.
-        weight: [N, K_r] of that dtype. Any strides.
-        workspace: of this group and stream.
-        launch: tiles and programs, the same on all ranks; with fewer programs on the device than `launch.programs` at
-            once the ranks must share it fairly, see `signals`.
+        products: 1 to 4 pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
+            between ranks. Any strides.
+        workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
+        launch: tiles and programs, the same on all ranks; see `launch_for`. With fewer programs on the device than
+            `launch.programs` at once the ranks must share it fairly, see `signals`.
         two_shot: who sums, the same on all ranks.
+        multimem: the NVSwitch adds, for a two-shot sum; the same on all ranks.
         bias, norm_weight: [N], residual: [M, N] with rows in one piece; the same values on all ranks.
         out: [M, N] in rows of one piece, in place of new memory; may be `residual`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
+        ValueError: shapes, dtypes, devices or strides that do not fit, a workspace that is too small, or `multimem`
+            where there is none.
 
     Example:
-        y, _ = gemm_all_reduce(x_shard_k, w_shard_k, workspace=workspace, launch=launch, two_shot=True)
+        y, _ = gemm_all_reduce([(x_shard_k, w_shard_k)], workspace=workspace, launch=launch, two_shot=True)
     """
-    check_matmul(x, weight, workspace)
-    m, k, n = x.shape[0], x.shape[1], weight.shape[0]
+    m, n = check_products(products, workspace)
+    x = products[0][0]
     check_like("bias", bias, (n,), x)
     check_like("residual", residual, (m, n), x)
     check_like("norm_weight", norm_weight, (n,), x)
     check_like("out", out, (m, n), x)
+    if multimem:
+        check_multimem(x, workspace, two_shot)
     if out is None:
         out = x.new_empty(m, n)
     normed = None if norm_weight is None else x.new_empty(m, n)
-    tiles_m, tiles_n = launch.tiles(m, n)
-    slot_bytes = launch.block_m * launch.block_n * x.element_size()
+    if m == 0 or n == 0:
+        return out, normed
     world = workspace.world_size
-    per_owner = -(-tiles_m * tiles_n // world)
-    terms, sums = (per_owner, tiles_m * tiles_n) if two_shot else (tiles_m * tiles_n, 0)
     terms_offset, sums_offset = workspace.layout(
-        [(world * terms, slot_bytes), (sums, slot_bytes)], counters=0 if normed is None else tiles_m
+        _slots(m, n, x.dtype, world, launch, two_shot), counters=0 if normed is None else launch.tiles(m, n)[0]
     )
     gemm_all_reduce_kernel[(launch.programs,)](
-        x,
-        weight,
-        bias,
-        residual,
-        norm_weight,
-        out,
-        normed,
-        m,
-        n,
-        k,
-        *x.stride(),
-        *weight.stride(),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        n,
-        eps,
-        *workspace.arguments,
-        terms_offset,
-        sums_offset,
+        bias_ptr=bias,
+        residual_ptr=residual,
+        norm_weight_ptr=norm_weight,
+        out_ptr=out,
+        normed_ptr=normed,
+        M=m,
+        N=n,
+        stride_rm=0 if residual is None else residual.stride(0),
+        stride_om=out.stride(0),
+        stride_normed_m=n,
+        eps=eps,
+        **workspace_arguments(workspace),
+        multicast=workspace.multicast_address if multimem else 0,
+        terms_offset=terms_offset,
+        sums_offset=sums_offset,
         WORLD=world,
         TWO_SHOT=two_shot,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm_weight is not None,
-        **launch.options(k),
+        MULTIMEM=multimem,
+        **operand_arguments(products, launch, flatten=two_shot),
     )
     return out, normed
 
 
+def workspace_bytes(
+    m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, *, two_shot: bool, multimem: bool = False
+) -> int:
+    """Bytes of the smallest workspace for `gemm_all_reduce` of a result [m, n]; `multimem` takes what two-shot does."""
+    return needed_bytes(world_size, _slots(m, n, dtype, world_size, launch, two_shot or multimem))
+
+
+def _slots(
+    m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, two_shot: bool
+) -> list[tuple[int, int]]:
+    """Runs of terms and of sums."""
+    tiles_m, tiles_n = launch.tiles(m, n)
+    slot_bytes = launch.block_m * launch.block_n * dtype.itemsize
+    tiles = tiles_m * tiles_n
+    per_owner = -(-tiles // world_size)
+    terms, sums = (per_owner, tiles) if two_shot else (tiles, 0)
+    return [(world_size * terms, slot_bytes), (sums, slot_bytes)]
+
+
+def check_multimem(x: Tensor, workspace: Workspace, two_shot: bool) -> None:
+    """Raises ValueError where the switch cannot add x's products."""
+    if not two_shot:
+        raise ValueError("multimem needs two_shot=True: one rank reads each sum from the switch, and sends it to all.")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"multimem adds bf16 or fp16 terms; x is {x.dtype}. Use multimem=False.")
+    if x.device.type != "cuda":
+        raise ValueError(f"multimem needs GPUs joined by an NVSwitch; x is on {x.device}. Use multimem=False.")
+    if arch_of(x.device) < 90:
+        raise ValueError("multimem needs sm_90 or later. Use multimem=False.")
+    if not workspace.multicast_address:
+        raise ValueError("multimem needs a workspace with a multicast address, and this one has none.")
+
+
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Everything that `gemm_all_reduce` may launch on `arch` with W = 8, with all that may follow the sum."""
+    """What `gemm_all_reduce` may launch on `arch` with W = 8, with all that may follow the sum.
+
+    As the operands lie with every config, dtype and way to sum; the weight transposed (dX), of one product and of
+    three, in bf16 by two shots.
+    """
     for kind, element, launch in launches(arch):
-        for two_shot in (False, True):
-            yield Variant(
-                "gemm_all_reduce",
-                f"{kind} {'two' if two_shot else 'one'}-shot {launch.config}",
-                arch,
-                gemm_all_reduce_kernel,
-                compile_arguments(gemm_all_reduce_kernel, element),
-                launch.constants()
-                | {"WORLD": 8, "TWO_SHOT": two_shot, "EVEN_K": False}
-                | {"HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_NORM": True},
-                launch.config.options(),
-                odd=frozenset({"rank"}),
-                matrix_instruction=kind != "ieee",
-            )
+        ways = {"one-shot": (False, False), "two-shot": (True, False)}
+        if arch >= 90 and element in ("bf16", "fp16"):
+            ways["multimem"] = (True, True)
+        for name, (two_shot, multimem) in ways.items():
+            for tma in (False, True) if launch.tma_config else (False,):
+                layouts = [("nt", 1)]
+                if kind == "bf16" and name == "two-shot":
+                    layouts += [("nn", 1), ("nn", 3)]
+                for layout, products in layouts:
+                    yield fused_variant(
+                        "gemm_all_reduce", gemm_all_reduce_kernel, arch, kind, element, launch,
+                        {"WORLD": 8, "TWO_SHOT": two_shot, "MULTIMEM": multimem},
+                        tma=tma, name=name, layout=layout, products=products, flatten=two_shot,
+                    )  # fmt: skip

@@ -2,46 +2,53 @@
 
     x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c, c = ceil(M / W), of sum_r x_r @ w_r^T (+ bias)
 
-The last ranks' rows may be fewer, or none. Each rank multiplies all of [M, N], the next rank's rows first and its own
-last, so that at any time ranks write to different owners and what has the longest way is sent first. A tile goes, in
-the dtype of out, straight into the owner's slots; the owner adds the terms in fp32 in the order of the ranks, as they
-arrive, and rounds once. No tile holds rows of two owners.
+The last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each with a K of its own: their
+products add up in fp32 before anything is sent. That is dX of layers that share an input, as q, k and v do.
+
+Each rank multiplies all of [M, N], the next rank's rows first and its own last, so that at any time ranks write to
+different owners and what has the longest way is sent first. A tile goes, in the dtype of out, straight into the owner's
+slots; the owner adds the terms in fp32 in the order of the ranks, as they arrive, and rounds once. No tile holds rows
+of two owners. A tile of which a term did not arrive in time is NaN.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, check_like, check_matmul, compile_arguments, launches
+from .epilogues import add_bias
+from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
 from .resources import Variant
 from .signals import begin, end, put
-from .slots import rounds_of, store_slot, sum_terms, tile_of, wait_terms
-from .tiles import multiply_tile, store_tile, tile_at, tile_offsets
-from .workspace import OPS, Workspace
+from .slots import or_nan, rounds_of, store_slot, sum_terms, tile_of, wait_terms
+from .tiles import multiply_products, store_tile, tile_at
+from .workspace import OPS, Workspace, needed_bytes
 
 OP = tl.constexpr(OPS.index("matmul_reduce_scatter"))
 
 
 @triton.jit(do_not_specialize=["rank"])
 def gemm_reduce_scatter_kernel(
-    x_ptr,
-    w_ptr,
+    x0,
+    w0,
+    x1,
+    w1,
+    x2,
+    w2,
+    x3,
+    w3,
+    sizes,
     bias_ptr,
     out_ptr,
     M,
     N,
-    K,
     rows_per_rank,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
     stride_om,
     workspaces_ptr,
     state_ptr,
@@ -51,9 +58,14 @@ def gemm_reduce_scatter_kernel(
     timeout_ns,
     terms_offset,
     WORLD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_SWAPPED: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    FLATTEN: tl.constexpr,
     STRIP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -68,59 +80,58 @@ def gemm_reduce_scatter_kernel(
     tiles_m = tl.cdiv(rows_per_rank, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     per_owner = tiles_m * tiles_n
-    rounds = rounds_of(program, programs, WORLD * per_owner)
+    # Owners with all their rows come first, then one with fewer, then such without any: no number is left out.
+    full_owners = M // rows_per_rank
+    tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, BLOCK_M) * tiles_n
+    rounds = rounds_of(program, programs, tiles)
 
-    for step in tl.range(0, rounds):
+    for step in tl.range(0, rounds, flatten=FLATTEN):
         tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
         owner = tile // per_owner
         tile_of_owner = tile - owner * per_owner
-        tile_m, tile_n = tile_at(tile_of_owner, tiles_m, tiles_n, GROUP_M)
-        rows = tl.minimum(M - owner * rows_per_rank, rows_per_rank)
-        if tile_m * BLOCK_M < rows:
-            first_row = owner.to(tl.int64) * rows_per_rank
-            term = multiply_tile(
-                x_ptr + first_row * stride_xm, w_ptr, tile_m, tile_n, rows, N, K,
-                stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K,
-            )  # fmt: skip
-            slot = tile_of_owner * WORLD + rank
-            store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N)
-            put(call, owner, WORLD + slot, True)
+        first_row = owner * rows_per_rank
+        rows = tl.minimum(M - first_row, rows_per_rank)
+        tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)
+        term = multiply_products(
+            (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row,
+            PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
+        )  # fmt: skip
+        slot = tile_of_owner * WORLD + rank
+        store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        put(call, owner, WORLD + slot, True)
 
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
     for step in tl.range(0, rounds):
         tile = step * programs + program
-        tile_of_owner = tile - rank * per_owner
-        tile_m, tile_n = tile_at(tile_of_owner, tiles_m, tiles_n, GROUP_M)
-        if (tile // per_owner == rank) & (tile_m * BLOCK_M < rows):
+        if tile // per_owner == rank:
+            tile_of_owner = tile - rank * per_owner
+            tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)
             first_slot = tile_of_owner * WORLD
-            wait_terms(call, first_slot, tile, WORLD, OP)
+            good = wait_terms(call, first_slot, tile, WORLD, OP)
             for strip in tl.range(0, STRIPS):
                 total = sum_terms(
                     call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
                 )  # fmt: skip
-                if HAS_BIAS:
-                    columns = tile_offsets(tile_n, BLOCK_N)
-                    total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+                total = or_nan(add_bias(total, bias_ptr, tile_n, N), good)
                 store_tile(out_ptr, total, tile_m * STRIPS + strip, tile_n, rows, N, stride_om, 1, STRIP_M, BLOCK_N)
     end(call, WORLD, OP)
 
 
 def gemm_reduce_scatter(
-    x: Tensor,
-    weight: Tensor,
+    products: Sequence[tuple[Tensor, Tensor]],
     *,
     workspace: Workspace,
     launch: Launch,
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out [M_r, N]: this rank's rows of the sum over ranks of x @ weight^T (+ bias).
+    """out [M_r, N]: this rank's rows of the sum over ranks and products of x @ weight^T (+ bias).
 
     Args:
-        x: [M, K_r] bf16, fp16 or fp32; K_r may differ between ranks. Any strides.
-        weight: [N, K_r] of that dtype. Any strides.
-        workspace: of this group and stream.
-        launch: tiles and programs, the same on all ranks.
+        products: 1 to 4 pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
+            between ranks. Any strides.
+        workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
+        launch: tiles and programs, the same on all ranks; see `launch_for`.
         bias: [N], added once, to the sum.
         out: [M_r, N] with rows in one piece, in place of new memory.
 
@@ -128,10 +139,10 @@ def gemm_reduce_scatter(
         ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
 
     Example:
-        y_shard_m = gemm_reduce_scatter(x_shard_k, w_shard_k, workspace=workspace, launch=launch)
+        y_shard_m = gemm_reduce_scatter([(x_shard_k, w_shard_k)], workspace=workspace, launch=launch)
     """
-    check_matmul(x, weight, workspace)
-    m, k, n = x.shape[0], x.shape[1], weight.shape[0]
+    m, n = check_products(products, workspace)
+    x = products[0][0]
     world, rank = workspace.world_size, workspace.rank
     rows_per_rank = -(-m // world)
     rows = min(max(m - rank * rows_per_rank, 0), rows_per_rank)
@@ -139,41 +150,43 @@ def gemm_reduce_scatter(
     check_like("out", out, (rows, n), x)
     if out is None:
         out = x.new_empty(rows, n)
-    tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
-    slot_bytes = launch.block_m * launch.block_n * x.element_size()
-    (terms_offset,) = workspace.layout([(world * tiles_m * tiles_n, slot_bytes)])
+    if m == 0 or n == 0:
+        return out
+    (terms_offset,) = workspace.layout(_slots(m, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
-        x,
-        weight,
-        bias,
-        out,
-        m,
-        n,
-        k,
-        rows_per_rank,
-        *x.stride(),
-        *weight.stride(),
-        out.stride(0),
-        *workspace.arguments,
-        terms_offset,
+        bias_ptr=bias,
+        out_ptr=out,
+        M=m,
+        N=n,
+        rows_per_rank=rows_per_rank,
+        stride_om=out.stride(0),
+        **workspace_arguments(workspace),
+        terms_offset=terms_offset,
         WORLD=world,
-        HAS_BIAS=bias is not None,
-        **launch.options(k),
+        **operand_arguments(products, launch, flatten=True),
     )
     return out
 
 
+def workspace_bytes(m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> int:
+    """Bytes of the smallest workspace for `gemm_reduce_scatter` of a result [m, n]."""
+    return needed_bytes(world_size, _slots(m, n, dtype, world_size, launch))
+
+
+def _slots(m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:
+    tiles_m, tiles_n = launch.tiles(-(-m // world_size), n)
+    return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
+
+
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Everything that `gemm_reduce_scatter` may launch on `arch` with W = 8."""
+    """What `gemm_reduce_scatter` may launch on `arch` with W = 8 and a bias.
+
+    As the operands lie with every config and dtype; the weight transposed (dX), of one product and of three, in bf16.
+    """
     for kind, element, launch in launches(arch):
-        yield Variant(
-            "gemm_reduce_scatter",
-            f"{kind} {launch.config}",
-            arch,
-            gemm_reduce_scatter_kernel,
-            compile_arguments(gemm_reduce_scatter_kernel, element),
-            launch.constants() | {"WORLD": 8, "HAS_BIAS": True, "EVEN_K": False},
-            launch.config.options(),
-            odd=frozenset({"rank", "rows_per_rank"}),
-            matrix_instruction=kind != "ieee",
-        )
+        for tma in (False, True) if launch.tma_config else (False,):
+            for layout, products in (("nt", 1), ("nn", 1), ("nn", 3)) if kind == "bf16" else (("nt", 1),):
+                yield fused_variant(
+                    "gemm_reduce_scatter", gemm_reduce_scatter_kernel, arch, kind, element, launch, {"WORLD": 8},
+                    tma=tma, layout=layout, products=products,
+                )  # fmt: skip

@@ -33,15 +33,16 @@ class Variant:
     """One compilation of a kernel.
 
     `arguments` has every run-time argument by name: a type as Triton writes it ("*bf16", "i32",
-    "tensordesc<bf16[128, 64]>"), or 1 or None where the launch would make a constant of that. Pointers and integers
-    are taken for multiples of 16, as Triton finds aligned tensors and round sizes to be, but for those in `odd`.
+    "tensordesc<bf16[128, 64]>"), 1 or None where the launch would make a constant of that, or a tuple of these.
+    Pointers and integers are taken for multiples of 16, as Triton finds aligned tensors and round sizes to be, but for
+    those in `odd`.
     """
 
     kernel: str
     name: str
     arch: int
     function: Any
-    arguments: Mapping[str, str | int | None]
+    arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
@@ -84,20 +85,31 @@ def measure(variant: Variant) -> Resources:
     from triton.compiler import ASTSource
 
     names: list[str] = variant.function.arg_names
-    types = {name: kind for name, kind in variant.arguments.items() if isinstance(kind, str)}
-    constants = {name: value for name, value in variant.arguments.items() if name not in types} | dict(
-        variant.constants
-    )
-    missing = set(names) ^ (set(types) | set(constants))
+    missing = set(names) ^ (set(variant.arguments) | set(variant.constants))
     if missing:
         raise ValueError(f"{variant.kernel} {variant.name}: arguments {sorted(missing)} are not those of the kernel.")
-    aligned = [name for name, kind in types.items() if kind[0] in "*i" and name not in variant.odd]
-    source = ASTSource(
-        fn=variant.function,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def typed(path: tuple[int, ...], given: Any, odd: bool) -> Any:
+        """The argument's part of the signature; tuples have parts of their own."""
+        if isinstance(given, tuple):
+            return tuple(typed((*path, index), part, odd) for index, part in enumerate(given))
+        if not isinstance(given, str):
+            constants[path] = given
+            return "constexpr"
+        if given[0] in "*i" and not odd:
+            attributes[path] = [["tt.divisibility", 16]]
+        return given
+
+    for index, name in enumerate(names):
+        if name in variant.constants:
+            constants[(index,)] = variant.constants[name]
+            signature[name] = "constexpr"
+        else:
+            signature[name] = typed((index,), variant.arguments[name], name in variant.odd)
+    source = ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
     try:
         with _silence():
             compiled = triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))

@@ -11,24 +11,49 @@ import triton
 import triton.language as tl
 
 from .signals import half_at, wait
-from .tiles import rounded
+from .tiles import halves, rounded
+
+
+@triton.jit
+def slot_at(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
+    # An address out of a table carries no alignment; without it the compiler would move single elements.
+    data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
+    return data + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N)
 
 
 @triton.jit
 def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
-    # An address out of a table carries no alignment; without it the compiler would move single elements.
-    data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
+    """Pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    return data + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N) + tile
+    return slot_at(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
 
 
 @triton.jit
 def store_slot(
-    call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    call,
+    rank,
+    slot,
+    values,
+    data_offset,
+    ELEMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr = False,
 ):
-    """Writes `values` to a slot, rounded to ELEMENT."""
-    tl.store(slot_pointers(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N), rounded(values, ELEMENT))
+    """Writes `values` to a slot, rounded to ELEMENT; with SPLIT the left columns, then the right ones.
+
+    Plain stores, never TMA's: a flag that follows tells of what threads have stored.
+    """
+    if SPLIT:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = halves(values)
+        rows = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, HALF)[None, :]
+        data = slot_at(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N)
+        tl.store(data + rows, rounded(left, ELEMENT))
+        tl.store(data + HALF + rows, rounded(right, ELEMENT))
+    else:
+        tl.store(slot_pointers(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N), rounded(values, ELEMENT))
 
 
 @triton.jit
@@ -62,6 +87,12 @@ def sum_terms(
         place = (first_slot + source) * STRIPS + strip
         total += tl.load(slot_pointers(call, call.rank, place, data_offset, ELEMENT, STRIP_M, BLOCK_N)).to(tl.float32)
     return total
+
+
+@triton.jit
+def or_nan(values, good):
+    """`values`, or NaN in their place where they are made of what did not arrive: no result is silently wrong."""
+    return tl.where(good, values, float("nan"))
 
 
 @triton.jit

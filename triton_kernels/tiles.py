@@ -103,17 +103,20 @@ def load_operand(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
     SWAPPED: tl.constexpr,
+    first=0,
 ):
-    """[BLOCK, BLOCK_K] of an operand [size, K] of a matmul: rows from tile * BLOCK, columns from k; zeros beyond.
+    """[BLOCK, BLOCK_K] of `size` rows, from row `first` on, of an operand [.., K] of a matmul.
+
+    Rows from tile * BLOCK, columns from k; by pointers zeros beyond `size` and K, by TMA beyond the operand's ends.
 
     `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; where columns are in one piece
     (SWAPPED), one of blocks [BLOCK_K, BLOCK] of the transposed matrix. By pointers SWAPPED is about speed alone.
     """
     if TMA:
         if SWAPPED:
-            return operand.load([k, tile * BLOCK]).T
+            return operand.load([k, first + tile * BLOCK]).T
         else:
-            return operand.load([tile * BLOCK, k])
+            return operand.load([first + tile * BLOCK, k])
     else:
         # What is in one piece comes last: else sm_80 does not pipeline the loads of a transposed weight.
         rows = tile_offsets(tile, BLOCK)
@@ -125,16 +128,63 @@ def load_operand(
         mask = rows < size
         if not EVEN_K:
             mask = mask & (ks < K)
-        block = tl.load(operand + rows * stride + ks.to(tl.int64) * stride_k, mask=mask, other=0.0)
+        block = tl.load(operand + (first + rows) * stride + ks.to(tl.int64) * stride_k, mask=mask, other=0.0)
         if SWAPPED:
             block = block.T
         return block
 
 
 @triton.jit
+def add_products(
+    total,
+    gate,
+    x,
+    w,
+    gate_w,
+    tile_m,
+    tile_n,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_gn,
+    stride_gk,
+    first_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_SWAPPED: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+):
+    """(total + tile of x @ w^T, gate + tile of x @ gate_w^T); the loop over K of every matmul. gate_w may be None.
+
+    The tile is (tile_m, tile_n) of the M rows of x from `first_row` on, and of all N rows of w.
+    """
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        x_block = load_operand(
+            x, tile_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, EVEN_K, TMA, X_SWAPPED, first_row
+        )
+        w_block = load_operand(w, tile_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED)
+        total = dot(x_block, w_block.T, total, PRECISION)
+        if gate_w is not None:
+            gate_block = load_operand(
+                gate_w, tile_n, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, EVEN_K, TMA, W_SWAPPED
+            )
+            gate = dot(x_block, gate_block.T, gate, PRECISION)
+    return total, gate
+
+
+@triton.jit
 def multiply_tile(
-    x_ptr,
-    w_ptr,
+    x,
+    w,
     tile_m,
     tile_n,
     M,
@@ -149,29 +199,61 @@ def multiply_tile(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr = "ieee",
     EVEN_K: tl.constexpr = False,
+    TMA: tl.constexpr = False,
+    X_SWAPPED: tl.constexpr = False,
+    W_SWAPPED: tl.constexpr = False,
+    first_row=0,
 ):
-    """fp32 [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of x [M, K] @ w [N, K]^T; zeros beyond M and N.
+    """fp32 [BLOCK_M, BLOCK_N] of tile (tile_m, tile_n) of x [M, K] @ w [N, K]^T; by pointers zeros beyond M and N.
 
     PRECISION is of fp32 operands: "ieee" or "tf32" (10 bits of mantissa, on tensor cores). EVEN_K says that K is a
-    multiple of BLOCK_K, which saves the masks along K.
+    multiple of BLOCK_K, which saves the masks along K. x has M rows from `first_row` on.
     """
-    rows = tile_offsets(tile_m, BLOCK_M)[:, None]
-    columns = tile_offsets(tile_n, BLOCK_N)[None, :]
-    ks = tl.arange(0, BLOCK_K)
-    x_pointers = x_ptr + rows * stride_xm + ks[None, :].to(tl.int64) * stride_xk
-    w_pointers = w_ptr + columns * stride_wn + ks[:, None].to(tl.int64) * stride_wk
-    row_mask = rows < M
-    column_mask = columns < N
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            x = tl.load(x_pointers, mask=row_mask, other=0.0)
-            w = tl.load(w_pointers, mask=column_mask, other=0.0)
-        else:
-            left = K - step * BLOCK_K
-            x = tl.load(x_pointers, mask=row_mask & (ks[None, :] < left), other=0.0)
-            w = tl.load(w_pointers, mask=column_mask & (ks[:, None] < left), other=0.0)
-        total = dot(x, w, total, PRECISION)
-        x_pointers += BLOCK_K * tl.cast(stride_xk, tl.int64)
-        w_pointers += BLOCK_K * tl.cast(stride_wk, tl.int64)
+    total, _ = add_products(
+        total, None, x, w, None, tile_m, tile_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, 0, 0, first_row,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
+    )  # fmt: skip
     return total
+
+
+@triton.jit
+def multiply_products(
+    xs,
+    ws,
+    sizes,
+    tile_m,
+    tile_n,
+    M,
+    N,
+    first_row,
+    PRODUCTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    X_SWAPPED: tl.constexpr,
+    W_SWAPPED: tl.constexpr,
+):
+    """Tile (tile_m, tile_n) of the sum of xs[i] @ ws[i]^T over i < PRODUCTS, as `multiply_tile` has it of one.
+
+    sizes[i] is (K, stride_xm, stride_xk, stride_wn, stride_wk).
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for i in tl.static_range(PRODUCTS):
+        K, stride_xm, stride_xk, stride_wn, stride_wk = sizes[i]
+        total, _ = add_products(
+            total, None, xs[i], ws[i], None, tile_m, tile_n, M, N, K,
+            stride_xm, stride_xk, stride_wn, stride_wk, 0, 0, first_row,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def halves(total):
+    """The left and the right columns of a tile: storing them in turn takes the shared memory and registers of one."""
+    pairs = tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))

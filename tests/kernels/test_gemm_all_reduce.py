@@ -30,7 +30,7 @@ def run(group, workspace, launch, m, n, k, dtype, two_shot, with_tail=False, see
         bias, residual, norm_weight = (seeded(*shape, dtype=dtype, seed=7) for shape in ((n,), (m, n), (n,)))
         wanted = wanted + bias.double() + residual.double()
     out, normed = gemm_all_reduce(
-        x, w, workspace=workspace, launch=launch, two_shot=two_shot, bias=bias, residual=residual,
+        [(x, w)], workspace=workspace, launch=launch, two_shot=two_shot, bias=bias, residual=residual,
         norm_weight=norm_weight, eps=EPS,
     )  # fmt: skip
 
@@ -98,11 +98,11 @@ def ops_in_turn(group):
         x, w, wanted, terms = sum_of_matmuls(group, 20, 20, 7, torch.float32, seed=call)
         with delays(seed=call, on=call % world == rank, chance=0.1):
             if call % 3 == 2:
-                out = gemm_reduce_scatter(x, w, workspace=workspace, launch=LAUNCH)
+                out = gemm_reduce_scatter([(x, w)], workspace=workspace, launch=LAUNCH)
                 rows = -(-20 // world)
                 wanted = wanted[rank * rows : (rank + 1) * rows]
             else:
-                out, _ = gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=call % 3 == 1)
+                out, _ = gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=call % 3 == 1)
         assert_within_dtype_error(out, wanted, torch.float32, reduced_over=terms, roundings=2)
     assert workspace.expired() is None
 
@@ -118,7 +118,7 @@ def missing_rank(group, two_shot, missing):
     if group.rank() == missing:
         return None
     begun = time.monotonic()
-    gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=two_shot)
+    gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=two_shot)
     took = time.monotonic() - begun
     return workspace.expired(), took
 
@@ -138,7 +138,7 @@ def refusals(group):
 
     def refused(message, x=x, w=w, **how):
         with pytest.raises(ValueError, match=message):
-            gemm_all_reduce(x, w, workspace=workspace, launch=LAUNCH, two_shot=True, **how)
+            gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=True, **how)
 
     refused(r"x must be \[M, K\] and weight \[N, K\]; got \(8, 4\) and \(6, 3\)", w=torch.zeros(6, 3))
     refused(r"both bf16, fp16 or fp32; got torch.float64 and torch.float64", x=x.double(), w=w.double())

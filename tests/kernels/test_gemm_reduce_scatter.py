@@ -21,7 +21,7 @@ LAUNCH = Launch(2, CONFIG, strip_elements=128)
 def check(group, workspace, launch, m, n, k, dtype, bias=None, seed=0, **how):
     x, w, wanted, terms = sum_of_matmuls(group, m, n, k, dtype, seed)
     x, w = how.get("lay_out", lambda x, w: (x, w))(x, w)
-    out = gemm_reduce_scatter(x, w, workspace=workspace, launch=launch, bias=bias)
+    out = gemm_reduce_scatter([(x, w)], workspace=workspace, launch=launch, bias=bias)
     assert workspace.expired() is None
     start, stop = shard_range(m, group.size(), group.rank())
     wanted = wanted[start:stop] + (0 if bias is None else bias.double())
@@ -82,7 +82,7 @@ def missing_rank(group, missing):
     x, w, _, _ = sum_of_matmuls(group, 40, 20, 17, torch.float32)
     if group.rank() == missing:
         return None
-    gemm_reduce_scatter(x, w, workspace=workspace, launch=LAUNCH)
+    gemm_reduce_scatter([(x, w)], workspace=workspace, launch=LAUNCH)
     return str(workspace.expired())
 
 
