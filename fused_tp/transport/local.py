@@ -386,7 +386,9 @@ def _streams(group: LocalGroup) -> list[torch.cuda.Stream | None]:
         return [None] * group.world_size
     streams: list[torch.cuda.Stream | None] = []
     for _ in range(group.world_size):
-        stream = torch.cuda.Stream(group.device)
+        # Each of torch's pools hands out its 32 streams in turn, and a rank's must be nobody else's: hence the one of
+        # high priority, which is seldom used.
+        stream = torch.cuda.Stream(group.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(group.device))
         streams.append(stream)
     return streams

@@ -1,0 +1,76 @@
+"""Ranks as threads of one GPU, for what is measured and tested there: workspaces with loaded kernels, flags, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.transport.local import LocalRank
+
+# Above the number of any call, so a flag that holds it is set for ever.
+ALWAYS = 1 << 62
+
+
+@dataclass
+class RankMemory:
+    """The workspace of one rank, and what keeps its peers' memory alive."""
+
+    workspace: Any
+    handle: Any
+
+
+def prepare(
+    rank: LocalRank, nbytes: int, rehearse: Callable[[Any], object], *, timeout_seconds: float = 20.0, kind: Any = None
+) -> RankMemory:
+    """A workspace of `nbytes` on every rank, with everything loaded and allocated that `rehearse(workspace)` needs.
+
+    Loading a kernel and taking memory from the device may wait for kernels that run, and these wait for launches that
+    are yet to come. So the ranks rehearse one after the other, in a workspace in which no wait waits: what comes out is
+    nonsense, and is dropped; the workspace is then made anew.
+
+    Args:
+        kind: the class of workspace; None for `triton_kernels.workspace.Workspace`.
+    """
+    from triton_kernels.signals import EXPIRED
+    from triton_kernels.workspace import Workspace
+
+    kind = kind or Workspace
+    buffer, handle = rank.symmetric_empty(nbytes)
+    workspace = kind(buffer, handle, timeout_seconds=timeout_seconds)
+    with rank.in_turn():
+        workspace.state[EXPIRED.value] = 1
+        rehearse(workspace)
+        torch.cuda.synchronize(rank.device)
+    return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
+
+
+def set_flags(workspace: Any) -> None:
+    """Sets every flag of the workspace for ever, so that its rank can run alone: its peers have always just been."""
+    words = workspace.buffer.view(torch.uint8)
+    if workspace.half_bytes == 0:  # gathers: begun, ready and pulled; the others are this rank's own
+        words[: 3 * 8 * workspace.world_size].view(torch.int64).fill_(ALWAYS)
+        return
+    from triton_kernels.workspace import flag_bytes
+
+    count = flag_bytes(workspace.half_bytes)
+    for half in range(2):
+        begin = half * workspace.half_bytes
+        words[begin : begin + count].view(torch.int64).fill_(ALWAYS)
+
+
+def meet(streams: Sequence[torch.cuda.Stream]) -> None:
+    """Each stream goes on once all have come here."""
+    events = [stream.record_event() for stream in streams]
+    for stream in streams:
+        for event in events:
+            stream.wait_event(event)
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> Tensor:
+    """Normal random numbers, made on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
