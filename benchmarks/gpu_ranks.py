@@ -1,4 +1,4 @@
-"""Ranks as threads of one GPU, for what is measured and tested there: workspaces with loaded kernels, flags, streams."""
+"""Ranks as threads of one GPU, for what is measured and tested there: workspaces of loaded kernels, flags, streams."""
 
 from __future__ import annotations
 

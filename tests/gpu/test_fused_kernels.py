@@ -1,7 +1,7 @@
 """Matmuls fused with their collective, W ranks as threads on one GPU, each with its share of the SMs, against fp64.
 
-Calls of a test follow each other without a reset or a barrier, their kernels are late at random, and all ranks must hold
-the same bits where they hold the same thing.
+Calls of a test follow each other without a reset or a barrier, their kernels are late at random, and all ranks must
+hold the same bits where they hold the same thing.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def test_products_are_summed_too() -> None:
 
 
 def one_rank_alone(rank: LocalRank, op: str) -> None:
-    """With all flags set a rank runs alone, as the benchmarks time it: its peers' terms are the zeros of their slots."""
+    """With all flags set a rank runs alone, as the benchmarks time it; its peers' terms are zeros."""
     from benchmarks.gpu_ranks import set_flags
 
     call = make_call(rank, op, (300, 520, 200), torch.bfloat16, 1)
