@@ -50,12 +50,14 @@ def prepare(
 
 def set_flags(workspace: Any) -> None:
     """Sets every flag of the workspace for ever, so that its rank can run alone: its peers have always just been."""
-    words = workspace.buffer.view(torch.uint8)
-    if workspace.half_bytes == 0:  # gathers: begun, ready and pulled; the others are this rank's own
-        words[: 3 * 8 * workspace.world_size].view(torch.int64).fill_(ALWAYS)
-        return
+    from triton_kernels.gather import PULLED, READY, GatherWorkspace
     from triton_kernels.workspace import flag_bytes
 
+    words = workspace.buffer.view(torch.uint8)
+    if isinstance(workspace, GatherWorkspace):  # what peers put: begun, ready and pulled; the rest is this rank's own
+        runs = 1 + max(READY.value, PULLED.value)
+        words[: runs * 8 * workspace.world_size].view(torch.int64).fill_(ALWAYS)
+        return
     count = flag_bytes(workspace.half_bytes)
     for half in range(2):
         begin = half * workspace.half_bytes

@@ -100,8 +100,7 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
 
 
 def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
-    from triton_kernels.all_gather_gemm import all_gather_gemm
-    from triton_kernels.gather import region_bytes
+    from triton_kernels.all_gather_gemm import all_gather_gemm, workspace_bytes
     from triton_kernels.launch import launch_for
 
     m, n, k = shape
@@ -129,7 +128,7 @@ def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: to
     wanted = [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)]
     if op == "copy_engine":
         wanted.append(x.double())
-    return Call(gather, wanted, k, dtype, False, region_bytes(-(-m // world), k, dtype, world))
+    return Call(gather, wanted, k, dtype, False, workspace_bytes(-(-m // world), k, dtype, world))
 
 
 def workspace_kind(op: str) -> Any:

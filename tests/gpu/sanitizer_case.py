@@ -1,0 +1,111 @@
+"""Every kernel once, on small sizes: `compute-sanitizer --tool racecheck python tests/gpu/sanitizer_case.py`.
+
+The tools may run one kernel at a time, so no rank can wait for another: each of the two ranks runs alone, its flags set
+beforehand. That touches all the memory that a real call touches. What is computed is checked where a rank is alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.gpu_ranks import normal, set_flags
+from fused_tp.transport.local import LocalRank, run_local
+from triton_kernels.all_gather_gemm import all_gather_gemm
+from triton_kernels.all_gather_gemm import workspace_bytes as gather_bytes
+from triton_kernels.gather import GatherWorkspace
+from triton_kernels.gemm import gemm
+from triton_kernels.gemm_all_reduce import gemm_all_reduce
+from triton_kernels.gemm_all_reduce import workspace_bytes as sum_bytes
+from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
+from triton_kernels.gemm_reduce_scatter import workspace_bytes as scatter_bytes
+from triton_kernels.launch import launch_for
+from triton_kernels.workspace import Workspace
+
+SHAPES = ((136, 264, 128), (33, 77, 45))  # by TMA, and by pointers with masks everywhere
+DTYPE = torch.bfloat16
+
+
+def close(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    error = float((actual.double() - wanted).norm() / wanted.norm())
+    assert error < 1e-2, f"{name}: {error:.3g}"
+
+
+def matmuls() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for m, n, k in SHAPES:
+        x = normal(m, k, dtype=DTYPE, device=device, seed=1)
+        w, g = (normal(n, k, dtype=DTYPE, device=device, seed=seed) for seed in (2, 3))
+        bias = normal(n, dtype=DTYPE, device=device, seed=4)
+        product, gate = x.double() @ w.double().t(), x.double() @ g.double().t()
+        close(gemm(x, w), product, "gemm")
+        close(gemm(x, w.t().contiguous().t()), product, "gemm, weight transposed")
+        close(gemm(x, w, bias, activation="relu"), torch.relu(product + bias.double()), "gemm with an epilogue")
+        gated = torch.nn.functional.silu(gate) * product
+        close(gemm(x, w, gate_weight=g, activation="silu"), gated, "gated gemm")
+
+
+def fused(rank: LocalRank) -> None:
+    world, device = rank.world_size, rank.device
+    for m, n, k in SHAPES:
+        launch = launch_for(DTYPE, m, n, world, arch=rank.arch, sms=rank.sms, sm_margin=2)
+        x = normal(m, k, dtype=DTYPE, device=device, seed=rank.rank)
+        w = normal(n, k, dtype=DTYPE, device=device, seed=10 + rank.rank)
+        norm_weight = normal(n, dtype=DTYPE, device=device, seed=20)
+        residual = normal(m, n, dtype=DTYPE, device=device, seed=21)
+        nbytes = max(
+            sum_bytes(m, n, DTYPE, world, launch, two_shot=False),
+            sum_bytes(m, n, DTYPE, world, launch, two_shot=True),
+            scatter_bytes(m, n, DTYPE, world, launch),
+        )
+        sums = made(rank, Workspace, nbytes)
+        gathers = made(rank, GatherWorkspace, gather_bytes(-(-m // world), k, DTYPE, world))
+        wanted = x.double() @ w.double().t()
+        shard = x[: -(-m // world)] if rank.rank == 0 else x[-(-m // world) :]
+        with rank.in_turn():
+            for two_shot in (False, True):
+                out, _ = gemm_all_reduce([(x, w)], workspace=sums, launch=launch, two_shot=two_shot)
+                if world == 1:
+                    close(out, wanted, "gemm_all_reduce")
+                gemm_all_reduce(
+                    [(x, w)], workspace=sums, launch=launch, two_shot=two_shot, residual=residual,
+                    norm_weight=norm_weight,
+                )  # fmt: skip
+            out = gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch)
+            if world == 1:
+                close(out, wanted, "gemm_reduce_scatter")
+            for direct in (False, True):
+                (out,), _ = all_gather_gemm(
+                    x if world == 1 else shard, [w], workspace=gathers, launch=launch, rows=m, direct=direct
+                )
+                if world == 1:
+                    close(out, wanted, "all_gather_gemm")
+            torch.cuda.synchronize()
+            assert sums.expired() is None and gathers.expired() is None
+
+
+def made(rank: LocalRank, kind: Any, nbytes: int) -> Any:
+    buffer, handle = rank.symmetric_empty(nbytes)
+    workspace = kind(buffer, handle, timeout_seconds=120)
+    workspace.kept = handle
+    rank.barrier()
+    set_flags(workspace)
+    rank.barrier()
+    return workspace
+
+
+def main() -> None:
+    matmuls()
+    for world_size in (1, 2):
+        run_local(world_size, fused, device="cuda", timeout=500)
+    torch.cuda.synchronize()
+    print("all kernels ran")
+
+
+if __name__ == "__main__":
+    main()
