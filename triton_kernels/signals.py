@@ -37,9 +37,18 @@ when its wait returns. A wait must not stand in a loop that Triton pipelines (on
 loads of later rounds ahead of their wait.
 
 No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and from then on
-no wait of the workspace waits; the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A
+no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A
 rank that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it
-for one. `workspace.Workspace.expired` reads the record.
+for one. Calls that it has yet to make (queued, or in a graph that replays) must not touch the peers, which may be calls
+behind and still reading: there `begin` puts `-epoch` as begun, by which peers that wait learn that nothing will come,
+and all else that the call writes goes to its own memory. So a wait that returned True has the right data, always.
+
+The record lies in host memory: `workspace.Workspace.expired` reads it while kernels run. Its first word is written
+last, behind a release for the system.
+
+Capturing a CUDA graph needs nothing but that the workspace has been made before, is large enough, and is used by one
+stream (or branch of the graph) at a time; that kernels have been compiled and loaded, by a call before; and that all
+ranks replay graphs with the same calls in the same order. Calls outside of the graph may come in between.
 """
 
 from typing import Any, NamedTuple
@@ -53,10 +62,10 @@ from .clock import now_ns, pause
 EPOCH = tl.constexpr(0)  # calls ended
 ENDED = tl.constexpr(1)  # programs of this call that have ended
 CLOCK = tl.constexpr(2)  # latest time that a waiting program read
-EXPIRED = tl.constexpr(3)  # 1 once a wait has expired
+EXPIRED = tl.constexpr(3)  # the call in which a wait has expired; 0: none
 COUNTERS = tl.constexpr(16)  # from here on: one per row of tiles; zero between calls
 
-# Words of the error record, int64. The host may read them once the kernel has ended.
+# Words of the error record, int64. The host may read them once the first is not 0.
 ERROR_SET = tl.constexpr(0)
 ERROR_OP = tl.constexpr(1)
 ERROR_CALL = tl.constexpr(2)
@@ -69,16 +78,18 @@ ERROR_WORDS = 8
 
 POLLS_PER_CLOCK = tl.constexpr(32)
 
+# Loops over ranks are not unrolled here: each wait is compiled wherever it stands, with all that it may come to.
+
 
 class Call(NamedTuple):
     """One call as its kernel sees it; made by `begin`."""
 
-    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
+    workspaces: Any  # int64 [W]: where to find the ranks' workspaces; after giving up, this rank's own in all places
     state: Any
     error: Any
     rank: Any
     half_bytes: Any
-    timeout_ns: Any
+    timeout_ns: Any  # -1: this rank gave up in an earlier call
     epoch: Any
 
 
@@ -104,18 +115,24 @@ def look(flag):
 def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
     """Starts the call on this rank and tells all ranks so; every program does this first."""
     epoch = tl.load(state + EPOCH) + 1
-    call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+    expired = tl.load(state + EXPIRED)
+    # A wait of this very call may expire before its last program begins: all programs must decide alike.
+    broken = (expired > 0) & (expired < epoch)
     if tl.program_id(0) == 0:
-        for peer in tl.static_range(WORLD):
-            tl.atomic_xchg(flag_at(call, peer, rank), epoch, sem="release", scope="sys")
-    return call
+        call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+        for peer in tl.range(0, WORLD):
+            tl.atomic_xchg(flag_at(call, peer, rank), tl.where(broken, -epoch, epoch), sem="release", scope="sys")
+    # Behind the W addresses is that of this rank's own workspace, W times.
+    workspaces += tl.where(broken, WORLD, 0)
+    timeout_ns = tl.where(broken, tl.cast(-1, tl.int64), tl.cast(timeout_ns, tl.int64))
+    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
 
 
 @triton.jit
 def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
     """Ends the call on this rank, once all ranks have begun it; every program does this last."""
     if tl.program_id(0) == 0:
-        for peer in tl.static_range(WORLD):
+        for peer in tl.range(0, WORLD):
             wait(call, peer, peer, -1, WORLD, OP)
     tl.debug_barrier()
     if tl.atomic_add(call.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
@@ -140,30 +157,39 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
     `tile` is for the record.
     """
-    flag = flag_at(call, call.rank, index)
-    seen = look(flag)
+    seen = look(flag_at(call, call.rank, index))
     if seen < call.epoch:
-        seen = poll(call, flag, seen)
+        seen = poll(call, index, source, seen)
         if seen < call.epoch:
-            record(call, source, tile, seen == -call.epoch, WORLD, OP)
+            record(call, source, tile, seen < 0, WORLD, OP)
     tl.debug_barrier()
-    return seen >= call.epoch
+    return (seen >= call.epoch) & (call.timeout_ns >= 0)
 
 
 @triton.jit
-def poll(call, flag, seen):
-    """What the flag holds once it is set, its writer has given up, or the deadline has passed."""
+def poll(call, index, source, seen):
+    """What flag `index` holds once it is set or the deadline has passed; something negative if `source` has given up.
+
+    The branches are the same for all threads, since each is on what came through an atomic.
+    """
+    flag = flag_at(call, call.rank, index)
     start = clock(call)
     polls = 0
-    waiting = (seen != -call.epoch) & (tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0)
+    waiting = (seen >= 0) & (tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0)
     while waiting:
         pause()
         seen = look(flag)
         polls += 1
-        waiting = (seen < call.epoch) & (seen != -call.epoch)
+        waiting = (seen < call.epoch) & (seen >= 0)
         if waiting & (polls % POLLS_PER_CLOCK == 0):
-            expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
-            waiting = (clock(call) - start < call.timeout_ns) & (expired == 0)
+            if look(flag_at(call, call.rank, source)) < 0:
+                # It has given up. What it did before, in this call too, can be seen by now.
+                seen = look(flag)
+                seen = tl.where(seen < call.epoch, -call.epoch, seen)
+                waiting = False
+            else:
+                expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
+                waiting = (clock(call) - start < call.timeout_ns) & (expired == 0)
     return seen
 
 
@@ -177,11 +203,13 @@ def clock(call):
 @triton.jit
 def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
     """Writes the error record, unless there is one: the first wait to expire is the one to tell of."""
-    if tl.atomic_xchg(call.state + EXPIRED, 1, sem="relaxed", scope="gpu") == 0:
-        absent = tl.cast(0, tl.int64)
-        for peer in tl.static_range(WORLD):
-            late = look(flag_at(call, call.rank, peer)) < call.epoch
-            absent += late.to(tl.int64) << peer
+    none = tl.cast(0, tl.int64)
+    if tl.atomic_cas(call.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
+        absent = none
+        for peer in tl.range(0, WORLD):
+            begun = look(flag_at(call, call.rank, peer))
+            late = (begun >= 0) & (begun < call.epoch)
+            absent += late.to(tl.int64) << tl.cast(peer, tl.int64)
         tl.store(call.error + ERROR_OP, OP)
         tl.store(call.error + ERROR_CALL, call.epoch)
         tl.store(call.error + ERROR_RANK, call.rank)
@@ -189,6 +217,9 @@ def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
         tl.store(call.error + ERROR_SOURCE, source)
         tl.store(call.error + ERROR_ABSENT, absent)
         tl.store(call.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
+        tl.debug_barrier()
+        # A fence for the system, on a word of this GPU: not every host takes atomics of a GPU in its own memory.
+        tl.atomic_xchg(call.state + EXPIRED, call.epoch, sem="acq_rel", scope="sys")
         tl.store(call.error + ERROR_SET, 1)
 
 

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from . import signals
+from .tiles import INTERPRETED
 
 # Launches give their number, so that an error can be named: the index here.
-OPS = ("barrier", "matmul_all_reduce", "matmul_reduce_scatter")
+OPS = ("barrier", "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 
 # One bit each in a word of the error record.
 MAX_WORLD_SIZE = 63
+
+# Memory that a kernel's address arithmetic takes for aligned must be so on every rank.
+BUFFER_ALIGNMENT = 64
 
 # Data begins at a multiple of it: whole cache lines, and vector stores need 16.
 DATA_ALIGNMENT = 128
@@ -90,30 +94,41 @@ class Workspace:
     """The memory of one rank's calls, of one stream: two halves of `buffer`, state of its own, and an error record.
 
     Args:
-        buffer: this rank's symmetric memory, any dtype, the same size on all ranks; it is zeroed here.
+        buffer: this rank's symmetric memory, any dtype, the same size on all ranks; it is zeroed here, on the current
+            stream, behind which all launches must be.
         handle: reaches the others' buffers. All ranks make their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
         counters: most rows of tiles that a launch may count.
 
+    Attributes:
+        multicast_address: where one store reaches `buffer` on all ranks at once; 0 without NVLink SHARP.
+
+    It may be used in CUDA graphs: make it before the capture, with room for the largest call (`needed_bytes`), and see
+    `signals` for what else that needs. Nothing is allocated, copied or waited for by the host per call.
+
     Raises:
-        ValueError: more than 63 ranks, or a buffer that is not contiguous or not aligned to 128 bytes.
+        ValueError: more than 63 ranks; a buffer that is not contiguous, not what `handle` reaches, not at a multiple of
+            64 bytes on every rank, or not on a GPU (interpreted: not on a CPU).
     """
 
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = 4096) -> None:
-        if handle.world_size > MAX_WORLD_SIZE:
-            raise ValueError(f"A workspace serves up to {MAX_WORLD_SIZE} ranks, and the group has {handle.world_size}.")
-        if not buffer.is_contiguous() or any(address % 64 for address in handle.buffer_ptrs):
-            raise ValueError("buffer must be contiguous and begin at a multiple of 64 bytes on every rank.")
         self.rank = handle.rank
         self.world_size = handle.world_size
+        offset = _checked_offset(buffer, handle)
+        addresses = [address + offset for address in handle.buffer_ptrs]
+        multicast = getattr(handle, "multicast_ptr", 0) or 0
+        self.multicast_address: int = multicast and multicast + offset
         self.timeout_ns = int(timeout_seconds * 1e9)
         self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT
         self.counters = counters
         device = buffer.device
         self.buffer = buffer  # keeps the memory
-        self.addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        # The second W are for calls after this rank has given up.
+        own = [addresses[self.rank]] * self.world_size
+        self.addresses = torch.tensor(addresses + own, dtype=torch.int64, device=device)
         self.state = torch.zeros(signals.COUNTERS.value + counters, dtype=torch.int64, device=device)
-        self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, device=device)
+        # Host memory that the GPU maps, so that reading it waits for no kernel.
+        self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
         buffer.zero_()
         handle.barrier()
 
@@ -149,13 +164,13 @@ class Workspace:
         signals.barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
 
     def expired(self) -> Expired | None:
-        """What the first wait to expire left behind, or None. On CUDA it waits for the device.
+        """What the first wait to expire left behind, or None. Waits for nothing, kernels that still run included.
 
         After it, the calls of this workspace give wrong results on some ranks; it is not to be used again.
         """
-        words = [int(word) for word in self.error.tolist()]
-        if not words[signals.ERROR_SET.value]:
+        if not int(self.error[signals.ERROR_SET.value]):
             return None
+        words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
         tile = words[signals.ERROR_TILE.value]
         absent = words[signals.ERROR_ABSENT.value]
         return Expired(
@@ -167,3 +182,33 @@ class Workspace:
             absent=tuple(rank for rank in range(self.world_size) if absent >> rank & 1),
             gave_up=bool(words[signals.ERROR_GAVE_UP.value]),
         )
+
+
+def _checked_offset(buffer: Tensor, handle: Handle) -> int:
+    """How far into `handle`'s memory `buffer` begins, in bytes, the same on all ranks; see `Workspace`."""
+    if handle.world_size > MAX_WORLD_SIZE:
+        raise ValueError(f"A workspace serves up to {MAX_WORLD_SIZE} ranks, and the group has {handle.world_size}.")
+    if len(handle.buffer_ptrs) != handle.world_size:
+        raise ValueError(
+            f"handle must reach every rank's memory; it reaches {len(handle.buffer_ptrs)} of {handle.world_size}."
+        )
+    wanted = "cpu" if INTERPRETED.value else "cuda"
+    if buffer.device.type != wanted:
+        how = "interpreted (TRITON_INTERPRET=1)" if INTERPRETED.value else "compiled"
+        raise ValueError(f"buffer must be on {wanted}, as kernels are {how}; it is on {buffer.device}.")
+    if not buffer.is_contiguous():
+        raise ValueError(f"buffer must be contiguous; its strides are {buffer.stride()}.")
+    # Torch's handle has the address of an allocation, in which tensors of a memory pool begin further in.
+    offset = buffer.data_ptr() - handle.buffer_ptrs[handle.rank]
+    if offset not in (0, getattr(handle, "offset", 0)):
+        raise ValueError(
+            f"buffer must be the memory that handle reaches, at {handle.buffer_ptrs[handle.rank]:#x} on this rank; "
+            f"it is at {buffer.data_ptr():#x}."
+        )
+    for rank, address in enumerate(handle.buffer_ptrs):
+        if (address + offset) % BUFFER_ALIGNMENT:
+            raise ValueError(
+                f"buffer must begin at a multiple of {BUFFER_ALIGNMENT} bytes on every rank; on rank {rank} it is at "
+                f"{address + offset:#x}."
+            )
+    return offset

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
-from triton_kernels.signals import begin, end, is_last, put, wait
+from triton_kernels.signals import barrier_kernel, begin, end, is_last, put, wait
 from triton_kernels.slots import slot_pointers, store_slot
-from triton_kernels.workspace import Expired, flag_bytes, needed_bytes
+from triton_kernels.workspace import Expired, Workspace, flag_bytes, needed_bytes
 
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
@@ -152,6 +155,34 @@ def test_who_gave_up_is_not_waited_for():
     assert time.monotonic() - begun < 15
 
 
+def goes_on_after_giving_up(group):
+    """Rank 0 gives up on call 2 and makes three more before rank 1, which is late and patient, begins call 2."""
+    rank = group.rank()
+    workspace = workspace_of(group, timeout_seconds=(0.2, 20)[rank])
+    workspace.barrier()
+    if rank == 1:
+        dist.barrier(group)
+    outs = [ring(workspace, torch.full((2, TILE, TILE), 10.0 * call + rank)) for call in range(2, 6)]
+    if rank == 0:
+        dist.barrier(group)
+    dist.barrier(group)  # what the other may still write to is there until it is done
+    return [out.unique().tolist() for out in outs], workspace.expired()
+
+
+def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
+    begun = time.monotonic()
+    (_, expired0), (outs, expired1) = interpreted_ranks(2, goes_on_after_giving_up)
+    assert expired0 == Expired("matmul_all_reduce", 2, 0, 0, source=1, absent=(1,), gave_up=False)
+    # Rank 0 delivered its part of call 2 before it gave up; calls 4 and on use the same half.
+    assert outs[0] == [20.0]
+    # Rank 1 is told at once, when it ends call 2, that rank 0 is lost, and does not wait 20 s for it.
+    assert expired1 == Expired("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
+    assert str(expired1).endswith(
+        "waited for its beginning of rank 0; rank 0 gave up, because a rank that it waited for did not come in time"
+    )
+    assert time.monotonic() - begun < 15
+
+
 @triton.jit
 def count_kernel(out_ptr, workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
     call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
@@ -188,6 +219,65 @@ def too_small(group):
 
 def test_a_workspace_that_is_too_small_says_what_is_needed():
     interpreted_ranks(2, too_small)
+
+
+@dataclass
+class FakeHandle:
+    buffer_ptrs: list[int]
+    rank: int = 0
+    offset: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.buffer_ptrs)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        pass
+
+
+def refused_workspaces(group):
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 64 :]
+    address = memory.data_ptr()
+
+    def refused(message, buffer, handle):
+        with pytest.raises(ValueError, match=message):
+            Workspace(buffer, handle, timeout_seconds=1)
+
+    refused("up to 63 ranks, and the group has 64", memory, FakeHandle([address] * 64))
+    refused(r"must be on cpu, as kernels are interpreted \(TRITON_INTERPRET=1\); it is on meta", memory.to("meta"),
+            FakeHandle([address]))  # fmt: skip
+    refused(r"buffer must be contiguous; its strides are \(2,\)", memory[::2], FakeHandle([address]))
+    refused("buffer must be the memory that handle reaches, at 0x", memory[64:], FakeHandle([address]))
+    refused("multiple of 64 bytes on every rank; on rank 1 it is", memory, FakeHandle([address, address + 8]))
+    within = Workspace(memory[64:], FakeHandle([address, address + 256], offset=64), timeout_seconds=1)
+    assert within.addresses[:2].tolist() == [address + 64, address + 320]
+    assert within.multicast_address == 0
+
+
+def test_memory_that_kernels_cannot_use_is_refused():
+    interpreted_ranks(1, refused_workspaces)
+
+
+def test_memory_of_the_cpu_is_refused_where_kernels_are_compiled():
+    with pytest.raises(ValueError, match="buffer must be on cuda, as kernels are compiled; it is on cpu"):
+        Workspace(torch.zeros(1 << 14), FakeHandle([0]), timeout_seconds=1)
+
+
+@pytest.mark.parametrize("world_size", [2, 63])
+def test_a_wait_compiles_small(world_size):
+    """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
+    kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
+    kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
+    source = ASTSource(fn=barrier_kernel, signature=kinds, constexprs={"WORLD": world_size})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert len(ptx) < 100_000
+    # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
+    assert "atom.global.sys.release.exch.b64" in ptx
+    assert re.search(r"(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire\.add)\.[bu]64", ptx)
+    # The record: fields, fence for the system, and then the word that says that it is there.
+    fence = ptx.index("atom.global.sys.acq_rel.exch.b64")
+    assert ptx[fence:].count("st.global.b64") == 1
 
 
 @pytest.mark.parametrize("slots", [[(1, 0)], [(1, 512)], [(7, 96), (3, 5000)], [(900, 8192)], [(5000, 16)]])
