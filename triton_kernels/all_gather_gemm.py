@@ -1,6 +1,6 @@
 """y_i = AG(x) @ w_i^T, in one launch for several weights, which multiplies what is there while the rest is on its way.
 
-    x_shard [M_r, K], weights [N_i, K] per rank -> y_i [M, N_i] = epilogue(gathered x @ w_i^T (+ bias_i))
+    x_shard [M_r, K], weights [N_i, K] per rank -> y_i [M, N_i] = gathered x @ w_i^T (+ bias_i)
 
 Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. How shards come is the
 choice of each rank alone (module `gather` has the protocol, which is the same for both):
@@ -28,6 +28,7 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import gather
-from .epilogues import ACTIVATIONS
+from .configs import GemmConfig
 from .gather import (
     ARRIVED,
     DONE,
@@ -91,7 +92,6 @@ def multiply_shard(
     stride_wn,
     stride_wk,
     first,
-    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
@@ -104,7 +104,7 @@ def multiply_shard(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Rows y_row.. of y = epilogue(`rows` rows of x from x_row on @ w^T): tiles first, first + programs, ...
+    """Rows y_row.. of y = `rows` rows of x from x_row on @ w^T (+ bias): tiles first, first + programs, ...
 
     Returns which tile of the next shard or weight this program begins with.
     """
@@ -123,16 +123,16 @@ def multiply_shard(
             left, right = halves(total)
             finish_tile(
                 y_rows, left, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n, rows, N, N, 1,
-                ACTIVATION, "none", False,
+                "none", "none", False,
             )  # fmt: skip
             finish_tile(
                 y_rows, right, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n + 1, rows, N, N, 1,
-                ACTIVATION, "none", False,
+                "none", "none", False,
             )  # fmt: skip
         else:
             finish_tile(
                 y_rows, total, None, bias_ptr, None, None, None, None, tile_m, tile_n, rows, N, N, 1,
-                ACTIVATION, "none", False,
+                "none", "none", False,
             )  # fmt: skip
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
@@ -164,7 +164,6 @@ def all_gather_gemm_kernel(
     WEIGHTS: tl.constexpr,
     DIRECT: tl.constexpr,
     LAST: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
@@ -181,7 +180,7 @@ def all_gather_gemm_kernel(
 
     sizes[i] is (N, stride_wn, stride_wk) of weight i.
     """
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
     ws = (w0, w1, w2, w3)
     ELEMENT: tl.constexpr = ys[0].dtype.element_ty
     first = tl.program_id(0)
@@ -191,14 +190,15 @@ def all_gather_gemm_kernel(
         N, stride_wn, stride_wk = sizes[i]
         first = multiply_shard(
             x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-            first, ACTIVATION, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+            first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
             BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )  # fmt: skip
     if DIRECT and gathered_ptr is not None:
         own_part = gathered_ptr + tl.cast(own_row, tl.int64) * K
         copy_rows(x_own, stride_xm, stride_xk, own_part, own_rows, K, True)
 
-    for position in tl.range(1, WORLD):
+    position = 1
+    while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
         if DIRECT:
             source = (rank + position) % WORLD
             arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
@@ -227,19 +227,20 @@ def all_gather_gemm_kernel(
             if DIRECT:
                 first = multiply_shard(
                     theirs, ws[i], ys[i], biases[i], 0, row, rows, N, K, K, 1, stride_wn, stride_wk,
-                    first, ACTIVATION, PRECISION, EVEN_K, False, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                    first, PRECISION, EVEN_K, False, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                 )  # fmt: skip
             else:
                 first = multiply_shard(
                     x, ws[i], ys[i], biases[i], row, row, rows, N, K, K, 1, stride_wn, stride_wk,
-                    first, ACTIVATION, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                    first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                 )  # fmt: skip
+        position += 1
     if DIRECT and LAST:
         if is_last(call, DONE, tl.num_programs(0)):
             good = unbroken(call)
-            for distance in tl.static_range(1, WORLD):
+            for distance in tl.range(1, WORLD):
                 put(call, (rank + distance) % WORLD, PULLED * WORLD + rank, good)
 
 
@@ -252,11 +253,10 @@ def all_gather_gemm(
     rows: int,
     rows_per_rank: int | None = None,
     biases: Sequence[Tensor | None] | None = None,
-    activation: str = "none",
     gathered: bool = False,
     direct: bool = False,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = activation(gathered x @ weights[i]^T (+ biases[i])).
+    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]).
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
@@ -268,7 +268,6 @@ def all_gather_gemm(
         rows: M, over all ranks.
         rows_per_rank: c, where it is not ceil(M / W).
         biases: [N_i] each, or None.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu", of all results.
         gathered: whether to return gathered x too.
         direct: whether tiles are loaded from the peers' memory, see the module.
 
@@ -279,7 +278,7 @@ def all_gather_gemm(
         (q, k, v), _ = all_gather_gemm(x_shard_m, [wq, wk, wv], workspace=workspace, launch=launch, rows=4096)
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    shards = _checked(x_shard, weights, biases, workspace, rows, rows_per_rank, activation, gathered)
+    shards = _checked(x_shard, weights, biases, workspace, rows, rows_per_rank, gathered)
     ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
     used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
     direct = direct and bool(used)
@@ -298,7 +297,7 @@ def all_gather_gemm(
     groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
     matmuls = [
         _matmul_launch(
-            x_shard, group, kept if not direct or index == 0 else None, shards, workspace, launch, activation, direct,
+            x_shard, group, kept if not direct or index == 0 else None, shards, workspace, launch, direct,
             last=index == len(groups) - 1,
         )
         for index, group in enumerate(groups)
@@ -308,7 +307,7 @@ def all_gather_gemm(
         assert kept is not None
         puller = Puller(kept, gathered, shards, workspace)
     if x_shard.is_cuda:
-        key = _key(x_shard, weights, biases, shards, launch, activation, gathered, direct)
+        key = _key(x_shard, weights, biases, shards, launch, gathered, direct)
         if key not in workspace.loaded:
             for kernel in (stage, *matmuls, *([puller.relay_launch(-1, -1)] if puller else [])):
                 gather.load(kernel)
@@ -339,7 +338,6 @@ def _checked(
     workspace: GatherWorkspace,
     rows: int,
     rows_per_rank: int | None,
-    activation: str,
     gathered: bool,
 ) -> Shards:
     if not isinstance(workspace, GatherWorkspace):
@@ -355,8 +353,6 @@ def _checked(
         check_like(f"biases[{i}]", bias, (weight.shape[0],), x_shard)
     if not weights:
         check_matmul(x_shard, x_shard, workspace, "x_shard", "x_shard")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}.")
     if rows < 0:
         raise ValueError(f"rows is M over all ranks, 0 or more; got {rows}.")
     world = workspace.world_size
@@ -378,7 +374,6 @@ def _matmul_launch(
     shards: Shards,
     workspace: GatherWorkspace,
     launch: Launch,
-    activation: str,
     direct: bool,
     *,
     last: bool,
@@ -389,12 +384,14 @@ def _matmul_launch(
     if x_own.shape[0] and (x_own.stride(1) != 1 or not fits_tma(x_own)):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
-        plan = LoadPlan(launch.config, False, "x comes from several ranks' memory", False, is_swapped(weights[0]))
+        plan = LoadPlan(launch.config, False, "x lies in several ranks' memory", False, is_swapped(weights[0]))
     else:
         assert kept is not None
         if not x_own.shape[0]:
             x_own = kept  # no tile of it will be loaded
         plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
+    if not plan.tma:
+        plan = dataclasses.replace(plan, config=_by_pointers(plan.config))
     config = plan.config
     arguments: dict[str, Any] = {"x_own": x_own, "x": None if direct else kept}
     operands: list[Tensor | None] = [*weights, *[None] * (MAX_WEIGHTS - len(weights))]
@@ -420,8 +417,18 @@ def _matmul_launch(
     tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(workspace.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
     constants = _constants(launch, plan, len(weights), workspace.world_size, shards.k % config.block_k == 0)
-    constants |= {"DIRECT": direct, "LAST": last, "ACTIVATION": activation}
+    constants |= {"DIRECT": direct, "LAST": last}
     return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | config.options()
+
+
+def _by_pointers(config: GemmConfig) -> GemmConfig:
+    """`config` with tiles that leave registers for operands that come by pointers: 128x256 would spill.
+
+    Tiles need not be alike on all ranks here, since flags are those of whole shards.
+    """
+    if config.block_m * config.block_n <= 128 * 128:
+        return config
+    return dataclasses.replace(config, block_n=config.block_n // 2)
 
 
 def _constants(launch: Launch, plan: LoadPlan, weights: int, world_size: int, even: bool) -> dict[str, Any]:
@@ -449,7 +456,7 @@ def _key(
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """What `all_gather_gemm` may launch on `arch` with W = 8, and a bias and gelu behind it.
+    """What `all_gather_gemm` may launch on `arch` with W = 8 and biases.
 
     As the operands lie with every config and dtype, copied and direct; in bf16 the weight transposed too (dX of a
     row-parallel layer), and three weights.
@@ -467,7 +474,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
 def _variant(
     arch: int, kind: str, element: str, launch: Launch, tma: bool, direct: bool, w_swapped: bool, weights: int
 ) -> Variant:
-    config = launch.tma_config if tma else launch.config
+    config = launch.tma_config if tma else _by_pointers(launch.config)
     assert config is not None
 
     def operand(rows: int, swapped: bool = False) -> str:
@@ -489,7 +496,7 @@ def _variant(
         arch,
         all_gather_gemm_kernel,
         arguments,
-        _constants(launch, plan, weights, 8, tma) | {"DIRECT": direct, "LAST": True, "ACTIVATION": "gelu"},
+        _constants(launch, plan, weights, 8, tma) | {"DIRECT": direct, "LAST": True},
         config.options(),
         odd=frozenset({"rank", "rows_per_rank"}),
         matrix_instruction=kind != "ieee",

@@ -27,7 +27,8 @@ has written is in L2 or beyond, which is where TMA reads: it has no cache of its
 all it needs is to be issued behind the wait, and the barrier of the threads in `wait` does that. (A fence between the
 generic and the async proxy is for what the same kernel has written through its own threads.)
 
-Deadlines are those of `signals`. A shard that did not come is NaN in `gathered`, and so is all that is made of it.
+Deadlines are those of `signals`. A shard that did not come is NaN in `gathered`, and so is all that is made of it. A
+rank that gave up does not write to its region again, which peers may still read.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from torch import Tensor
 
 from .launch import compile_arguments, workspace_arguments
 from .resources import Variant
-from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, put, wait
+from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, look, poll, put, record, wait
 from .tiles import rounded, tile_pointers
-from .workspace import DATA_ALIGNMENT, Expired, Handle, Workspace
+from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
-OP = tl.constexpr(0)  # a gather's workspace holds nothing else, so its number needs no name
+OP = tl.constexpr(OPS.index("all_gather_matmul"))
 
 # Runs of W words in a rank's memory; begun words come first.
 READY = tl.constexpr(1)
@@ -76,9 +77,31 @@ BLOCK_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
-def join(workspaces, state, error, rank, half_bytes, timeout_ns):
-    """The call that `stage` has begun, for the launches behind it."""
-    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, tl.load(state + EPOCH))
+def join(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+    """The call that `stage` has begun, for the launches behind it; made as `begin` makes it."""
+    epoch = tl.load(state + EPOCH)
+    expired = tl.load(state + EXPIRED)
+    broken = (expired > 0) & (expired < epoch)
+    workspaces += tl.where(broken, WORLD, 0)
+    timeout_ns = tl.where(broken, tl.cast(-1, tl.int64), tl.cast(timeout_ns, tl.int64))
+    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+
+
+@triton.jit
+def wait_pulled(call, peer, WORLD: tl.constexpr):
+    """True once `peer` has read what was in this rank's region in the call before; as `wait`."""
+    before = Call(
+        call.workspaces, call.state, call.error, call.rank, call.half_bytes, call.timeout_ns, call.epoch - 1
+    )  # fmt: skip
+    index = PULLED * WORLD + peer
+    seen = look(flag_at(call, call.rank, index))
+    if seen < before.epoch:
+        seen = poll(before, index, peer, seen)
+        if seen < before.epoch:
+            # On record as of this call: all programs of it must agree that it was not broken when it began.
+            record(call, peer, -1, seen < 0, WORLD, OP)
+    tl.debug_barrier()
+    return (seen >= before.epoch) & (call.timeout_ns >= 0)
 
 
 @triton.jit
@@ -137,17 +160,15 @@ def stage_kernel(
 ):
     """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
     call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
-    before = Call(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, call.epoch - 1)
     free = True
-    for distance in tl.static_range(1, WORLD):
-        peer = (rank + distance) % WORLD
-        free = wait(before, PULLED * WORLD + peer, peer, -1, WORLD, OP) & free
+    for distance in tl.range(1, WORLD):
+        free = wait_pulled(call, (rank + distance) % WORLD, WORLD) & free
     region = region_at(call, rank, x_ptr.dtype.element_ty, WORLD)
     copy_rows(x_ptr, stride_xm, stride_xk, region, rows, K, free)
     if is_last(call, STAGED, tl.num_programs(0)):
         # All programs have read the call's number and, had one of them not been free to write, that is on record.
         good = unbroken(call)
-        for distance in tl.static_range(1, WORLD):
+        for distance in tl.range(1, WORLD):
             put(call, (rank + distance) % WORLD, READY * WORLD + rank, good)
         tl.atomic_xchg(state_ptr + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
@@ -169,7 +190,7 @@ def relay_kernel(
     WORLD: tl.constexpr,
 ):
     """Between two copies, one program: tells that rank `copied`'s shard has arrived, and waits for `awaited`'s."""
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
     if copied != NO_RANK:
         good = tl.load(flag_at(call, rank, VERDICT * WORLD + copied)) == call.epoch
         if not good:
@@ -206,6 +227,8 @@ class GatherWorkspace(Workspace):
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
         self.handle: Any = handle
+        # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
+        self.begin: int = buffer.data_ptr() - self.handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
         self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
@@ -218,10 +241,6 @@ class GatherWorkspace(Workspace):
         """Refused: a call in between that pulls nothing would leave the next one waiting."""
         raise ValueError("A GatherWorkspace has gathers only; use the barrier of a Workspace.")
 
-    def expired(self) -> Expired | None:
-        found = super().expired()
-        return None if found is None else dataclasses.replace(found, op="all_gather_matmul")
-
     def check_room(self, rows_per_rank: int, k: int, dtype: torch.dtype) -> None:
         """Raises ValueError where a shard of [rows_per_rank, k] does not fit."""
         needed = region_bytes(rows_per_rank, k, dtype, self.world_size)
@@ -230,7 +249,7 @@ class GatherWorkspace(Workspace):
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
         """[rows, k] at the beginning of `rank`'s region."""
-        offset = region_offset(self.world_size) // dtype.itemsize
+        offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
         view: Tensor = self.handle.get_buffer(rank, (rows, k), dtype, offset)
         return view
 

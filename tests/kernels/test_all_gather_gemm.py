@@ -1,0 +1,241 @@
+"""all-gather + matmul, interpreted, W processes over CPU shared memory."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from fused_tp.transport.symmetric_memory import symmetric_empty
+from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
+from tests.reference import assert_within_dtype_error, matmul64, seeded
+from triton_kernels.all_gather_gemm import all_gather_gemm, workspace_bytes
+from triton_kernels.configs import GemmConfig
+from triton_kernels.gather import GatherWorkspace, run, stage_launch
+from triton_kernels.launch import Launch
+from triton_kernels.workspace import Workspace
+
+CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
+SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
+POINTERS = Launch(2, CONFIG)
+TMA = Launch(3, SPLIT, tma_config=SPLIT)
+
+
+def workspace_of(group, m, k, dtype, timeout_seconds=20.0):
+    per_rank = -(-m // group.size())
+    nbytes = workspace_bytes(per_rank, k, dtype, group.size())
+    buffer, handle = symmetric_empty((nbytes,), torch.uint8, group=group)
+    return GatherWorkspace(buffer, handle, timeout_seconds=timeout_seconds)
+
+
+def shard(x, group):
+    return x.chunk(group.size())[group.rank()] if group.rank() < len(x.chunk(group.size())) else x[:0]
+
+
+def check(group, workspace, launch, m, ns, k, dtype, *, seed=0, with_bias=False, lay_out=None, **how):
+    x = seeded(m, k, dtype=dtype, seed=1000 * seed)
+    weights = [seeded(n, k, dtype=dtype, seed=1000 * seed + 1 + i + 10 * group.rank()) for i, n in enumerate(ns)]
+    biases = [seeded(n, dtype=dtype, seed=7 + i) if with_bias and i != 1 else None for i, n in enumerate(ns)]
+    x_shard = shard(x, group)
+    if lay_out is not None:
+        x_shard, weights = lay_out(x_shard), [lay_out(weight) for weight in weights]
+    ys, gathered = all_gather_gemm(
+        x_shard, weights, workspace=workspace, launch=launch, rows=m, biases=biases, **how
+    )  # fmt: skip
+    assert workspace.expired() is None
+    for y, weight, bias in zip(ys, weights, biases, strict=True):
+        assert_within_dtype_error(y, matmul64(x, weight, bias), dtype, reduced_over=k)
+    assert (gathered is not None) == how.get("gathered", False)
+    if gathered is not None:
+        assert torch.equal(gathered, x)
+        assert same_everywhere(group, gathered)
+
+
+def one_call(group, launch, m, ns, k, dtype, how):
+    check(group, workspace_of(group, m, k, dtype), launch, m, ns, k, dtype, **how)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["copied", "direct"])
+@pytest.mark.parametrize(
+    ("world_size", "launch", "m", "ns", "k", "dtype", "how"),
+    [
+        (1, POINTERS, 19, (17,), 23, torch.bfloat16, {"gathered": True}),
+        (2, POINTERS, 67, (41, 16, 5), 19, torch.bfloat16, {"gathered": True, "with_bias": True}),
+        (2, TMA, 67, (41, 40), 24, torch.bfloat16, {"with_bias": True}),
+        (2, POINTERS, 1, (16,), 7, torch.float16, {"gathered": True}),  # rank 1 has no rows
+        (3, TMA, 50, (37, 64, 33), 40, torch.float16, {"gathered": True}),
+        (3, POINTERS, 50, (37,), 33, torch.float32, {"with_bias": True}),
+        (3, TMA, 96, (32, 16, 16, 16, 8), 16, torch.bfloat16, {"gathered": True}),  # two launches
+        (4, POINTERS, 70, (35, 3), 17, torch.float32, {"gathered": True}),
+        (4, POINTERS, 5, (33,), 32, torch.bfloat16, {}),  # rows 2, 2, 1, none
+    ],
+)
+def test_equals_the_matmul_of_all_rows(world_size, launch, m, ns, k, dtype, how, direct):
+    interpreted_ranks(world_size, one_call, launch, m, ns, k, dtype, how | {"direct": direct})
+
+
+def other_shapes(group):
+    """Rows per rank that are not ceil(M / W), ranks with different weights, and a rank with none."""
+    rank, world = group.rank(), group.size()
+    workspace = workspace_of(group, 60, 24, torch.bfloat16)
+    x = seeded(37, 24, dtype=torch.bfloat16, seed=3)
+    for direct in (False, True):
+        for ns in ((20, 0), ()):
+            weights = [seeded(n, 24, dtype=torch.bfloat16, seed=n) for n in (*ns, *(8,) * rank)]
+            ys, gathered = all_gather_gemm(
+                x[rank * 18 : rank * 18 + 18], weights, workspace=workspace, launch=POINTERS, rows=37,
+                rows_per_rank=18, gathered=True, direct=direct,
+            )  # fmt: skip
+            assert workspace.expired() is None
+            assert torch.equal(gathered, x)
+            assert [y.shape for y in ys] == [(37, weight.shape[0]) for weight in weights]
+            for y, weight in zip(ys, weights, strict=True):
+                assert_within_dtype_error(y, matmul64(x, weight), torch.bfloat16, reduced_over=24)
+    assert world == 3 and int(workspace.state[0]) == 4
+
+
+def test_ranks_may_want_different_things_of_one_gather():
+    interpreted_ranks(3, other_shapes)
+
+
+def transposed_views(group):
+    for direct in (False, True):
+        check(
+            group, workspace_of(group, 33, 24, torch.float16), TMA, 33, (24, 16), 24, torch.float16,
+            lay_out=lambda t: t.t().contiguous().t(), direct=direct, gathered=True,
+        )  # fmt: skip
+
+
+def test_operands_of_any_strides():
+    interpreted_ranks(2, transposed_views)
+
+
+def many_calls(group, dtype, late_rank):
+    """20 calls on one workspace, of shapes that change, by both variants, with ranks slow at random points."""
+    workspace = workspace_of(group, 40, 16, dtype)
+    orders = set()
+    for call in range(20):
+        on = late_rank is None or group.rank() == late_rank
+        with delays(seed=call * 10 + group.rank(), on=on, seconds=0.004):
+            check(
+                group, workspace, POINTERS, 1 + 13 * (call % 4), (16,), 7 + call % 3, dtype,
+                seed=call, gathered=call % 2 == 0, direct=call % 5 == 3,
+            )  # fmt: skip
+        world = group.size()
+        words = workspace.buffer[: 6 * world * 8].view(torch.int64).view(6, world)
+        orders.add(tuple(words[4, : world - 1].tolist()))
+    assert not workspace.state[16:].any()
+    return int(workspace.state[0]), len(orders)
+
+
+@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, None)])
+def test_20_calls_with_no_reset(world_size, late_rank):
+    results = interpreted_ranks(world_size, many_calls, torch.bfloat16, late_rank)
+    assert [calls for calls, _ in results] == [20] * world_size
+    if world_size == 4:
+        assert max(orders for _, orders in results) > 1  # shards did arrive in different orders
+
+
+def missing_rank(group, missing, direct):
+    workspace = workspace_of(group, 40, 16, torch.bfloat16, timeout_seconds=0.5)
+    x, weight = seeded(40, 16, dtype=torch.bfloat16), seeded(20, 16, dtype=torch.bfloat16, seed=1)
+
+    def call():
+        return all_gather_gemm(
+            shard(x, group), [weight], workspace=workspace, launch=POINTERS, rows=40, gathered=True, direct=direct
+        )
+
+    call()
+    begun = time.monotonic()
+    answer = None
+    if group.rank() != missing:
+        (y,), gathered = call()
+        took = time.monotonic() - begun
+        wanted = matmul64(x, weight)
+        for rank in range(group.size()):
+            rows = slice(rank * 14, rank * 14 + 14)
+            if rank == missing or (rank != group.rank() and gathered[rows].isnan().any()):
+                # Also of a rank that came, if that was after the deadline for another.
+                assert gathered[rows].isnan().all() and y[rows].isnan().all()
+            else:
+                assert torch.equal(gathered[rows], x[rows])
+                assert_within_dtype_error(y[rows], wanted[rows], torch.bfloat16, reduced_over=16)
+        (y,), _ = call()  # does not wait again, and does not touch what peers may still read
+        assert y.isnan().any()
+        answer = took, str(workspace.expired())
+    dist.barrier(group)  # what the others may still write to is there until they are done
+    return answer
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["copied", "direct"])
+def test_a_missing_rank_is_named_within_the_deadline_and_its_rows_are_nan(direct):
+    answers = interpreted_ranks(3, missing_rank, 1, direct)
+    for rank in (0, 2):
+        took, text = answers[rank]
+        assert 0.4 < took < 5
+        assert text == (
+            f"all_gather_matmul, call 2: rank {rank} waited for its beginning of rank 1; rank 1 had not begun the call"
+        )
+
+
+def stuck_reader(group):
+    """Rank 1 makes one call fewer: rank 0 must not overwrite what it may not have read, and says so in call 2."""
+    workspace = workspace_of(group, 8, 8, torch.float32, timeout_seconds=0.3)
+    ones = torch.ones(4, 8)
+    if group.rank() == 0:
+        stage = stage_launch(ones, workspace, 2)
+        run(stage)
+        run(stage_launch(2 * ones, workspace, 2))
+        assert torch.equal(workspace.region(0, 4, 8, torch.float32), ones)
+        assert workspace.expired() is not None
+        return str(workspace.expired())
+    return None
+
+
+def test_a_region_is_not_overwritten_before_it_was_read():
+    text, _ = interpreted_ranks(2, stuck_reader)
+    assert text.startswith("all_gather_matmul, call 2: rank 0 waited for its beginning of rank 1")
+
+
+def bad_input(group):
+    workspace = workspace_of(group, 8, 8, torch.float32)
+    plain = Workspace(*symmetric_empty((4096,), torch.uint8, group=group), timeout_seconds=1)
+    x, w = torch.ones(8, 8), torch.ones(6, 8)
+    calls = [
+        ((x[0], [w]), {}),
+        ((x[:, :0], [w[:, :0]]), {}),
+        ((x, []), {}),
+        ((x, [w, w[:, :7]]), {}),
+        ((x, [w.half()]), {}),
+        ((x.double(), [w.double()]), {}),
+        ((x, [w.to("meta")]), {}),
+        ((x, [w]), {"biases": []}),
+        ((x, [w]), {"biases": [torch.ones(5)]}),
+        ((x, [w]), {"biases": [torch.ones(12)[::2]]}),
+        ((x, [w]), {"rows": 9}),
+        ((x, [w]), {"rows": -1}),
+        ((x, [w]), {"rows_per_rank": 7}),
+        ((torch.ones(8, 9), [torch.ones(6, 9)]), {}),
+        ((x, [w]), {"workspace": plain}),
+    ]
+    messages = []
+    for arguments, keywords in calls:
+        with pytest.raises(ValueError) as raised:
+            all_gather_gemm(*arguments, **{"workspace": workspace, "launch": POINTERS, "rows": 8} | keywords)
+        messages.append(str(raised.value))
+    with pytest.raises(ValueError, match="gathers only"):
+        workspace.barrier()
+    assert int(workspace.state[0]) == 0
+    return messages
+
+
+def test_bad_input_is_refused_by_name():
+    (messages,) = interpreted_ranks(1, bad_input)
+    named = ["x_shard", "x_shard", "weights", "weights[1]", "weights[0]", "x_shard", "weights[0]", "biases"]
+    named += ["biases[0]", "biases[0]", "x_shard", "rows", "rows_per_rank", "workspace", "workspace"]
+    for name, message in zip(named, messages, strict=True):
+        assert name in message, message
