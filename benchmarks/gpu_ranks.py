@@ -44,7 +44,6 @@ def prepare(
     with rank.in_turn():
         workspace.state[EXPIRED.value] = 1
         rehearse(workspace)
-        torch.cuda.synchronize(rank.device)
     return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
 
 

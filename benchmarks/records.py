@@ -20,6 +20,7 @@ class Machine:
     cpu: str
     isa: str
     cores: int
+    gpu: str = ""  # empty where none took part
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class LocalRank:
         nbytes = math.prod(shape) * dtype.itemsize
         own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         pad = torch.zeros(CHANNELS * self.world_size, dtype=torch.int32, device=self.device)
-        _synchronize(self.device)  # the pad is zero before anybody writes to it
+        self.synchronize()  # the pad is zero before anybody writes to it
         answers = self.exchange((shape, dtype, own, pad), "symmetric_empty")
         for peer, (its_shape, its_dtype, _, _) in enumerate(answers):
             if (its_shape, its_dtype) != (shape, dtype):
@@ -193,9 +193,14 @@ class LocalRank:
             self.rank, self._meetings, f"{what} (meeting {self._meetings})", value, timeout_seconds()
         )
 
+    def synchronize(self) -> None:
+        """Returns once what is in this rank's stream has run."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def barrier(self) -> None:
         """Returns once all ranks have come and what was in their streams has run."""
-        _synchronize(self.device)
+        self.synchronize()
         self.exchange(None, "barrier")
 
     @contextlib.contextmanager
@@ -209,7 +214,7 @@ class LocalRank:
         for turn in range(self.world_size):
             if turn == self.rank:
                 yield
-                _synchronize(self.device)
+                self.synchronize()
             self.exchange(None, f"turn of rank {turn}")
 
 
@@ -392,11 +397,6 @@ def _streams(group: LocalGroup) -> list[torch.cuda.Stream | None]:
         stream.wait_stream(torch.cuda.current_stream(group.device))
         streams.append(stream)
     return streams
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _refuse_capture() -> None:

@@ -142,7 +142,7 @@ def workspace_kind(op: str) -> Any:
 def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> RankMemory:
     def rehearse(workspace: Any) -> None:
         kept = [call.launch(workspace) for call in calls]  # as much memory as all results take is there afterwards
-        torch.cuda.synchronize()
+        rank.synchronize()
         del kept
 
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
@@ -150,7 +150,7 @@ def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float
 
 
 def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[Tensor]], workspace: Any) -> None:
-    torch.cuda.current_stream().synchronize()
+    rank.synchronize()
     assert workspace.expired() is None, str(workspace.expired())
     for number, (call, tensors) in enumerate(zip(calls, results, strict=True)):
         call.check(tensors, f"{op}, call {number}")
@@ -230,7 +230,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     begun.record()
     results = bad.launch(workspace)
     ended.record()
-    torch.cuda.current_stream().synchronize()
+    rank.synchronize()
     took = begun.elapsed_time(ended)
     rank.barrier()
     assert took < 5000, f"{took:.0f} ms"
@@ -270,7 +270,7 @@ def captured(rank: LocalRank, op: str) -> None:
             results = static
         for target, result in zip(kept[number], results, strict=True):
             target.copy_(result)
-    torch.cuda.current_stream().synchronize()
+    rank.synchronize()
     assert workspace.expired() is None, str(workspace.expired())
     for number, call in enumerate(calls):
         (call if number % 2 else calls[0]).check(kept[number], f"{op}, call {number}")
@@ -326,7 +326,7 @@ def one_rank_alone(rank: LocalRank, op: str) -> None:
         set_flags(memory.workspace)
         for _ in range(5):
             call.launch(memory.workspace)
-        torch.cuda.current_stream().synchronize()
+        rank.synchronize()
         assert memory.workspace.expired() is None, str(memory.workspace.expired())
     rank.barrier()
 

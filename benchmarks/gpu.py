@@ -1,0 +1,151 @@
+"""The GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--minutes 8] [--only REGEX]`, on one NVIDIA GPU.
+
+Needs torch with CUDA and Triton, and nothing built or installed: run it from the root of a checkout. (`python setup.py
+build_ext --inplace` would build the CPU core, which it does not use.) Nothing else should run on the GPU meanwhile.
+
+Every answer is checked against fp64 before it is timed, and again afterwards. Writes gpu.jsonl and gpu.md to DIR after
+each case, prints the table at the end, and says what there was no time for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .case import Case
+from .gpu_timing import Budget, GpuContext, run_case
+from .records import Record, merge
+
+MINUTES = 8.0
+ROUNDS, QUICK_ROUNDS = 25, 7
+
+
+def cases(quick: bool) -> list[Case]:
+    """All cases, those that say most first: minutes may run out."""
+    from . import gpu_fused, gpu_gemm
+
+    first = [*gpu_gemm.cases(["bf16"], quick), *gpu_fused.flag_cases(quick), *gpu_fused.rank_cases(2, quick)]
+    if quick:
+        return first
+    return [*first, *gpu_fused.rank_cases(4, quick), *gpu_gemm.cases(["fp16", "fp8"], quick)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), metavar="DIR", help="for the results (out/gpu)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that all of it works")
+    parser.add_argument(
+        "--minutes", type=_positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name contains a match")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+
+
+def main(options: argparse.Namespace) -> int:
+    """0 if all that ran was right, 1 if something was not, 2 if it cannot run here or the arguments do not fit."""
+    try:
+        chosen = [case for case in cases(options.quick) if re.search(options.only, case.name)]
+    except re.error as error:
+        return _refuse(f"--only {options.only!r} is not a regular expression ({error}).")
+    if not chosen:
+        return _refuse(f"--only {options.only!r} matches none of the cases; --list names them.")
+    if options.list:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see fused_tp.transport.local; before CUDA starts
+    problem = obstacle()
+    if problem:
+        return _refuse(problem)
+    import torch
+
+    from .gpu_report import gpu_machine, gpu_records, gpu_versions, markdown
+
+    budget = Budget(60 * options.minutes)
+    device = torch.device("cuda", torch.cuda.current_device())
+    context = GpuContext(device, budget, QUICK_ROUNDS if options.quick else ROUNDS)
+    machine = gpu_machine(device)
+    path = options.out / "gpu.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+
+    def measure(case: Case) -> None:
+        times = run_case(context, case)
+        # Now, not before: the clocks among the versions are then those under load.
+        fresh = gpu_records(case, times, machine, gpu_versions(device))
+        records.extend(fresh)
+        merge(path, fresh)  # at once: an interrupted run keeps what it has
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    skipped = run_all(chosen, budget, measure)
+    table = markdown(records, skipped, budget.spent() / 60)
+    (options.out / "gpu.md").write_text(table)
+    print(table)
+    print(f"Results: {path} and {path.with_suffix('.md')}")
+    return int(any(" failed" in text for text in skipped) or not records)
+
+
+def run_all(
+    chosen: Sequence[Case], budget: Budget, measure: Callable[[Case], None], say: Callable[[str], None] = print
+) -> list[str]:
+    """Measures the cases that fit the budget; returns a sentence for each that was not measured."""
+    skipped = []
+    for case in chosen:
+        if not budget.fits(case.seconds):
+            skipped.append(f"{case.name}: no time left ({max(budget.left(), 0.0):.0f} s).")
+            continue
+        begun = budget.spent()
+        try:
+            measure(case)
+            say(f"{budget.spent():6.1f} s  {case.name}")
+        except Exception as error:  # one that fails must not take the others' minutes with it
+            say(f"{budget.spent():6.1f} s  {case.name} failed. {type(error).__name__}: {error}")
+            skipped.append(
+                f"{case.name} failed. {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+            )
+        budget.learn(case.seconds, budget.spent() - begun)
+    return skipped
+
+
+def obstacle() -> str:
+    """Why the suite cannot run here, in a sentence; '' if it can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "benchmarks.gpu needs an NVIDIA GPU, and torch finds none on this machine."
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        return f"benchmarks.gpu needs an NVIDIA GPU of sm_80 or later; this is {torch.cuda.get_device_name()}."
+    try:
+        import triton
+    except ImportError:
+        return "benchmarks.gpu needs Triton, which comes with torch for CUDA: pip install triton."
+    if triton.knobs.runtime.interpret:
+        return "benchmarks.gpu measures compiled kernels: unset TRITON_INTERPRET."
+    return ""
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def from_command_line(arguments: Sequence[str] | None = None) -> int:
+    """`python -m benchmarks.gpu`."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
+    add_arguments(parser)
+    return main(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(from_command_line())

@@ -1,0 +1,135 @@
+"""What a GPU run says: records with the GPU, its driver and all versions, and a table in markdown."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import Case
+from .machine import this_machine, versions
+from .race import Times
+from .ratios import MEASURES
+from .records import Machine, Record
+from .suite import records_of
+
+
+def gpu_records(case: Case, times: Times, machine: Machine, found: Mapping[str, str]) -> list[Record]:
+    """The records of a case; notes begin with the rate of what was multiplied, by all ranks together."""
+    p = case.parameters
+    world_size = int(p.get("world_size", 1))
+    flops = 2.0 * p["m"] * p["n"] * p["k"] * world_size
+    records = []
+    for record in records_of(case, [times], world_size):
+        rate = f"{flops / record.ms.median / 1e9:.0f} TFLOP/s"
+        note = f"{rate}; {record.note}" if record.note else rate
+        records.append(replace(record, machine=machine, versions=dict(found), note=note))
+    return records
+
+
+def gpu_machine(device: torch.device) -> Machine:
+    """The GPU and the processor that launches."""
+    properties = torch.cuda.get_device_properties(device)
+    l2 = getattr(properties, "L2_cache_size", 0) >> 20
+    memory = properties.total_memory >> 30
+    gpu = (
+        f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, "
+        f"{l2} MiB of L2, {memory} GiB"
+    )
+    return replace(this_machine(), gpu=gpu)
+
+
+def gpu_versions(device: torch.device) -> dict[str, str]:
+    """Versions of all that takes part, the commit, and the clocks that the GPU runs at now, as far as they can be had."""
+    import triton
+
+    found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    found |= nvidia_smi(device.index or 0)
+    commit = _run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"])
+    if commit:
+        changed = _run(["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no"])
+        found["commit"] = commit + (" and changes" if changed else "")
+    return found
+
+
+def nvidia_smi(index: int) -> dict[str, str]:
+    """Driver, clocks and power; nothing where the program is not there."""
+    wanted = {
+        "driver": "driver_version",
+        "sm clock": "clocks.sm",
+        "highest sm clock": "clocks.max.sm",
+        "memory clock": "clocks.mem",
+        "power limit": "power.limit",
+    }
+    line = _run(["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(wanted.values())}", "--format=csv,noheader"])
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(wanted):
+        return {}
+    return {name: value for name, value in zip(wanted, values, strict=True) if value and "N/A" not in value}
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+HEADER = ("case", "contestant", "ms", "rate", "fused_tp against it", "needs", "met", "note")
+
+
+def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: float | None = None) -> str:
+    """The table, and what it was measured on."""
+    lines = ["# Times on a GPU", ""]
+    for machine in dict.fromkeys(record.machine for record in records):
+        lines.append(f"{machine.gpu or 'no GPU'}; launched by {machine.cpu}, {machine.cores} cores.")
+    for found in _distinct([record.versions for record in records]):
+        lines.append("; ".join(f"{name} {version}" for name, version in found.items()) + ".")
+    dates = sorted(record.date for record in records)
+    if dates:
+        took = "" if minutes is None else f", in {minutes:.1f} minutes"
+        lines.append(f"From {dates[0]} to {dates[-1]}{took}.")
+    lines += [
+        "",
+        "`time ratio`: time of fused_tp over that of the other; `speedup`: the other's over fused_tp's. Medians of",
+        "paired ratios, quartiles in brackets. Rates count the multiplications of all ranks together.",
+        "",
+        f"| {' | '.join(HEADER)} |",
+        "|---|---|--:|--:|---|---|---|---|",
+    ]
+    for _, group in itertools.groupby(records, key=lambda record: record.case):
+        for number, record in enumerate(group):
+            lines.append("| " + " | ".join(_cells(record, number == 0)) + " |")
+    if skipped:
+        lines += ["", "Not measured:", "", *(f"- {text}" for text in skipped)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(record: Record, first: bool) -> list[str]:
+    rate, _, note = record.note.partition("; ")
+    cells = [record.case if first else "", record.contestant, f"{record.ms.median:.4g}", rate]
+    compared = record.comparison
+    if compared is None:
+        return [*cells, "", "", "", note]
+    measure, value = MEASURES[compared.measure], compared.value
+    sign = "<=" if measure.lower_is_better else ">="
+    needs = ", aim ".join(f"{sign} {limit:g}" for limit in (compared.bar, compared.aim) if limit is not None)
+    met = ""
+    if compared.bar is not None:
+        met = "yes" if measure.meets(value.median, compared.bar) else "**no**"
+    ratio = f"{compared.measure} {value.median:.3f} [{value.q1:.3f}, {value.q3:.3f}]"
+    return [*cells, ratio, needs, met, note]
+
+
+def _distinct(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
