@@ -1,6 +1,6 @@
 """This rank's rows of y = sum over ranks of x @ w^T, in one launch.
 
-    x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c, c = ceil(M / W), of sum_r x_r @ w_r^T (+ bias)
+    x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c, c = ceil(M / W) or as given, of sum_r x_r @ w_r^T (+ bias)
 
 The last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each with a K of its own: their
 products add up in fp32 before anything is sent. That is dX of layers that share an input, as q, k and v do.
@@ -25,8 +25,8 @@ from torch import Tensor
 from .epilogues import add_bias
 from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
 from .resources import Variant
-from .signals import begin, end, put
-from .slots import or_nan, rounds_of, store_slot, sum_terms, tile_of, wait_terms
+from .signals import begin, end
+from .slots import or_nan, put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import multiply_products, store_tile, tile_at
 from .workspace import OPS, Workspace, needed_bytes
 
@@ -98,7 +98,7 @@ def gemm_reduce_scatter_kernel(
         )  # fmt: skip
         slot = tile_of_owner * WORLD + rank
         store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
-        put(call, owner, WORLD + slot, True)
+        put_tile(call, owner, WORLD + slot)
 
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
     for step in tl.range(0, rounds):
@@ -122,6 +122,7 @@ def gemm_reduce_scatter(
     *,
     workspace: Workspace,
     launch: Launch,
+    rows_per_rank: int | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -132,6 +133,7 @@ def gemm_reduce_scatter(
             between ranks. Any strides.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
         launch: tiles and programs, the same on all ranks; see `launch_for`.
+        rows_per_rank: c, where it is not ceil(M / W); the same on all ranks.
         bias: [N], added once, to the sum.
         out: [M_r, N] with rows in one piece, in place of new memory.
 
@@ -144,7 +146,7 @@ def gemm_reduce_scatter(
     m, n = check_products(products, workspace)
     x = products[0][0]
     world, rank = workspace.world_size, workspace.rank
-    rows_per_rank = -(-m // world)
+    rows_per_rank = _rows_per_rank(m, world, rows_per_rank)
     rows = min(max(m - rank * rows_per_rank, 0), rows_per_rank)
     check_like("bias", bias, (n,), x)
     check_like("out", out, (rows, n), x)
@@ -152,7 +154,7 @@ def gemm_reduce_scatter(
         out = x.new_empty(rows, n)
     if m == 0 or n == 0:
         return out
-    (terms_offset,) = workspace.layout(_slots(m, n, x.dtype, world, launch))
+    (terms_offset,) = workspace.layout(_slots(rows_per_rank, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
         bias_ptr=bias,
         out_ptr=out,
@@ -168,13 +170,25 @@ def gemm_reduce_scatter(
     return out
 
 
-def workspace_bytes(m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> int:
+def workspace_bytes(
+    m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, *, rows_per_rank: int | None = None
+) -> int:
     """Bytes of the smallest workspace for `gemm_reduce_scatter` of a result [m, n]."""
-    return needed_bytes(world_size, _slots(m, n, dtype, world_size, launch))
+    rows = _rows_per_rank(m, world_size, rows_per_rank)
+    return needed_bytes(world_size, _slots(rows, n, dtype, world_size, launch))
 
 
-def _slots(m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:
-    tiles_m, tiles_n = launch.tiles(-(-m // world_size), n)
+def _rows_per_rank(m: int, world_size: int, given: int | None) -> int:
+    least = -(-m // world_size)
+    if given is None:
+        return least
+    if given < least:
+        raise ValueError(f"rows_per_rank must be at least {least} for {m} rows on {world_size} ranks; got {given}.")
+    return given
+
+
+def _slots(rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:
+    tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
     return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
 
 

@@ -59,10 +59,11 @@ import triton.language as tl
 from .clock import now_ns, pause
 
 # Words of a workspace's `state`, int64, in memory of this rank alone.
-EPOCH = tl.constexpr(0)  # calls ended
+EPOCH = tl.constexpr(0)  # calls ended; negative once this rank has given up
 ENDED = tl.constexpr(1)  # programs of this call that have ended
 CLOCK = tl.constexpr(2)  # latest time that a waiting program read
 EXPIRED = tl.constexpr(3)  # the call in which a wait has expired; 0: none
+STOP = tl.constexpr(4)  # 1 once the host wants no wait to last any longer: it knows that a peer will not come
 COUNTERS = tl.constexpr(16)  # from here on: one per row of tiles; zero between calls
 
 # Words of the error record, int64. The host may read them once the first is not 0.
@@ -84,19 +85,20 @@ POLLS_PER_CLOCK = tl.constexpr(32)
 class Call(NamedTuple):
     """One call as its kernel sees it; made by `begin`."""
 
-    workspaces: Any  # int64 [W]: where to find the ranks' workspaces; after giving up, this rank's own in all places
+    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
     state: Any
     error: Any
     rank: Any
     half_bytes: Any
-    timeout_ns: Any  # -1: this rank gave up in an earlier call
-    epoch: Any
+    timeout_ns: Any
+    epoch: Any  # number of this call; negative if this rank has given up in an earlier one
 
 
 @triton.jit
 def half_at(call, rank):
-    """Address of the half of `rank`'s workspace that this call uses."""
-    return tl.load(call.workspaces + rank) + (call.epoch & 1) * call.half_bytes
+    """Address of the half of `rank`'s workspace that this call uses; of this rank's own where it must not touch others."""
+    place = tl.where(call.epoch > 0, rank, call.rank)
+    return tl.load(call.workspaces + place) + (call.epoch & 1) * call.half_bytes
 
 
 @triton.jit
@@ -114,18 +116,15 @@ def look(flag):
 @triton.jit
 def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
     """Starts the call on this rank and tells all ranks so; every program does this first."""
-    epoch = tl.load(state + EPOCH) + 1
+    epoch = tl.abs(tl.load(state + EPOCH)) + 1
     expired = tl.load(state + EXPIRED)
     # A wait of this very call may expire before its last program begins: all programs must decide alike.
-    broken = (expired > 0) & (expired < epoch)
+    number = tl.where((expired > 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
         call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
         for peer in tl.range(0, WORLD):
-            tl.atomic_xchg(flag_at(call, peer, rank), tl.where(broken, -epoch, epoch), sem="release", scope="sys")
-    # Behind the W addresses is that of this rank's own workspace, W times.
-    workspaces += tl.where(broken, WORLD, 0)
-    timeout_ns = tl.where(broken, tl.cast(-1, tl.int64), tl.cast(timeout_ns, tl.int64))
-    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+            tl.atomic_xchg(flag_at(call, peer, rank), number, sem="release", scope="sys")
+    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, number)
 
 
 @triton.jit
@@ -147,7 +146,7 @@ def put(call, rank, index, good):
     `good` False says that it was made of something that did not arrive.
     """
     tl.debug_barrier()
-    value = tl.where(good, call.epoch, -call.epoch)
+    value = tl.where(good, call.epoch, -tl.abs(call.epoch))
     tl.atomic_xchg(flag_at(call, rank, index), value, sem="release", scope="sys")
 
 
@@ -163,7 +162,7 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
         if seen < call.epoch:
             record(call, source, tile, seen < 0, WORLD, OP)
     tl.debug_barrier()
-    return (seen >= call.epoch) & (call.timeout_ns >= 0)
+    return (seen >= call.epoch) & (call.epoch > 0)
 
 
 @triton.jit
@@ -175,7 +174,7 @@ def poll(call, index, source, seen):
     flag = flag_at(call, call.rank, index)
     start = clock(call)
     polls = 0
-    waiting = (seen >= 0) & (tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0)
+    waiting = (seen >= 0) & ~hopeless(call)
     while waiting:
         pause()
         seen = look(flag)
@@ -188,9 +187,15 @@ def poll(call, index, source, seen):
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
-                waiting = (clock(call) - start < call.timeout_ns) & (expired == 0)
+                waiting = (clock(call) - start < call.timeout_ns) & ~hopeless(call)
     return seen
+
+
+@triton.jit
+def hopeless(call):
+    """Whether a wait has expired already, or the host has ended them all."""
+    expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
+    return (expired != 0) | (tl.atomic_add(call.state + STOP, 0, sem="relaxed", scope="gpu") != 0)
 
 
 @triton.jit

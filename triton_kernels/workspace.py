@@ -123,12 +123,12 @@ class Workspace:
         self.counters = counters
         device = buffer.device
         self.buffer = buffer  # keeps the memory
-        # The second W are for calls after this rank has given up.
-        own = [addresses[self.rank]] * self.world_size
-        self.addresses = torch.tensor(addresses + own, dtype=torch.int64, device=device)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(signals.COUNTERS.value + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
         self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self._rescue = torch.cuda.Stream(device) if buffer.is_cuda else None
         buffer.zero_()
         handle.barrier()
 
@@ -162,6 +162,19 @@ class Workspace:
     def barrier(self) -> None:
         """A kernel that ends once all ranks have launched it."""
         signals.barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+
+    def stop_waiting(self) -> None:
+        """Ends every wait of this rank's kernels as if its deadline had passed, those of later calls too.
+
+        For a host that knows of a peer's end. It may be called by another thread than the one that launches.
+        """
+        word = self.state[signals.STOP.value : signals.STOP.value + 1]
+        if self._rescue is None:
+            word.copy_(self._one)
+        else:
+            # A copy from host memory, not a kernel: those that wait may leave it no SM to run on.
+            with torch.cuda.stream(self._rescue):
+                word.copy_(self._one, non_blocking=True)
 
     def expired(self) -> Expired | None:
         """What the first wait to expire left behind, or None. Waits for nothing, kernels that still run included.

@@ -26,7 +26,7 @@ from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.kernel_workspaces import Workspaces
 from fused_tp.schedules.kernels import kernel_module
-from fused_tp.schedules.layout import as_rows, row_sizes, to_rank_major
+from fused_tp.schedules.layout import as_rows, from_rank_major, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import Pending
 from fused_tp.transport.kernel_memory import KernelMemory
@@ -35,6 +35,8 @@ OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rm
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WORLD_SIZE = 63  # the kernels' error record has a bit for each rank
 
+# Up to this many bytes of gathered x every program reads peers' memory itself: a copy would take longer to set up.
+DIRECT_BYTES = 256 * 1024
 # Up to this many bytes of result every rank sums all of it: one hop of W times the bytes, instead of two hops.
 ONE_SHOT_BYTES = 256 * 1024
 
@@ -55,8 +57,10 @@ class FusedKernel:
         self.world_size = memory.world_size
         self._plain = plain
         self._side: torch.cuda.Stream | None = None
-        workspace = kernel_module("workspace").Workspace
-        self.workspaces = Workspaces(memory, {"sum": workspace})
+        # sm_120 and the like take the kernels of an architecture that has the same instructions.
+        self._arch = kernel_module("operands").kernels_of(memory.arch)
+        kinds = {"sum": kernel_module("workspace").Workspace, "gather": kernel_module("gather").GatherWorkspace}
+        self.workspaces = Workspaces(memory, kinds)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -86,14 +90,43 @@ class FusedKernel:
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        return self._movements().all_gather_matmul(
-            x_shard,
-            weights,
-            biases,
-            gather_dim=gather_dim,
-            gather_size=gather_size,
-            return_gathered=return_gathered,
-        )
+        length = x_shard.shape[gather_dim]
+        sizes = [length] * self.world_size if gather_size is None else shard_sizes(gather_size, self.world_size)
+        shape = list(x_shard.shape)
+        shape[gather_dim] = sum(sizes)
+        if prod(shape) == 0:  # K = 0: there is nothing to gather, and the products are zero
+            return self._movements().all_gather_matmul(
+                x_shard, weights, biases,
+                gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
+            )  # fmt: skip
+        counts = row_sizes(shape, gather_dim, sizes)
+        rows, rows_per_rank, k = sum(counts), counts[0], shape[-1]
+        module = kernel_module("all_gather_gemm")
+        # Tiles need not be alike on all ranks here; weights may differ in width.
+        launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in weights), least_margin=1)
+        self._check("all_gather_matmul", (*shape, gather_dim), x_shard, launch)
+        nbytes = module.workspace_bytes(rows_per_rank, k, x_shard.dtype, self.world_size)
+        with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
+            outputs, gathered = module.all_gather_gemm(
+                as_rows(x_shard),
+                weights,
+                workspace=workspace,
+                launch=launch,
+                rows=rows,
+                rows_per_rank=rows_per_rank,
+                biases=biases,
+                gathered=return_gathered,
+                direct=rows * k * x_shard.dtype.itemsize <= DIRECT_BYTES,
+            )
+        outputs = [self._placed(y, shape, gather_dim, counts) for y in outputs]
+        return outputs, None if gathered is None else self._placed(gathered, shape, gather_dim, counts)
+
+    def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
+        """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
+        shape = [*shape[:-1], rows.shape[-1]]
+        if prod(shape[:dim]) == 1 or rows.numel() == 0:
+            return rows.view(shape)
+        return from_rank_major(rows.split(list(counts)), shape, dim)
 
     def matmul_reduce_scatter(
         self,
@@ -111,10 +144,12 @@ class FusedKernel:
         module = kernel_module("gemm_reduce_scatter")
         launch = self._launch(x.dtype, sum(counts), shape[-1])
         self._check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
-        nbytes = module.workspace_bytes(counts[0], shape[-1], x.dtype, self.world_size, launch)
+        nbytes = module.workspace_bytes(
+            sum(counts), shape[-1], x.dtype, self.world_size, launch, rows_per_rank=counts[0]
+        )
         with self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace, self._beside(meanwhile, x):
             out: Tensor = module.gemm_reduce_scatter(
-                rows, workspace=workspace, launch=launch, bias=bias, rows_per_rank=counts[0]
+                _few(rows), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=bias
             )
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
@@ -152,9 +187,8 @@ class FusedKernel:
         self._check(op, shape, x, launch)
         nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x):
-            out, normed = module.gemm_all_reduce(
-                [(as_rows(x), w) for x, w in products], workspace=workspace, launch=launch, two_shot=two_shot, **tail
-            )
+            rows = _few([(as_rows(x), w) for x, w in products])
+            out, normed = module.gemm_all_reduce(rows, workspace=workspace, launch=launch, two_shot=two_shot, **tail)
         return out.view(shape), None if normed is None else normed.view(shape)
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -182,16 +216,16 @@ class FusedKernel:
                 meanwhile()
             stream.wait_stream(self._side)
 
-    def _launch(self, dtype: torch.dtype, m: int, n: int) -> Any:
+    def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
         precision = "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
         return kernel_module("launch").launch_for(
             dtype,
             m,
             n,
             self.world_size,
-            arch=self.memory.arch,
+            arch=self._arch,
             sms=self.memory.sms,
-            sm_margin=settings.sm_margin(),
+            sm_margin=max(settings.sm_margin(), least_margin) if self.memory.arch else 0,
             precision=precision,
         )
 
@@ -204,3 +238,13 @@ class FusedKernel:
         if self._plain is None:
             raise ValueError("Ranks that are threads of one process have kernels for matmuls only, nothing that moves.")
         return self._plain
+
+
+def _few(products: Sequence[Product]) -> list[Product]:
+    """At most as many products as a launch adds up: those beyond are one, side by side along K."""
+    most = kernel_module("launch").MAX_PRODUCTS
+    if len(products) <= most:
+        return list(products)
+    rest = products[most - 1 :]
+    joined = torch.cat([x for x, _ in rest], dim=1), torch.cat([w for _, w in rest], dim=1)
+    return [*products[: most - 1], joined]

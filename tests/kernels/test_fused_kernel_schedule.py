@@ -1,0 +1,196 @@
+"""Schedule `fused_kernel` behind the public ops: forward and all gradients, its errors, and what `explain` says of it.
+
+The cases are those of every other schedule; the ranks interpret the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import fused_tp
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from tests.distributed import test_tp_ops as cases
+from tests.kernels.ranks import interpreted_ranks
+from tests.reference import seeded
+from tests.workers import fresh_ranks, run_ranks
+
+FORCED = {"FUSED_TP_SCHEDULE": "fused_kernel"}
+
+
+def forced(group: Any, name: str, *args: Any) -> Any:
+    with mock.patch.dict(os.environ, FORCED):
+        return getattr(cases, name)(group, *args)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bfloat16"), (3, "float32"), (4, "float16")])
+def test_forward_and_gradients(world_size: int, dtype: str) -> None:
+    interpreted_ranks(world_size, forced, "all_cases", dtype, world_size == 2, timeout=120)
+
+
+def other_gradients(group: Any) -> None:
+    forced(group, "main_grad_case")
+
+
+def test_main_grad() -> None:
+    interpreted_ranks(2, other_gradients)
+
+
+def test_same_bits_on_every_rank_and_run() -> None:
+    runs = [interpreted_ranks(3, forced, "bits", "bfloat16") for _ in range(2)]
+    assert all(result == runs[0][0] for run in runs for result in run)
+
+
+def many_weights(group: Any) -> None:
+    """More weights than a launch takes: outputs of each, and dx, the sum over all of them."""
+    widths, x = (3, 4, 5, 6, 7), seeded(5, 6, dtype=torch.float32, seed=1)
+    ws = [seeded(n, 6, dtype=torch.float32, seed=2 + n) for n in widths]
+    x_shard = cases.leaf(cases.own_part(x, 0, group))
+    with mock.patch.dict(os.environ, FORCED):
+        ys = fused_tp.all_gather_matmul(x_shard, ws, group=group, gather_size=5)
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    for y, w in zip(ys, ws, strict=True):
+        torch.testing.assert_close(y, x @ w.t())
+    wanted = sum(w.sum(0) for w in ws).expand(5, 6) * group.size()
+    torch.testing.assert_close(x_shard.grad, cases.own_part(wanted, 0, group))
+
+
+def test_more_weights_than_a_launch_takes() -> None:
+    interpreted_ranks(2, many_weights)
+
+
+def growing(group: Any) -> int:
+    """Small, large, small: the workspace grows once and is kept."""
+    from fused_tp.runtime.group import resolve_group
+    from fused_tp.schedules.select import select_schedule
+
+    with mock.patch.dict(os.environ, FORCED):
+        for rows in (1, 700, 2):
+            x = seeded(rows, 4, dtype=torch.float32, seed=rows)
+            w = seeded(300, 4, dtype=torch.float32, seed=2)
+            y = fused_tp.matmul_all_reduce(x, w, group=group)
+            torch.testing.assert_close(y, group.size() * x @ w.t(), rtol=1e-5, atol=1e-5)
+        schedule: Any = select_schedule(
+            "matmul_all_reduce", resolve_group(group), x.dtype, x.device, 2, None, 300
+        )  # fmt: skip
+    return int(schedule.workspaces._slots["sum"].nbytes)
+
+
+def test_workspaces_grow_and_stay() -> None:
+    (first, second) = interpreted_ranks(2, growing)
+    assert first == second and first >= 2 * 2 * 700 * 300 * 4
+
+
+def without_last(group: Any) -> str:
+    x, w = seeded(3, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
+    with mock.patch.dict(os.environ, FORCED):
+        fused_tp.matmul_all_reduce(x, w, group=group)
+        os.environ["FUSED_TP_TIMEOUT"] = "1"
+        if group.rank() == 2:
+            time.sleep(3)  # alive, but it does not come
+            return ""
+        begun = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            fused_tp.matmul_all_reduce(x, w, group=group)
+        assert 1 <= time.monotonic() - begun < 10
+        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+            fused_tp.matmul_all_reduce(x, w, group=group)
+        return str(raised.value)
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    outcomes = fresh_ranks(3, without_last, env=INTERPRETED)
+    for outcome in outcomes[:2]:
+        sentence = outcome.unwrap()
+        assert "matmul_all_reduce, call 2" in sentence and "rank 2 had not begun the call" in sentence
+        assert "in 1 s (FUSED_TP_TIMEOUT)" in sentence
+
+
+def dies(group: Any, op: str) -> float:
+    rank = group.rank()
+    x, w = seeded(4, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
+    run = getattr(fused_tp, op)
+    with mock.patch.dict(os.environ, FORCED):
+        run(x, w, group=group)
+        dist.barrier(group)
+        if rank == 1:
+            os._exit(9)
+        begun = time.monotonic()
+        with pytest.raises(PeerLostError, match="lost rank 1: it has ended"):
+            for _ in range(1000):  # it may get through calls that rank 1 had its part in
+                run(x, w, group=group)
+        return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_gather_matmul"])
+def test_a_rank_that_dies_is_noticed_long_before_the_deadline(op: str) -> None:
+    outcomes = fresh_ranks(3, dies, op, env=INTERPRETED, expect_deaths=True)
+    assert outcomes[1].died
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.unwrap() < 5
+
+
+def explained(group: Any) -> list[str]:
+    with mock.patch.dict(os.environ, FORCED):
+        fits = fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=torch.bfloat16, group=group)
+        double = fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=torch.float64, group=group)
+        moves = fused_tp.explain("all_reduce", (4, 8), group=group)
+    return [str(fits), str(double), str(moves)]
+
+
+def test_explain_says_what_has_a_kernel() -> None:
+    for fits, double, moves in interpreted_ranks(2, explained):
+        assert "fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel forces it" in fits
+        assert "plain over gloo" in double and "take float16, bfloat16 and float32, not float64" in double
+        assert "plain over gloo" in moves and "there is no fused kernel of all_reduce" in moves
+
+
+def refused(group: Any) -> str:
+    with mock.patch.dict(os.environ, FORCED), pytest.raises(ValueError) as raised:
+        fused_tp.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2), group=group)
+    return str(raised.value)
+
+
+def test_on_a_cpu_that_does_not_interpret_it_is_refused() -> None:
+    for sentence in run_ranks(2, refused):
+        assert "Schedule 'fused_kernel' cannot serve this group" in sentence and "TRITON_INTERPRET=1" in sentence
+
+
+def from_table(group: Any) -> tuple[str, str]:
+    covered = fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=torch.float32, group=group)
+    return str(covered), str(fused_tp.explain("all_reduce", (4, 8), group=group))
+
+
+def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> None:
+    import json
+
+    table = tmp_path / "table.json"
+    rules = [{"schedule": "fused_kernel"}, {"schedule": "pipelined"}]
+    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
+    env = {"FUSED_TP_TABLE": str(table), "FUSED_TP_SCHEDULE": None}
+    for matmul, moves in run_ranks(2, from_table, env=env):
+        assert "pipelined" in matmul and "no fused kernel: kernels run on NVIDIA GPUs" in matmul
+        assert "pipelined" in moves and "no fused kernel: there is no fused kernel of all_reduce" in moves
+    for outcome in fresh_ranks(2, from_table, env={**INTERPRETED, **env}):
+        matmul, moves = outcome.unwrap()
+        assert "fused_kernel over symmetric memory" in matmul and "pipelined" in moves
+
+
+def alone(group: Any) -> None:
+    assert dist.get_world_size(group) == 1
+    assert fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), group=group).forward.schedule == "local"  # type: ignore[union-attr]
+
+
+def test_one_rank_needs_none() -> None:
+    interpreted_ranks(1, alone)
