@@ -96,7 +96,7 @@ class Call(NamedTuple):
 
 @triton.jit
 def half_at(call, rank):
-    """Address of the half of `rank`'s workspace that this call uses; of this rank's own where it must not touch others."""
+    """Address of the half of `rank`'s workspace that this call uses; of this rank's own if it has given up before."""
     place = tl.where(call.epoch > 0, rank, call.rank)
     return tl.load(call.workspaces + place) + (call.epoch & 1) * call.half_bytes
 
