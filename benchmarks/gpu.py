@@ -103,10 +103,9 @@ def run_all(
             measure(case)
             say(f"{budget.spent():6.1f} s  {case.name}")
         except Exception as error:  # one that fails must not take the others' minutes with it
-            say(f"{budget.spent():6.1f} s  {case.name} failed. {type(error).__name__}: {error}")
-            skipped.append(
-                f"{case.name} failed. {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-            )
+            text = f"{case.name} failed. {type(error).__name__}: {error}"
+            say(f"{budget.spent():6.1f} s  {text}")
+            skipped.append(text.splitlines()[0])
         budget.learn(case.seconds, budget.spent() - begun)
     return skipped
 

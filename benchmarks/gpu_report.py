@@ -45,7 +45,7 @@ def gpu_machine(device: torch.device) -> Machine:
 
 
 def gpu_versions(device: torch.device) -> dict[str, str]:
-    """Versions of all that takes part, the commit, and the clocks that the GPU runs at now, as far as they can be had."""
+    """Versions of all that takes part, the commit, and the GPU's clocks now, as far as they can be had."""
     import triton
 
     found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}

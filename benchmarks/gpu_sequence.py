@@ -14,7 +14,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, a
 ):
     """out[i] = sum over terms in fp32, rounded once."""
     for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        places = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = places < count
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for term in tl.static_range(WORLD):

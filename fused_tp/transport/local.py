@@ -33,6 +33,9 @@ from fused_tp.transport.symmetric_memory import CHANNELS
 
 T = TypeVar("T")
 
+# Interpreted programs run one after the other; several, so that all paths of a kernel do run.
+CPU_PROGRAMS = 4
+
 
 class LocalGroup:
     """What the ranks of one process share: who has come where, and who will not come any more."""
@@ -132,7 +135,7 @@ class LocalRank:
 
     Attributes:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.
-        sms: this rank's share of its multiprocessors; 1 on CPU.
+        sms: this rank's share of its multiprocessors; on CPU how many programs of a kernel to interpret.
         pids: none; peers are threads of this process, which cannot die alone.
     """
 
@@ -144,7 +147,7 @@ class LocalRank:
         self.world_size = group.world_size
         self.device = group.device
         self.pids: Mapping[int, int] = {}
-        self.arch, self.sms = 0, 1
+        self.arch, self.sms = 0, CPU_PROGRAMS
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self.arch = 10 * properties.major + properties.minor

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.transport.local import LocalGroup, LocalRank, run_local
+from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
 from fused_tp.transport.symmetric_memory import CHANNELS
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -133,7 +133,7 @@ def test_buffers_and_their_addresses(world_size: int) -> None:
 def test_a_rank_is_memory_for_kernels() -> None:
     memory = LocalGroup(1).rank(0)
     buffer, handle = memory.allocate(96)
-    assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, 1, 0, 1)
+    assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, CPU_PROGRAMS, 0, 1)
     assert buffer.shape == (96,) and buffer.data_ptr() == handle.buffer_ptrs[0]
 
 

@@ -1,0 +1,304 @@
+"""The GPU suite where there is no GPU: budget, rounds, records and table, and its cases, interpreted, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu, gpu_report, gpu_timing
+from benchmarks.case import OURS, Case, Rival
+from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows, race
+from benchmarks.race import Times
+from benchmarks.ratios import SPEEDUP, TIME_RATIO
+from benchmarks.records import Machine, Record, read
+from tests.kernels.ranks import interpreted_ranks
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+MACHINE = Machine("a processor", "AVX2", 8, "a GPU, sm_90, 132 SMs")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_what_does_not_fit_the_minutes_is_left_out() -> None:
+    clock = Clock()
+    budget = Budget(60, clock)
+    assert budget.fits(60) and not budget.fits(61)
+    clock.seconds += 20
+    assert (budget.spent(), budget.left()) == (20, 40)
+    budget.learn(planned=10, taken=20)
+    assert budget.fits(20) and not budget.fits(21)  # all takes twice what was planned
+    budget.learn(planned=40, taken=5)
+    assert budget.fits(40)  # faster than planned is luck
+
+
+def case(name: str, seconds: float = 10.0) -> Case:
+    return Case(name, lambda *_, **__: {}, {"m": 1000, "n": 1000, "k": 500, "world_size": 2}, seconds=seconds)
+
+
+def test_cases_that_fail_or_do_not_fit_are_told_of_and_the_others_run() -> None:
+    clock = Clock()
+    said: list[str] = []
+    ran: list[str] = []
+
+    def measure(one: Case) -> None:
+        ran.append(one.name)
+        clock.seconds += 10
+        if one.name == "bad":
+            raise AssertionError("bad: torch.mm computes something else\nsecond line")
+
+    cases = [case("one"), case("bad"), case("long", 100.0), case("two"), case("three")]
+    skipped = gpu.run_all(cases, Budget(35, clock), measure, said.append)
+    assert ran == ["one", "bad", "two"]
+    assert skipped == [
+        "bad failed. AssertionError: bad: torch.mm computes something else",
+        "long: no time left (15 s).",
+        "three: no time left (5 s).",
+    ]
+    assert len(said) == 3 and "second line" in said[1]
+
+
+def test_who_starts_changes_from_round_to_round() -> None:
+    order: list[str] = []
+
+    def timed(name: str) -> Any:
+        return lambda: order.append(name) or float(len(order))
+
+    seconds = race({name: timed(name) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcacab"
+    assert seconds == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
+    assert len(race({"a": timed("a")}, 25, lambda: False)["a"]) == gpu_timing.MIN_ROUNDS
+
+
+@pytest.mark.parametrize("rows", [1, 2, 511, 512, 513, 1024, 1500, 8192, 100_003])
+def test_checked_rows_are_in_all_parts(rows: int) -> None:
+    chosen = torch.arange(rows)[checked_rows(rows)]
+    assert chosen[-1] == rows - 1 and len(chosen) <= 2 * gpu_timing.CHECKED_ROWS
+    assert chosen[0] < 1 + rows // 100 and (len(chosen) == 1 or int(chosen.diff().max()) <= 1 + rows // 500)
+
+
+def test_wrong_answers_are_noticed() -> None:
+    expected = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_near(expected.bfloat16(), expected)
+    assert_near(torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64))
+    for actual in (expected.bfloat16() * 1.02, torch.full((64, 64), torch.nan), expected.float().roll(1, 0)):
+        with pytest.raises(AssertionError, match="is off by"):
+            assert_near(actual, expected)
+    with pytest.raises(AssertionError, match="rank 1 is"):
+        assert_near(expected[:3].float(), expected, "the result of rank 1")
+
+
+def made_up() -> list[Record]:
+    one = case("ranks/bf16/two-shot/W=2/1000x1000x500")
+    rivals = {"alone": Rival(TIME_RATIO, 1.10, 1.03), "in turn": Rival(SPEEDUP, 1.0), "other": Rival(SPEEDUP)}
+    one = Case(one.name, one.make, one.parameters, rivals)
+    seconds = {
+        OURS: [1e-3, 1.2e-3, 2e-3],
+        "alone": [1e-3, 1e-3, 2e-3],
+        "in turn": [9e-4, 9e-4, 9e-4],
+        "other": [1e-3] * 3,
+    }
+    times = Times(seconds, dict.fromkeys(seconds, 2), {name: "a config" * (name == OURS) for name in seconds}, {})
+    return gpu_report.gpu_records(one, times, MACHINE, {"torch": "2.11.0", "driver": "580.0"})
+
+
+def test_records_say_where_and_how_fast() -> None:
+    ours, alone, in_turn, other = made_up()
+    # 2 ranks of 1e9 operations in 1.2 ms.
+    assert ours.note == "2 TFLOP/s; a config" and ours.comparison is None and ours.world_size == 2
+    assert alone.comparison is not None and alone.comparison.value.median == 1.0
+    assert in_turn.comparison is not None and in_turn.comparison.value.median == pytest.approx(0.75)
+    assert other.comparison is not None and other.comparison.bar is None
+    assert (ours.machine, ours.versions["driver"]) == (MACHINE, "580.0")
+    assert Record.from_json(ours.to_json()) == ours
+
+
+def test_the_table_says_what_was_met_and_what_was_left_out() -> None:
+    text = gpu_report.markdown(made_up(), ["alone/fp8: no time left (3 s)."], 7.5)
+    assert "a GPU, sm_90, 132 SMs; launched by a processor, 8 cores." in text and "driver 580.0" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| time ratio 1.000 [1.000, 1.100] | <= 1.1, aim <= 1.03 | yes |" in text
+    assert "| speedup 0.750 [0.600, 0.825] | >= 1 | **no** |" in text
+    assert "| 1.2 | 2 TFLOP/s |" in text and "in 7.5 minutes" in text
+    assert text.endswith("Not measured:\n\n- alone/fp8: no time left (3 s).\n")
+
+
+def test_older_results_without_a_gpu_can_be_read() -> None:
+    results = Path(gpu.__file__).parent / "results" / "cpu.jsonl"
+    assert {record.machine.gpu for record in read(results)} == {""}
+
+
+def test_cases_have_names_of_their_own_and_the_sizes_that_have_bars() -> None:
+    cases = gpu.cases(quick=False)
+    names = [one.name for one in cases]
+    assert len(set(names)) == len(names)
+    assert {one.name for one in gpu.cases(quick=True)} <= set(names)
+    bars = {one.name: {rival.bar for rival in one.rivals.values()} - {None} for one in cases}
+    for size in (4096, 8192):
+        assert bars[f"alone/bf16/{size}x{size}x{size}"] == {0.90}
+    assert all(bars[name] == {1.10, 1.0} for name in names if name.startswith("ranks/bf16/two-shot/"))
+    assert all(one.parameters["n"] % 128 == one.parameters["k"] % 128 == 0 for one in cases)
+
+
+@NO_GPU
+def test_without_a_gpu_it_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu.from_command_line(["--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "benchmarks.gpu needs an NVIDIA GPU, and torch finds none on this machine.\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--only", "("], "is not a regular expression"), (["--only", "nothing like it"], "matches none of the cases")],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.from_command_line(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cases_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.from_command_line(["--list", "--quick", "--only", "^alone"]) == 0
+    assert capsys.readouterr().out.split() == ["alone/bf16/4096x4096x4096", "alone/bf16/8192x8192x8192"]
+
+
+# -- the cases themselves, on one rank, interpreted, with streams and events that do nothing ---------------------------
+
+
+class Stream:
+    """One that has run whatever it was given."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *args: object, **keywords: object) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def wait_event(self, event: object) -> None: ...
+
+
+class Event:
+    def __init__(self, *args: object, **keywords: object) -> None: ...
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+    def elapsed_time(self, other: object) -> float:
+        return 1.0
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[GpuContext]:
+    patch = pytest.MonkeyPatch()
+    properties = SimpleNamespace(multi_processor_count=4, L2_cache_size=1 << 12, name="none", major=9, minor=0)
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda *args: None,
+        "_sleep": lambda cycles: None,
+        "get_device_properties": lambda device: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    try:
+        yield GpuContext(torch.device("cpu"), Budget(1000), rounds=2)
+    finally:
+        patch.undo()
+
+
+def fused_case(_group: dist.ProcessGroup, op: str, maker: str, names: list[str]) -> None:
+    from benchmarks import gpu_fused
+
+    sizes = {"op": op, "dtype": "bf16", "m": 40, "n": 48, "k": 32}
+    one = {"peers": 0} if maker == "flag_contestants" else {"world_size": 1}
+    with pretended_gpu() as context:
+        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_fused, maker), {**sizes, **one}))
+    assert list(times.seconds) == names and not times.skipped
+    assert all(len(of_one) == 2 for of_one in times.seconds.values())
+
+
+@pytest.mark.parametrize("op", ["two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct"])
+def test_fused_cases(op: str) -> None:
+    interpreted_ranks(1, fused_case, op, "rank_contestants", [OURS, "its matmul alone", "matmul, then movement"])
+    interpreted_ranks(1, fused_case, op, "flag_contestants", [OURS, "torch.mm", "its matmul alone"])
+
+
+def wrong_answer(_group: dist.ProcessGroup) -> str:
+    from benchmarks import gpu_fused
+
+    parameters = {"op": "reduce-scatter", "dtype": "bf16", "m": 40, "n": 48, "k": 32, "world_size": 1}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gpu_fused.Fused, "expected", lambda self, rank: (slice(None), torch.ones(40, 48).double()))
+    with pretended_gpu() as context, pytest.raises(AssertionError) as raised:
+        gpu_timing.run_case(context, Case("tiny", gpu_fused.rank_contestants, parameters))
+    patch.undo()
+    return str(raised.value)
+
+
+def test_a_wrong_answer_is_not_timed() -> None:
+    (text,) = interpreted_ranks(1, wrong_answer)
+    assert text.startswith(f"tiny: {OURS} computes something else: the result of rank 0 is off by")
+
+
+def matmul_case(_group: dist.ProcessGroup, dtype: str) -> list[str]:
+    from benchmarks import gpu_gemm
+
+    with pretended_gpu() as context:
+        parameters = {"dtype": dtype, "m": 40, "n": 48, "k": 32}
+        return list(gpu_timing.run_case(context, Case("tiny", gpu_gemm.contestants, parameters)).seconds)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_matmul_cases(dtype: str) -> None:
+    (names,) = interpreted_ranks(1, matmul_case, dtype)
+    assert names[:2] == [OURS, "torch.mm"] and len(names) == 3 and names[2].startswith("config 32x32x32")
+
+
+def gpu_test_case(_group: dist.ProcessGroup, file: str, op: str) -> None:
+    """What the tests of the GPU check, here of one rank: so that they fail for the kernels' reasons only."""
+    import importlib.util
+    import sys
+
+    from fused_tp.transport.local import run_local
+
+    spec = importlib.util.spec_from_file_location("gpu_tests", file)
+    assert spec is not None and spec.loader is not None
+    tests = sys.modules.setdefault("gpu_tests", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(tests)
+    run_local(1, tests.one_after_the_other, op, torch.bfloat16, [(40, 40, 24), (1, 16, 16)])
+
+
+@pytest.mark.parametrize("op", ["one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct"])
+def test_the_gpu_tests_of_fused_kernels_on_one_rank(op: str) -> None:
+    file = Path(__file__).parents[1] / "gpu" / "test_fused_kernels.py"
+    interpreted_ranks(1, gpu_test_case, str(file), op)
+
+
+def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "_run", lambda command: "")
+    assert gpu_report.nvidia_smi(0) == {}
+    monkeypatch.setattr(gpu_report, "_run", lambda command: "580.1, 1980 MHz, 1980 MHz, 3201 MHz, [N/A]")
+    assert gpu_report.nvidia_smi(0) == {
+        "driver": "580.1",
+        "sm clock": "1980 MHz",
+        "highest sm clock": "1980 MHz",
+        "memory clock": "3201 MHz",
+    }
+    assert json.dumps(gpu_report.nvidia_smi(0))
