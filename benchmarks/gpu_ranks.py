@@ -35,14 +35,15 @@ def prepare(
     Args:
         kind: the class of workspace; None for `triton_kernels.workspace.Workspace`.
     """
-    from triton_kernels.signals import EXPIRED
     from triton_kernels.workspace import Workspace
 
     kind = kind or Workspace
     buffer, handle = rank.symmetric_empty(nbytes)
     workspace = kind(buffer, handle, timeout_seconds=timeout_seconds)
     with rank.in_turn():
-        workspace.state[EXPIRED.value] = 1
+        workspace.stop_waiting()
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize(rank.device)  # it goes by a stream of its own
         rehearse(workspace)
     return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
 
