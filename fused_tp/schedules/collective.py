@@ -34,25 +34,9 @@ class Collective:
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         sizes = self._shard_sizes(x_shard, gather_dim, gather_size)
-        shape = list(x_shard.shape)
-        shape[gather_dim] = sum(sizes)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather", (*shape, gather_dim), x_shard)
-        # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
-        block = prod(shape[:gather_dim]) * max(sizes) * prod(shape[gather_dim + 1 :])
-        flat = x_shard.contiguous().view(-1)  # reshape(-1) may leave strides, also 0, which NCCL refuses
-        if flat.numel() < block:
-            flat = torch.nn.functional.pad(flat, (0, block - flat.numel()))
-        moving = self.transport.all_gather("all_gather", flat)
-
-        def finish() -> Tensor:
-            gathered = moving.wait()
-            if prod(shape[:gather_dim]) == 1 or prod(shape) == 0:
-                return gathered[: prod(shape)].view(shape)
-            per_index = block // max(sizes) if block else 0
-            blocks = gathered.view(self.world_size, -1)
-            return from_rank_major([b[: per_index * n] for b, n in zip(blocks, sizes, strict=True)], shape, gather_dim)
-
-        return After(finish)
+        return gather_blocks(x_shard, gather_dim, sizes, lambda flat: self.transport.all_gather("all_gather", flat))
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
@@ -143,3 +127,32 @@ class Collective:
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
+
+
+def gathered_shape(x_shard: Tensor, gather_dim: int, sizes: Sequence[int]) -> list[int]:
+    shape = list(x_shard.shape)
+    shape[gather_dim] = sum(sizes)
+    return shape
+
+
+def gather_blocks(
+    x_shard: Tensor, gather_dim: int, sizes: Sequence[int], move: Callable[[Tensor], Pending[Tensor]]
+) -> Pending[Tensor]:
+    """The shards along `gather_dim`, `sizes` of them, by `move`: from everyone's block [n] to [W * n], for one n."""
+    shape = gathered_shape(x_shard, gather_dim, sizes)
+    # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
+    block = prod(shape[:gather_dim]) * max(sizes) * prod(shape[gather_dim + 1 :])
+    flat = x_shard.contiguous().view(-1)  # reshape(-1) may leave strides, also 0, which NCCL refuses
+    if flat.numel() < block:
+        flat = torch.nn.functional.pad(flat, (0, block - flat.numel()))
+    moving = move(flat)
+
+    def finish() -> Tensor:
+        gathered = moving.wait()
+        if prod(shape[:gather_dim]) == 1 or prod(shape) == 0:
+            return gathered[: prod(shape)].view(shape)
+        per_index = block // max(sizes) if block else 0
+        blocks = gathered.view(len(sizes), -1)
+        return from_rank_major([b[: per_index * n] for b, n in zip(blocks, sizes, strict=True)], shape, gather_dim)
+
+    return After(finish)

@@ -23,12 +23,12 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.collective import Collective, gather_blocks, gathered_shape
 from fused_tp.schedules.kernel_workspaces import Workspaces
 from fused_tp.schedules.kernels import kernel_module
 from fused_tp.schedules.layout import as_rows, from_rank_major, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
-from fused_tp.transport.base import Pending
+from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
 
 OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
@@ -57,6 +57,7 @@ class FusedKernel:
         self.world_size = memory.world_size
         self._plain = plain
         self._side: torch.cuda.Stream | None = None
+        self._pulling: torch.cuda.Stream | None = None
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernel_module("operands").kernels_of(memory.arch)
         kinds = {"sum": kernel_module("workspace").Workspace, "gather": kernel_module("gather").GatherWorkspace}
@@ -65,7 +66,44 @@ class FusedKernel:
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        return self._movements().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        sizes = self._sizes(x_shard, gather_dim, gather_size)
+        if x_shard.dtype not in DTYPES or prod(gathered_shape(x_shard, gather_dim, sizes)) == 0:
+            return self._movements().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        return gather_blocks(x_shard, gather_dim, sizes, self._pull)
+
+    def _pull(self, flat: Tensor) -> Pending[Tensor]:
+        """Everyone's `flat` [n], one after the other: [W * n]. By copy engine, beside what the caller launches next."""
+        count = flat.numel()
+        module = kernel_module("all_gather_gemm")
+        launch = self._launch(flat.dtype, self.world_size, count, least_margin=1)
+        self._check("all_gather", (count,), flat, launch)
+        nbytes = module.workspace_bytes(1, count, flat.dtype, self.world_size)
+
+        def pull() -> Tensor:
+            with self.workspaces.use("gather", nbytes, "all_gather") as workspace:
+                _, gathered = module.all_gather_gemm(
+                    flat.view(1, -1), [], workspace=workspace, launch=launch, rows=self.world_size, gathered=True
+                )
+            whole: Tensor = gathered.view(-1)
+            return whole
+
+        if not flat.is_cuda:
+            return Done(pull())
+        if self._pulling is None:
+            self._pulling = torch.cuda.Stream(flat.device)
+        stream = self._pulling
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            gathered = pull()
+        flat.record_stream(stream)
+
+        def finish() -> Tensor:
+            consumer = torch.cuda.current_stream(flat.device)
+            consumer.wait_stream(stream)
+            gathered.record_stream(consumer)
+            return gathered
+
+        return After(finish)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         return self._movements().reduce_scatter(partial, scatter_dim=scatter_dim)
@@ -90,10 +128,8 @@ class FusedKernel:
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        length = x_shard.shape[gather_dim]
-        sizes = [length] * self.world_size if gather_size is None else shard_sizes(gather_size, self.world_size)
-        shape = list(x_shard.shape)
-        shape[gather_dim] = sum(sizes)
+        sizes = self._sizes(x_shard, gather_dim, gather_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
         if prod(shape) == 0:  # K = 0: there is nothing to gather, and the products are zero
             return self._movements().all_gather_matmul(
                 x_shard, weights, biases,
@@ -121,6 +157,11 @@ class FusedKernel:
         outputs = [self._placed(y, shape, gather_dim, counts) for y in outputs]
         return outputs, None if gathered is None else self._placed(gathered, shape, gather_dim, counts)
 
+    def _sizes(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> list[int]:
+        if gather_size is None:
+            return [x_shard.shape[gather_dim]] * self.world_size
+        return shard_sizes(gather_size, self.world_size)
+
     def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
         """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
         shape = [*shape[:-1], rows.shape[-1]]
@@ -142,7 +183,8 @@ class FusedKernel:
         rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
         counts = row_sizes(shape, scatter_dim, sizes)
         module = kernel_module("gemm_reduce_scatter")
-        launch = self._launch(x.dtype, sum(counts), shape[-1])
+        # A gather may be under way beside it (x for the weight's gradient), whose small kernels need an SM.
+        launch = self._launch(x.dtype, sum(counts), shape[-1], least_margin=1)
         self._check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
         nbytes = module.workspace_bytes(
             sum(counts), shape[-1], x.dtype, self.world_size, launch, rows_per_rank=counts[0]
