@@ -70,10 +70,9 @@ def _select(
     op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
 ) -> Schedule:
     name = settings.forced_schedule()
-    if name is None:
+    # What has no kernel goes by the table, also where kernels are asked for.
+    if name is None or (name == "fused_kernel" and no_kernel_of(op, dtype) is not None):
         name = _choose(op, group, dtype, device, m, k, n).schedule
-    elif name == "fused_kernel" and no_kernel_of(op, dtype) is not None:
-        name = "plain"
     schedule: Schedule | None = group.memo.get(("schedule", name, device.type))
     # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
@@ -105,11 +104,12 @@ def decide(
     name = select_schedule(op, group, dtype, device, m, k, n).name
     transport = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(name) or backend_of(group, device.type)
     forced = settings.forced_schedule()
-    if forced is not None:
-        why = f", but {no_kernel_of(op, dtype)}" if forced != name else " forces it"
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced}{why}")
+    if forced == name:
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
     rule = _choose(op, group, dtype, device, m, k, n).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
+    if forced is not None:
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {no_kernel_of(op, dtype)}; {reason}"
     if device.type == "cpu" and _shared_memory(group, device) is None:
         reason += f"; no shared memory: {_no_shared_memory(group, device)}"
     return Decision(name, transport, reason)

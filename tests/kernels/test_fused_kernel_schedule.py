@@ -152,8 +152,8 @@ def explained(group: Any) -> list[str]:
 def test_explain_says_what_has_a_kernel() -> None:
     for fits, double, moves in interpreted_ranks(2, explained):
         assert "fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel forces it" in fits
-        assert "plain over gloo" in double and "take float16, bfloat16 and float32, not float64" in double
-        assert "plain over gloo" in moves and "there is no fused kernel of all_reduce" in moves
+        assert "one_sided over shm" in double and "take float16, bfloat16 and float32, not float64" in double
+        assert "one_sided over shm" in moves and "there is no fused kernel of all_reduce" in moves
 
 
 def refused(group: Any) -> str:
