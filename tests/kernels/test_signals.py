@@ -265,7 +265,7 @@ def test_memory_of_the_cpu_is_refused_where_kernels_are_compiled():
 
 
 @pytest.mark.parametrize("world_size", [2, 63])
-def test_a_wait_compiles_small(world_size):
+def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
     kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
     kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
