@@ -271,12 +271,12 @@ def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
     source = ASTSource(fn=barrier_kernel, signature=kinds, constexprs={"WORLD": world_size})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert len(ptx) < 100_000
+    assert len(ptx) < 200_000
     # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
     assert "atom.global.sys.release.exch.b64" in ptx
     assert re.search(r"(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire\.add)\.[bu]64", ptx)
     # The record: fields, fence for the system, and then the word that says that it is there.
-    fence = ptx.index("atom.global.sys.acq_rel.exch.b64")
+    fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
 
 
