@@ -49,7 +49,11 @@ def prepare(
 
 
 def set_flags(workspace: Any) -> None:
-    """Sets every flag of the workspace for ever, so that its rank can run alone: its peers have always just been."""
+    """Sets every flag of the workspace, so that its rank can run alone: whatever it waits for has been.
+
+    They stay set for calls of one kind and size. Others number their flags differently, and would find what this rank
+    has put itself where they look for a peer's: set them again before.
+    """
     from triton_kernels.gather import PULLED, READY, GatherWorkspace
     from triton_kernels.workspace import flag_bytes
 

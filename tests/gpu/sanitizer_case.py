@@ -69,23 +69,27 @@ def fused(rank: LocalRank) -> None:
         shard = x[: -(-m // world)] if rank.rank == 0 else x[-(-m // world) :]
         with rank.in_turn():
             for two_shot in (False, True):
+                set_flags(sums)
                 out, _ = gemm_all_reduce([(x, w)], workspace=sums, launch=launch, two_shot=two_shot)
                 if world == 1:
                     close(out, wanted, "gemm_all_reduce")
+                set_flags(sums)
                 gemm_all_reduce(
                     [(x, w)], workspace=sums, launch=launch, two_shot=two_shot, residual=residual,
                     norm_weight=norm_weight,
                 )  # fmt: skip
+            set_flags(sums)
             out = gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch)
             if world == 1:
                 close(out, wanted, "gemm_reduce_scatter")
             for direct in (False, True):
+                set_flags(gathers)
                 (out,), _ = all_gather_gemm(
                     x if world == 1 else shard, [w], workspace=gathers, launch=launch, rows=m, direct=direct
                 )
                 if world == 1:
                     close(out, wanted, "all_gather_gemm")
-            torch.cuda.synchronize()
+            rank.synchronize()
             assert sums.expired() is None and gathers.expired() is None
 
 
@@ -93,8 +97,6 @@ def made(rank: LocalRank, kind: Any, nbytes: int) -> Any:
     buffer, handle = rank.symmetric_empty(nbytes)
     workspace = kind(buffer, handle, timeout_seconds=120)
     workspace.kept = handle
-    rank.barrier()
-    set_flags(workspace)
     rank.barrier()
     return workspace
 

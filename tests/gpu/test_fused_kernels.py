@@ -316,11 +316,11 @@ def test_products_are_summed_too() -> None:
     run_local(3, several_products, device="cuda")
 
 
-def one_rank_alone(rank: LocalRank, op: str) -> None:
+def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:
     """With all flags set a rank runs alone, as the benchmarks time it; its peers' terms are zeros."""
     from benchmarks.gpu_ranks import set_flags
 
-    call = make_call(rank, op, (300, 520, 200), torch.bfloat16, 1)
+    call = make_call(rank, op, shape, torch.bfloat16, 1)
     memory = prepared(rank, op, [call])
     if rank.rank == 0:
         set_flags(memory.workspace)
@@ -333,4 +333,4 @@ def one_rank_alone(rank: LocalRank, op: str) -> None:
 
 @pytest.mark.parametrize("op", [*SUMS, *GATHERS])
 def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
-    run_local(2, one_rank_alone, op, device="cuda")
+    run_local(2, one_rank_alone, op, (300, 520, 200), device="cuda")

@@ -223,21 +223,27 @@ def pretended_gpu() -> Iterator[GpuContext]:
         patch.undo()
 
 
-def fused_case(_group: dist.ProcessGroup, op: str, maker: str, names: list[str]) -> None:
+def fused_case(_group: dist.ProcessGroup, op: str, maker: str, ranks: dict[str, int], names: list[str]) -> None:
     from benchmarks import gpu_fused
 
-    sizes = {"op": op, "dtype": "bf16", "m": 40, "n": 48, "k": 32}
-    one = {"peers": 0} if maker == "flag_contestants" else {"world_size": 1}
+    parameters = {"op": op, "dtype": "bf16", "m": 40, "n": 48, "k": 32, **ranks}
     with pretended_gpu() as context:
-        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_fused, maker), {**sizes, **one}))
+        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_fused, maker), parameters))
     assert list(times.seconds) == names and not times.skipped
     assert all(len(of_one) == 2 for of_one in times.seconds.values())
 
 
 @pytest.mark.parametrize("op", ["two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct"])
-def test_fused_cases(op: str) -> None:
-    interpreted_ranks(1, fused_case, op, "rank_contestants", [OURS, "its matmul alone", "matmul, then movement"])
-    interpreted_ranks(1, fused_case, op, "flag_contestants", [OURS, "torch.mm", "its matmul alone"])
+def test_rank_cases(op: str) -> None:
+    names = [OURS, "its matmul alone", "matmul, then movement"]
+    interpreted_ranks(1, fused_case, op, "rank_contestants", {"world_size": 1}, names)
+
+
+@pytest.mark.parametrize(("op", "peers"), [("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 1)])
+def test_flag_cases(op: str, peers: int) -> None:
+    """With a peer too: it never runs, and nobody waits for it."""
+    names = [OURS, "torch.mm", "its matmul alone"]
+    interpreted_ranks(1, fused_case, op, "flag_contestants", {"peers": peers}, names)
 
 
 def wrong_answer(_group: dist.ProcessGroup) -> str:
@@ -271,8 +277,8 @@ def test_matmul_cases(dtype: str) -> None:
     assert names[:2] == [OURS, "torch.mm"] and len(names) == 3 and names[2].startswith("config 32x32x32")
 
 
-def gpu_test_case(_group: dist.ProcessGroup, file: str, op: str) -> None:
-    """What the tests of the GPU check, here of one rank: so that they fail for the kernels' reasons only."""
+def gpu_test_case(_group: dist.ProcessGroup, file: str, function: str, world_size: int, *args: Any) -> None:
+    """What the tests of the GPU do, as far as it can be done here: so that there they fail for the kernels' reasons."""
     import importlib.util
     import sys
 
@@ -282,13 +288,21 @@ def gpu_test_case(_group: dist.ProcessGroup, file: str, op: str) -> None:
     assert spec is not None and spec.loader is not None
     tests = sys.modules.setdefault("gpu_tests", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(tests)
-    run_local(1, tests.one_after_the_other, op, torch.bfloat16, [(40, 40, 24), (1, 16, 16)])
+    run_local(world_size, getattr(tests, function), *args)
+
+
+GPU_TESTS = str(Path(__file__).parents[1] / "gpu" / "test_fused_kernels.py")
 
 
 @pytest.mark.parametrize("op", ["one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct"])
 def test_the_gpu_tests_of_fused_kernels_on_one_rank(op: str) -> None:
-    file = Path(__file__).parents[1] / "gpu" / "test_fused_kernels.py"
-    interpreted_ranks(1, gpu_test_case, str(file), op)
+    shapes = [(40, 40, 24), (1, 16, 16)]
+    interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_after_the_other", 1, op, torch.bfloat16, shapes)
+
+
+@pytest.mark.parametrize("op", ["two_shot", "direct"])
+def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
+    interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_rank_alone", 2, op, (40, 48, 24))
 
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
