@@ -73,7 +73,7 @@ from .signals import flag_at, is_last, put, wait
 from .tiles import halves, multiply_tile, tile_at
 
 # Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
-MAX_WEIGHTS = 4
+MAX_WEIGHTS = 3
 
 
 @triton.jit
@@ -144,7 +144,6 @@ def all_gather_gemm_kernel(
     w0,
     w1,
     w2,
-    w3,
     ys,
     biases,
     sizes,
@@ -153,7 +152,6 @@ def all_gather_gemm_kernel(
     K,
     rows_per_rank,
     stride_xm,
-    stride_xk,
     workspaces_ptr,
     state_ptr,
     error_ptr,
@@ -176,68 +174,73 @@ def all_gather_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """x_own [rows of this rank, K] and x [M, K] are descriptors with TMA, else pointers; DIRECT has no x.
+    """x_own [rows of this rank, K] and x [M, K] have rows in one piece; DIRECT has no x.
 
-    sizes[i] is (N, stride_wn, stride_wk) of weight i.
+    With TMA they and the weights are descriptors, else pointers. sizes[i] is (N, stride_wn, stride_wk) of weight i.
     """
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
-    ws = (w0, w1, w2, w3)
+    ws = (w0, w1, w2)
     ELEMENT: tl.constexpr = ys[0].dtype.element_ty
     first = tl.program_id(0)
     own_row = tl.minimum(rank * rows_per_rank, M)
     own_rows = tl.minimum(M - own_row, rows_per_rank)
-    for i in tl.static_range(WEIGHTS):
-        N, stride_wn, stride_wk = sizes[i]
-        first = multiply_shard(
-            x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-            first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )  # fmt: skip
-    if DIRECT and gathered_ptr is not None:
-        own_part = gathered_ptr + tl.cast(own_row, tl.int64) * K
-        copy_rows(x_own, stride_xm, stride_xk, own_part, own_rows, K, True)
+    if TMA:
+        # A descriptor cannot be chosen while the kernel runs, so these tiles have a loop of their own.
+        for i in tl.static_range(WEIGHTS):
+            N, stride_wn, stride_wk = sizes[i]
+            first = multiply_shard(
+                x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_xm, 1, stride_wn, stride_wk,
+                first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
 
-    position = 1
+    position = 1 if TMA else 0
     while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
-        if DIRECT:
-            source = (rank + position) % WORLD
-            arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
-        else:
-            # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
-            arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
-            source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
+        # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
+        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+        source = rank
+        arrived = position == 0
+        if position > 0:
+            if DIRECT:
+                source = (rank + position) % WORLD
+                arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+            else:
+                # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
+                arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
+                source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
         row = tl.minimum(source * rows_per_rank, M)
         rows = tl.minimum(M - row, rows_per_rank)
+        wide_row = tl.cast(row, tl.int64)
         if not arrived:
             # Not even known which one, if the copy is late. Other programs may have seen it come and store results.
-            lost_row = row if DIRECT else 0
+            lost_row = wide_row if DIRECT else 0
             lost_rows = rows if DIRECT else M
             for i in tl.static_range(WEIGHTS):
                 size = tl.cast(sizes[i][0], tl.int64)
                 fill_nan(ys[i] + lost_row * size, lost_rows * size)
             if DIRECT and gathered_ptr is not None:
-                fill_nan(gathered_ptr + tl.cast(row, tl.int64) * K, tl.cast(rows, tl.int64) * K)
+                fill_nan(gathered_ptr + wide_row * K, tl.cast(rows, tl.int64) * K)
         rows = tl.where(arrived, rows, 0)
-        if DIRECT:
-            theirs = region_at(call, source, ELEMENT, WORLD)
-            if gathered_ptr is not None:
-                copy_rows(theirs, K, 1, gathered_ptr + tl.cast(row, tl.int64) * K, rows, K, True)
+        if TMA:
+            x_rows = x
+            x_row = row
+            stride_m = K
+        else:
+            x_row = 0
+            x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
+            x_rows = tl.where(position == 0, x_own, x_rows)
+            stride_m = tl.where(position == 0, stride_xm, K)
+        if DIRECT and gathered_ptr is not None:
+            copy_rows(x_rows, stride_m, 1, gathered_ptr + wide_row * K, rows, K, True)
         for i in tl.static_range(WEIGHTS):
             N, stride_wn, stride_wk = sizes[i]
-            if DIRECT:
-                first = multiply_shard(
-                    theirs, ws[i], ys[i], biases[i], 0, row, rows, N, K, K, 1, stride_wn, stride_wk,
-                    first, PRECISION, EVEN_K, False, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                )  # fmt: skip
-            else:
-                first = multiply_shard(
-                    x, ws[i], ys[i], biases[i], row, row, rows, N, K, K, 1, stride_wn, stride_wk,
-                    first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                )  # fmt: skip
+            first = multiply_shard(
+                x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_m, 1, stride_wn, stride_wk,
+                first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
         position += 1
     if DIRECT and LAST:
+        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
         if is_last(call, DONE, tl.num_programs(0)):
             good = unbroken(call)
             for distance in tl.range(1, WORLD):
@@ -409,7 +412,6 @@ def _matmul_launch(
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
         "stride_xm": x_own.stride(0),
-        "stride_xk": x_own.stride(1),
     }
     arguments |= workspace_arguments(workspace)
     # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
@@ -440,6 +442,8 @@ def _constants(launch: Launch, plan: LoadPlan, weights: int, world_size: int, ev
         "EVEN_K": even,
         "TMA": plan.tma,
         "W_SWAPPED": plan.w_swapped,
+        # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
+        "FLATTEN": config.flatten and (weights == 1 or config.block_n > 128),
     }
 
 

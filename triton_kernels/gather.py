@@ -77,31 +77,25 @@ BLOCK_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
-def join(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
-    """The call that `stage` has begun, for the launches behind it; made as `begin` makes it."""
-    epoch = tl.load(state + EPOCH)
-    expired = tl.load(state + EXPIRED)
-    broken = (expired > 0) & (expired < epoch)
-    workspaces += tl.where(broken, WORLD, 0)
-    timeout_ns = tl.where(broken, tl.cast(-1, tl.int64), tl.cast(timeout_ns, tl.int64))
-    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+def join(workspaces, state, error, rank, half_bytes, timeout_ns):
+    """The call that `stage` has begun, for the launches behind it."""
+    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, tl.load(state + EPOCH))
 
 
 @triton.jit
 def wait_pulled(call, peer, WORLD: tl.constexpr):
     """True once `peer` has read what was in this rank's region in the call before; as `wait`."""
-    before = Call(
-        call.workspaces, call.state, call.error, call.rank, call.half_bytes, call.timeout_ns, call.epoch - 1
-    )  # fmt: skip
+    epoch = tl.maximum(call.epoch - 1, 0)
+    before = Call(call.workspaces, call.state, call.error, call.rank, call.half_bytes, call.timeout_ns, epoch)
     index = PULLED * WORLD + peer
     seen = look(flag_at(call, call.rank, index))
-    if seen < before.epoch:
+    if seen < epoch:
         seen = poll(before, index, peer, seen)
-        if seen < before.epoch:
+        if seen < epoch:
             # On record as of this call: all programs of it must agree that it was not broken when it began.
             record(call, peer, -1, seen < 0, WORLD, OP)
     tl.debug_barrier()
-    return (seen >= before.epoch) & (call.timeout_ns >= 0)
+    return (seen >= epoch) & (call.epoch > 0)
 
 
 @triton.jit
@@ -190,7 +184,7 @@ def relay_kernel(
     WORLD: tl.constexpr,
 ):
     """Between two copies, one program: tells that rank `copied`'s shard has arrived, and waits for `awaited`'s."""
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
     if copied != NO_RANK:
         good = tl.load(flag_at(call, rank, VERDICT * WORLD + copied)) == call.epoch
         if not good:
