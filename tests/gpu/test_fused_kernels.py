@@ -325,7 +325,8 @@ def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> Non
     if rank.rank == 0:
         set_flags(memory.workspace)
         for _ in range(5):
-            call.launch(memory.workspace)
+            results = call.launch(memory.workspace)
+            assert not any(bool(result.isnan().any()) for result in results), "something did not arrive"
         rank.synchronize()
         assert memory.workspace.expired() is None, str(memory.workspace.expired())
     rank.barrier()
