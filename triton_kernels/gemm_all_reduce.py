@@ -14,9 +14,9 @@ added in fp32 in the order of the ranks, and rounded once. `two_shot` says who s
                reads (in fp32), and copies what the owner writes to all ranks. Half the traffic of two-shot, for
                GPUs that are joined by multicast (sm_90 and later). 16-bit dtypes only.
 
-A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. The order in
-which the switch adds is its own affair, and need not be the same from call to call; all ranks get the same bits even so,
-because each sum is read once, by one rank. A tile of which something did not arrive in time is NaN, on every rank.
+A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. In what
+order the switch adds is its own affair, and need not be the same from call to call; all ranks get the same bits even
+so, because each sum is read once, by one rank. A tile of which something did not arrive in time is NaN, on every rank.
 
 Tiles are pushed to their reader, not pulled (multimem's terms apart): once the flag is there the data is local, and no
 read waits for the link.
@@ -45,7 +45,7 @@ from .launch import Launch, check_like, check_products, fused_variant, launches,
 from .operands import arch_of
 from .resources import Variant
 from .signals import begin, end, is_last, put, wait
-from .slots import or_nan, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
+from .slots import or_nan, put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import load_tile, multiply_products, store_tile, tile_at, tile_offsets
 from .workspace import OPS, Workspace, needed_bytes
 
@@ -128,7 +128,7 @@ def gemm_all_reduce_kernel(
                 store_slot(call, rank, tile, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
             else:
                 store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
-            put(call, owner, WORLD + slot, True)
+            put_tile(call, owner, WORLD + slot)
         else:
             slot = tile * WORLD + rank
             # Not unrolled: the addresses of all peers at once would take the registers of the tile.
@@ -136,7 +136,7 @@ def gemm_all_reduce_kernel(
                 peer = (rank + distance) % WORLD
                 store_slot(call, peer, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
             for distance in tl.range(0, WORLD):
-                put(call, (rank + distance) % WORLD, WORLD + slot, True)
+                put_tile(call, (rank + distance) % WORLD, WORLD + slot)
 
     for step in tl.range(0, rounds):
         tile = step * programs + program
@@ -146,13 +146,16 @@ def gemm_all_reduce_kernel(
                 first_slot -= rank * per_owner * WORLD
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
             good = wait_terms(call, first_slot, tile, WORLD, OP)
+            if MULTIMEM:
+                ptx.alias_fence()
             for strip in tl.range(0, STRIPS):
                 place = tile * STRIPS + strip
                 if MULTIMEM:
-                    total = ptx.multimem_sum(
-                        multicast_at(call, multicast, terms_offset, place, ELEMENT, STRIP_M, BLOCK_N),
-                        ELEMENT, STRIP_M, BLOCK_N,
-                    )  # fmt: skip
+                    # A rank that gave up must not touch the others, see `signals`: they learn of it by its flags.
+                    total = tl.zeros((STRIP_M, BLOCK_N), dtype=tl.float32)
+                    if good:
+                        terms = multicast_at(call, multicast, terms_offset, place, ELEMENT, STRIP_M, BLOCK_N)
+                        total = ptx.multimem_sum(terms, ELEMENT, STRIP_M, BLOCK_N)
                 else:
                     total = sum_terms(
                         call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
@@ -164,10 +167,9 @@ def gemm_all_reduce_kernel(
                     total += residual.to(tl.float32)
                 total = or_nan(total, good)
                 if MULTIMEM:
-                    ptx.multimem_store(
-                        multicast_at(call, multicast, sums_offset, place, ELEMENT, STRIP_M, BLOCK_N), total,
-                        ELEMENT, STRIP_M, BLOCK_N,
-                    )  # fmt: skip
+                    if good:
+                        sums = multicast_at(call, multicast, sums_offset, place, ELEMENT, STRIP_M, BLOCK_N)
+                        ptx.multimem_store(sums, total, ELEMENT, STRIP_M, BLOCK_N)
                 elif TWO_SHOT:
                     for distance in tl.range(1, WORLD):
                         store_slot(

@@ -1,6 +1,8 @@
 """This rank's rows of y = sum over ranks of x @ w^T, in one launch.
 
-    x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c, c = ceil(M / W) or as given, of sum_r x_r @ w_r^T (+ bias)
+    x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c of sum_r x_r @ w_r^T (+ bias)
+
+c is ceil(M / W), or as given.
 
 The last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each with a K of its own: their
 products add up in fp32 before anything is sent. That is dX of layers that share an input, as q, k and v do.

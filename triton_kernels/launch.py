@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Launch:
     programs: int  # at most what the device runs at once
     config: GemmConfig  # by pointers
     precision: str = "ieee"  # of fp32: "ieee" or "tf32"
-    strip_elements: int | None = None  # of a sum over ranks at a time; None: 16 per thread
+    strip_elements: int | None = None  # of a sum over ranks at a time; None: what registers hold
     tma_config: GemmConfig | None = None  # by TMA; None: never
 
     def __post_init__(self) -> None:
@@ -53,16 +53,18 @@ class Launch:
     def constants(self, config: GemmConfig | None = None) -> dict[str, Any]:
         """Constexprs that are the same for all K, of `config` or by pointers."""
         config = config or self.config
-        # Terms of 8 ranks at 16 elements a thread are 128 registers in fp32; twice that would spill.
-        strip = self.strip_elements or 16 * 32 * config.num_warps
         return {
             "PRECISION": self.precision,
-            "STRIP_M": max(1, min(config.block_m, strip // config.block_n)),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
         }
+
+    def strip_rows(self, config: GemmConfig, element_bytes: int) -> int:
+        """Rows of a tile that are summed over ranks at a time: 8 ranks' terms take half of the registers then."""
+        elements = self.strip_elements or 1024 // element_bytes * config.num_warps
+        return max(1, min(config.block_m, elements // config.block_n))
 
     def options(self, k: int) -> dict[str, Any]:
         """Keyword arguments of a launch by pointers."""
@@ -155,7 +157,13 @@ def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Loa
     else:
         return LoadPlan(launch.tma_config, True, "operands are aligned", is_swapped(xs[0]), is_swapped(ws[0]))
     # By pointers it is about speed alone how the others lie.
-    return LoadPlan(launch.config, False, reason, is_swapped(xs[0]), is_swapped(ws[0]))
+    return LoadPlan(_by_pointers(launch, len(products)), False, reason, is_swapped(xs[0]), is_swapped(ws[0]))
+
+
+def _by_pointers(launch: Launch, products: int) -> GemmConfig:
+    """Several products are as many loops, all of whose pointers are ready at once: half as many each."""
+    config = launch.config
+    return replace(config, block_k=config.block_k // 2) if products > 1 and config.block_k > 32 else config
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
@@ -174,7 +182,8 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
             arguments[f"x{i}"], arguments[f"w{i}"] = x, w
     arguments["sizes"] = tuple((x.shape[1], *x.stride(), *w.stride()) for x, w in products)
     even = all(x.shape[1] % config.block_k == 0 for x, _ in products)
-    return arguments | _constants(launch, plan, len(products), even, flatten) | config.options()
+    element_bytes = products[0][0].element_size()
+    return arguments | _constants(launch, plan, element_bytes, len(products), even, flatten) | _options(config)
 
 
 def workspace_arguments(workspace: Workspace) -> dict[str, Any]:
@@ -186,8 +195,17 @@ def workspace_arguments(workspace: Workspace) -> dict[str, Any]:
 OPERANDS = tuple(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
 
 
-def _constants(launch: Launch, plan: LoadPlan, products: int, even: bool, flatten: bool) -> dict[str, Any]:
+def _options(config: GemmConfig) -> dict[str, int]:
+    """The compiler's options. Left alone ptxas takes fewer registers than there are, for more programs, and spills."""
+    registers = 65536 // (config.programs_per_sm * config.num_warps * 32)
+    return config.options() | {"maxnreg": min(255, registers)}
+
+
+def _constants(
+    launch: Launch, plan: LoadPlan, element_bytes: int, products: int, even: bool, flatten: bool
+) -> dict[str, Any]:
     return launch.constants(plan.config) | {
+        "STRIP_M": launch.strip_rows(plan.config, element_bytes),
         "PRODUCTS": products,
         "TMA": plan.tma,
         "X_SWAPPED": plan.x_swapped,
@@ -237,7 +255,7 @@ def fused_variant(
     flatten: bool = True,
 ) -> Variant:
     """One compilation of a kernel of sums over ranks; `layout` as in `gemm.compile_variants`."""
-    config = launch.tma_config if tma else launch.config
+    config = launch.tma_config if tma else _by_pointers(launch, products)
     assert config is not None
     x_swapped, w_swapped = layout[0] == "t", layout[1] == "n"
     plan = LoadPlan(config, tma, "", x_swapped, w_swapped)
@@ -256,8 +274,8 @@ def fused_variant(
         arch,
         function,
         arguments,
-        _constants(launch, plan, products, tma, flatten) | constants,
-        config.options(),
+        _constants(launch, plan, 4 if element == "fp32" else 2, products, tma, flatten) | constants,
+        _options(config),
         odd=frozenset({"rank", "rows_per_rank"}),
         matrix_instruction=kind != "ieee",
     )

@@ -14,9 +14,21 @@ Source: NVIDIA, "Parallel Thread Execution ISA", multimem.ld_reduce, multimem.st
 import triton
 import triton.language as tl
 
-from .tiles import rounded
+from .tiles import INTERPRETED, rounded
 
 WORDS = tl.constexpr(4)  # of 32 bits, that a thread moves at once
+
+
+@triton.jit
+def thread_barrier():
+    """What `tl.debug_barrier` is, where Triton must not see it: it does not pipeline a loop that has one.
+
+    That is about loads that a barrier is to order. Here it orders stores before a flag, and no load.
+    """
+    if INTERPRETED:
+        tl.debug_barrier()
+    else:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

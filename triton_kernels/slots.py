@@ -10,7 +10,8 @@ p, p+P, ... on every rank; what it waits for comes from programs p of the others
 import triton
 import triton.language as tl
 
-from .signals import half_at, wait
+from .ptx import thread_barrier
+from .signals import flag_at, half_at, wait
 from .tiles import halves, rounded
 
 
@@ -54,6 +55,13 @@ def store_slot(
         tl.store(data + HALF + rows, rounded(right, ELEMENT))
     else:
         tl.store(slot_pointers(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N), rounded(values, ELEMENT))
+
+
+@triton.jit
+def put_tile(call, rank, index):
+    """Release: `signals.put` of a tile just stored, in a loop that multiplies the next ones meanwhile."""
+    thread_barrier()
+    tl.atomic_xchg(flag_at(call, rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit

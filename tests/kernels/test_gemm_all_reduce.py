@@ -6,15 +6,16 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
-from tests.reference import assert_within_dtype_error, rms_norm64, seeded
+from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
 from triton_kernels.configs import GemmConfig
-from triton_kernels.gemm_all_reduce import gemm_all_reduce
+from triton_kernels.gemm_all_reduce import gemm_all_reduce, workspace_bytes
 from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from triton_kernels.launch import Launch
+from triton_kernels.launch import Launch, launch_for
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 LAUNCH = Launch(2, CONFIG, strip_elements=128)
@@ -112,14 +113,55 @@ def test_ops_share_a_workspace(world_size):
     interpreted_ranks(world_size, ops_in_turn)
 
 
+def several_products(group, two_shot):
+    m, n, ks = 33, 24, (7, 16)
+    launch = launch_for(torch.bfloat16, m, n, group.size(), arch=0, sms=2)
+    needed = workspace_bytes(m, n, torch.bfloat16, group.size(), launch, two_shot=two_shot)
+    products = [
+        (seeded(m, k, dtype=torch.bfloat16, seed=k + group.rank()), seeded(n, k, dtype=torch.bfloat16, seed=2 * k))
+        for k in ks
+    ]
+    out, _ = gemm_all_reduce(products, workspace=workspace_of(group, needed), launch=launch, two_shot=two_shot)
+    wanted = torch.stack([matmul64(x, w) for x, w in products]).sum(0)
+    dist.all_reduce(wanted, group=group)
+    assert_within_dtype_error(out, wanted, torch.bfloat16, reduced_over=group.size() * sum(ks), roundings=2)
+    assert same_everywhere(group, out)
+
+
+@both_shots
+def test_products_add_up(two_shot):
+    interpreted_ranks(2, several_products, two_shot)
+
+
+def test_launches_depend_on_what_all_ranks_know():
+    for arch in (80, 90, 100):
+        for m, n in ((1, 4096), (512, 4096), (4096, 4096), (8192, 8192)):
+            launch = launch_for(torch.bfloat16, m, n, 8, arch=arch, sms=132, sm_margin=4)
+            assert 1 <= launch.programs <= 128 * launch.config.programs_per_sm
+            assert launch_for(torch.bfloat16, m, n, 8, arch=arch, sms=132, sm_margin=4) == launch
+    large = launch_for(torch.bfloat16, 8192, 8192, 8, arch=90, sms=132)
+    assert (large.block_m, large.block_n, large.programs) == (128, 256, 132)
+    assert launch_for(torch.float32, 64, 64, 2, arch=0, sms=4, programs=3).programs == 3
+    for wrong, how in {
+        "dtype must be": {"dtype": torch.float64},
+        "precision must be": {"precision": "fp8"},
+        "arch must be": {"arch": 70},
+        "sm_margin must leave": {"sm_margin": 132},
+        "programs must be": {"programs": 0},
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            launch_for(**{"dtype": torch.bfloat16, "m": 8, "n": 8, "world_size": 2, "arch": 90, "sms": 132} | how)
+
+
 def missing_rank(group, two_shot, missing):
     workspace = workspace_of(group, timeout_seconds=0.5)
     x, w, _, _ = sum_of_matmuls(group, 40, 20, 17, torch.float32)
     if group.rank() == missing:
         return None
     begun = time.monotonic()
-    gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=two_shot)
+    out, _ = gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=two_shot)
     took = time.monotonic() - begun
+    assert bool(out.isnan().all())  # never a sum of fewer terms
     return workspace.expired(), took
 
 
@@ -136,15 +178,21 @@ def refusals(group):
     workspace = workspace_of(group)
     x, w = torch.zeros(8, 4), torch.zeros(6, 4)
 
-    def refused(message, x=x, w=w, **how):
+    def refused(message, x=x, w=w, products=None, two_shot=True, **how):
         with pytest.raises(ValueError, match=message):
-            gemm_all_reduce([(x, w)], workspace=workspace, launch=LAUNCH, two_shot=True, **how)
+            gemm_all_reduce(products or [(x, w)], workspace=workspace, launch=LAUNCH, two_shot=two_shot, **how)
 
     refused(r"x must be \[M, K\] and weight \[N, K\]; got \(8, 4\) and \(6, 3\)", w=torch.zeros(6, 3))
     refused(r"both bf16, fp16 or fp32; got torch.float64 and torch.float64", x=x.double(), w=w.double())
     refused(r"bias must be \(6,\); got \(8,\)", bias=torch.zeros(8))
     refused(r"residual must be torch.float32 on cpu as x is; got torch.float16", residual=torch.zeros(8, 6).half())
     refused(r"out must have its rows in one piece; its strides are \(1, 8\)", out=torch.zeros(6, 8).t())
+    refused("multimem adds bf16 or fp16 terms; x is torch.float32", multimem=True)
+    refused("multimem needs GPUs joined by an NVSwitch; x is on cpu", x=x.half(), w=w.half(), multimem=True)
+    refused("multimem needs two_shot=True", multimem=True, two_shot=False)
+    refused(r"products must be 1 to 4 pairs \(x, weight\); got 5", products=[(x, w)] * 5)
+    refused(r"products must have one M, N and dtype; .* products\[1\] \(7, 4\) by", products=[(x, w), (x[:7], w)])
+    refused(r"products\[1\]\[0\] must be \[M, K\] and products\[1\]\[1\]", products=[(x, w), (x, w[:, :3])])
     refused(r"Make it larger", x=torch.zeros(40_000, 4))
     assert int(workspace.state[0]) == 0
 

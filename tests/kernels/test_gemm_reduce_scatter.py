@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.runtime.partition import shard_range
 from tests.kernels.ranks import delays, interpreted_ranks, sum_of_matmuls, workspace_of
-from tests.reference import assert_within_dtype_error, seeded
+from tests.reference import assert_within_dtype_error, matmul64, seeded
 from triton_kernels.configs import GemmConfig
-from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from triton_kernels.launch import Launch
+from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter, workspace_bytes
+from triton_kernels.launch import Launch, launch_for, plan_loads
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 LAUNCH = Launch(2, CONFIG, strip_elements=128)
@@ -77,12 +78,63 @@ def test_operands_of_any_strides():
     interpreted_ranks(2, transposed_views)
 
 
+def several_products(group, launch, dtype, m, n, ks):
+    """q, k and v's dX: pairs with a K each, which may differ between ranks, as views and not."""
+    rank, world = group.rank(), group.size()
+
+    def operand(rows, k, seed):
+        t = seeded(rows, k, dtype=dtype, seed=seed)
+        return t.t().contiguous().t() if seed % 2 else t
+
+    def pairs(of):
+        return [(operand(m, k + of, 10 * of + i), operand(n, k + of, 10 * of + i + 5)) for i, k in enumerate(ks)]
+
+    needed = workspace_bytes(m, n, dtype, world, launch)
+    workspace = workspace_of(group, needed)
+    assert workspace_of(group, needed - 256).half_bytes < needed // 2
+    out = gemm_reduce_scatter(pairs(rank), workspace=workspace, launch=launch)
+    start, stop = shard_range(m, world, rank)
+    wanted = torch.stack([matmul64(x, w) for of in range(world) for x, w in pairs(of)]).sum(0)[start:stop]
+    assert_within_dtype_error(
+        out, wanted, dtype, reduced_over=sum(k + of for k in ks for of in range(world)), roundings=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "ks"),
+    [(2, torch.bfloat16, (7, 32, 0)), (2, torch.float32, (5, 5)), (1, torch.float16, (3,) * 4)],
+)
+def test_products_add_up(world_size, dtype, ks):
+    interpreted_ranks(world_size, several_products, LAUNCH, dtype, 37, 24, ks)
+
+
+def by_tma(group):
+    """Aligned operands come by TMA, on a rank whose others may not; the tiles are the same."""
+    launch = launch_for(torch.bfloat16, 70, 48, group.size(), arch=0, sms=3)
+    ks = (16, 40) if group.rank() else (17, 39)
+    xs = [seeded(70, k, dtype=torch.bfloat16, seed=k) for k in ks]
+    ws = [seeded(48, k, dtype=torch.bfloat16, seed=100 + k) for k in ks]
+    products = list(zip(xs, ws, strict=True))
+    workspace = workspace_of(group)
+    out = gemm_reduce_scatter(products, workspace=workspace, launch=launch)
+    total = torch.stack([matmul64(x, w) for x, w in products]).sum(0)
+    dist.all_reduce(total, group=group)
+    start, stop = shard_range(70, group.size(), group.rank())
+    assert_within_dtype_error(out, total[start:stop], torch.bfloat16, reduced_over=112, roundings=2)
+    return plan_loads(products, launch).tma
+
+
+def test_each_rank_loads_as_its_operands_lie():
+    assert interpreted_ranks(2, by_tma) == [False, True]
+
+
 def missing_rank(group, missing):
     workspace = workspace_of(group, timeout_seconds=0.5)
     x, w, _, _ = sum_of_matmuls(group, 40, 20, 17, torch.float32)
     if group.rank() == missing:
         return None
-    gemm_reduce_scatter([(x, w)], workspace=workspace, launch=LAUNCH)
+    out = gemm_reduce_scatter([(x, w)], workspace=workspace, launch=LAUNCH)
+    assert bool(out.isnan().all())  # never a sum of fewer terms
     return str(workspace.expired())
 
 
