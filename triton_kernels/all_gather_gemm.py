@@ -310,7 +310,7 @@ def all_gather_gemm(
         assert kept is not None
         puller = Puller(kept, gathered, shards, workspace)
     if x_shard.is_cuda:
-        key = _key(x_shard, weights, biases, shards, launch, gathered, direct)
+        key = _key(x_shard, weights, biases, shards, launch, gathered, direct, workspace.timeout_ns)
         if key not in workspace.loaded:
             for kernel in (stage, *matmuls, *([puller.relay_launch(-1, -1)] if puller else [])):
                 gather.load(kernel)

@@ -36,8 +36,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -210,6 +210,14 @@ def region_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int
     return region_offset(world_size) + rows_per_rank * k * dtype.itemsize
 
 
+class ReadableHandle(Handle, Protocol):
+    """A handle that also gives peers' memory as tensors, for the copy engine."""
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
+    ) -> Tensor: ...
+
+
 class GatherWorkspace(Workspace):
     """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers only, which only this one does.
 
@@ -218,11 +226,11 @@ class GatherWorkspace(Workspace):
         workspace = GatherWorkspace(buffer, handle, timeout_seconds=60)
     """
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
+    def __init__(self, buffer: Tensor, handle: ReadableHandle, *, timeout_seconds: float) -> None:
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
-        self.handle: Any = handle
+        self.handle = handle
         # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
-        self.begin: int = buffer.data_ptr() - self.handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
+        self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
         self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
@@ -244,8 +252,7 @@ class GatherWorkspace(Workspace):
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
         """[rows, k] at the beginning of `rank`'s region."""
         offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
-        view: Tensor = self.handle.get_buffer(rank, (rows, k), dtype, offset)
-        return view
+        return self.handle.get_buffer(rank, (rows, k), dtype, offset)
 
 
 @dataclasses.dataclass(frozen=True)
