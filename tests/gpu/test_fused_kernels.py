@@ -30,8 +30,7 @@ SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatte
 GATHERS = ["copy_engine", "direct"]
 # Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 4])
+FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +140,8 @@ def workspace_kind(op: str) -> Any:
 
 def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> RankMemory:
     def rehearse(workspace: Any) -> None:
+        if rank.device.type == "cuda":
+            torch.cuda._sleep(1)  # a kernel too, and loaded when first launched
         kept = [call.launch(workspace) for call in calls]  # as much memory as all results take is there afterwards
         rank.synchronize()
         del kept
@@ -174,16 +175,27 @@ def one_after_the_other(rank: LocalRank, op: str, dtype: torch.dtype, shapes: li
     check_calls(rank, op, calls, results, memory.workspace)
 
 
-@dtypes
-@world_sizes
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "shapes"),
+    [
+        (2, torch.bfloat16, SHAPES),
+        (1, torch.bfloat16, FEW_SHAPES),
+        (3, torch.bfloat16, FEW_SHAPES),
+        (4, torch.bfloat16, FEW_SHAPES),
+        (2, torch.float16, FEW_SHAPES),
+        (2, torch.float32, FEW_SHAPES),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, list) else f"{len(value)} shapes",
+)
 @pytest.mark.parametrize("op", [*SUMS, *GATHERS])
-def test_equals_fp64(op: str, world_size: int, dtype: torch.dtype) -> None:
-    run_local(world_size, one_after_the_other, op, dtype, SHAPES, device="cuda")
+def test_equals_fp64(op: str, world_size: int, dtype: torch.dtype, shapes: list[tuple[int, int, int]]) -> None:
+    run_local(world_size, one_after_the_other, op, dtype, shapes, device="cuda")
 
 
 def twenty_calls(rank: LocalRank, op: str, late_rank: int | None) -> None:
     draw = random.Random(rank.rank)
-    shapes = [SHAPES[seed % len(SHAPES)] for seed in range(20)]
+    choice = SHAPES if rank.world_size == 2 else FEW_SHAPES
+    shapes = [choice[seed % len(choice)] for seed in range(20)]
     calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes)]
     memory = prepared(rank, op, calls)
     results = []
@@ -261,7 +273,10 @@ def captured(rank: LocalRank, op: str) -> None:
     with rank.in_turn(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         static = calls[0].launch(workspace)
     kept = [[torch.empty_like(result) for result in static] for _ in calls]
+    # A capture begins by handing unused memory back; this is for the results of the calls outside of it.
+    spare = [[torch.empty_like(result) for result in static] for _ in range(3)]
     rank.barrier()
+    del spare
     for number, call in enumerate(calls):
         if number % 2:
             results = call.launch(workspace)
