@@ -1,0 +1,113 @@
+"""Workspaces of fused kernels: growing, what a CUDA graph holds on to, and the order in which troubles are told.
+
+Kernels themselves run in tests/kernels and tests/gpu; here a workspace is only what is asked of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.schedules import kernel_workspaces
+from fused_tp.schedules.kernel_workspaces import Workspaces
+
+
+class Memory:
+    rank, world_size, arch, sms = 0, 2, 0, 1
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.asked: list[int] = []
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
+        self.asked.append(nbytes)
+        return torch.empty(0), None
+
+
+class Workspace:
+    def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
+        self.state = buffer
+        self.timeout_ns = 0
+        self.said: str | None = None
+        self.stopped = False
+
+    def expired(self) -> str | None:
+        return self.said
+
+    def stop_waiting(self) -> None:
+        self.stopped = True
+
+
+def made() -> tuple[Workspaces, Memory]:
+    memory = Memory()
+    return Workspaces(memory, {"sum": Workspace, "gather": Workspace}), memory
+
+
+MIB = 1 << 20
+
+
+def test_it_grows_by_powers_of_two_and_then_by_64_MiB() -> None:
+    workspaces, memory = made()
+    for nbytes in (10, MIB, MIB + 1, 3 * MIB // 2, 63 * MIB, 65 * MIB, 100 * MIB, 129 * MIB):
+        with workspaces.use("sum", nbytes, "op"):
+            pass
+    assert memory.asked == [MIB, 2 * MIB, 64 * MIB, 128 * MIB, 192 * MIB]
+
+
+def test_each_kind_has_its_own() -> None:
+    workspaces, memory = made()
+    with workspaces.use("sum", 1, "op") as first, workspaces.use("gather", 1, "op") as second:
+        assert first is not second
+    with workspaces.use("sum", 1, "op") as again:
+        assert again is first
+
+
+def test_growing_during_a_capture_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspaces, _ = made()
+    monkeypatch.setattr(kernel_workspaces, "_capturing", lambda: True)
+    match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
+    with pytest.raises(RuntimeError, match=match), workspaces.use("sum", 5, "op"):
+        pass
+
+
+def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
+    workspaces, _ = made()
+    with workspaces.use("sum", 1, "op") as captured:
+        pass
+    workspaces._slots["sum"].captured = True
+    with workspaces.use("sum", 2 * MIB, "op") as larger:
+        assert larger is not captured
+    captured.said = "a replay has expired"
+    with pytest.raises(CollectiveTimeoutError, match="a replay has expired"), workspaces.use("sum", 1, "op"):
+        pass
+
+
+def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
+    workspaces, _ = made()
+    with pytest.raises(CollectiveTimeoutError, match=r"who and why, in 7 s \(FUSED_TP_TIMEOUT\)"):
+        with workspaces.use("sum", 1, "op") as workspace:
+            workspace.said = "who and why"
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure: who and why"):
+        workspaces.raise_if_expired()
+
+
+def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
+    workspaces, _ = made()
+    with workspaces.use("sum", 1, "op") as first, workspaces.use("gather", 1, "op") as second:
+        pass
+    workspaces._peer_lost(1)
+    assert first.stopped and second.stopped
+    first.said = "a wait that was ended"
+    with pytest.raises(PeerLostError, match="rank 0 of 2 lost rank 1"):
+        workspaces.raise_if_expired()
+
+
+def test_an_error_of_the_caller_is_not_hidden() -> None:
+    workspaces, _ = made()
+    with pytest.raises(ZeroDivisionError), workspaces.use("sum", 1, "op"):
+        raise ZeroDivisionError
