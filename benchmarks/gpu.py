@@ -14,6 +14,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def run_all(
             measure(case)
             say(f"{budget.spent():6.1f} s  {case.name}")
         except Exception as error:  # one that fails must not take the others' minutes with it
+            traceback.print_exc()
             text = f"{case.name} failed. {type(error).__name__}: {error}"
             say(f"{budget.spent():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])

@@ -61,8 +61,8 @@ def nvidia_smi(index: int) -> dict[str, str]:
     """Driver, clocks and power; nothing where the program is not there."""
     wanted = {
         "driver": "driver_version",
-        "sm clock": "clocks.sm",
-        "highest sm clock": "clocks.max.sm",
+        "SM clock": "clocks.sm",
+        "highest SM clock": "clocks.max.sm",
         "memory clock": "clocks.mem",
         "power limit": "power.limit",
     }
@@ -81,6 +81,7 @@ def _run(command: list[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+CLOCKS = ("SM clock", "memory clock")
 HEADER = ("case", "contestant", "ms", "rate", "fused_tp against it", "needs", "met", "note")
 
 
@@ -89,8 +90,14 @@ def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: fl
     lines = ["# Times on a GPU", ""]
     for machine in dict.fromkeys(record.machine for record in records):
         lines.append(f"{machine.gpu or 'no GPU'}; launched by {machine.cpu}, {machine.cores} cores.")
-    for found in _distinct([record.versions for record in records]):
+    # Clocks are read after each case.
+    steady = [{name: text for name, text in record.versions.items() if name not in CLOCKS} for record in records]
+    for found in _distinct(steady):
         lines.append("; ".join(f"{name} {version}" for name, version in found.items()) + ".")
+    for name in CLOCKS:
+        values = sorted({record.versions[name] for record in records if name in record.versions}, key=_leading_number)
+        if values:
+            lines.append(f"{name}: {' to '.join(dict.fromkeys((values[0], values[-1])))}.")
     dates = sorted(record.date for record in records)
     if dates:
         took = "" if minutes is None else f", in {minutes:.1f} minutes"
@@ -125,6 +132,13 @@ def _cells(record: Record, first: bool) -> list[str]:
         met = "yes" if measure.meets(value.median, compared.bar) else "**no**"
     ratio = f"{compared.measure} {value.median:.3f} [{value.q1:.3f}, {value.q3:.3f}]"
     return [*cells, ratio, needs, met, note]
+
+
+def _leading_number(text: str) -> float:
+    try:
+        return float(text.split()[0])
+    except (ValueError, IndexError):
+        return 0.0
 
 
 def _distinct(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

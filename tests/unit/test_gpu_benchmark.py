@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,15 @@ def test_the_table_says_what_was_met_and_what_was_left_out() -> None:
     assert "| speedup 0.750 [0.600, 0.825] | >= 1 | **no** |" in text
     assert "| 1.2 | 2 TFLOP/s |" in text and "in 7.5 minutes" in text
     assert text.endswith("Not measured:\n\n- alone/fp8: no time left (3 s).\n")
+
+
+def test_clocks_are_told_as_a_range() -> None:
+    records = [
+        replace(record, versions={"torch": "2", "SM clock": f"{900 + 990 * i} MHz"})
+        for i, record in enumerate(made_up()[:2])
+    ]
+    text = gpu_report.markdown(records)
+    assert "torch 2.\nSM clock: 900 MHz to 1890 MHz.\n" in text
 
 
 def test_older_results_without_a_gpu_can_be_read() -> None:
@@ -311,8 +321,8 @@ def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "_run", lambda command: "580.1, 1980 MHz, 1980 MHz, 3201 MHz, [N/A]")
     assert gpu_report.nvidia_smi(0) == {
         "driver": "580.1",
-        "sm clock": "1980 MHz",
-        "highest sm clock": "1980 MHz",
+        "SM clock": "1980 MHz",
+        "highest SM clock": "1980 MHz",
         "memory clock": "3201 MHz",
     }
     assert json.dumps(gpu_report.nvidia_smi(0))
