@@ -292,7 +292,12 @@ class _Workers:
             if not ready:
                 late = sorted(pending.values())
                 said = "\n".join(one.describe() for one in outcomes)
-                raise RanksTimedOut(f"ranks {late} of {list(ranks)} did not finish\n{said}\n{self._stacks(late)}")
+                # A rank that failed is why the others are stuck: its error comes first.
+                cause = next((one.error for one in outcomes if one.error is not None), None)
+                why = f"{type(cause).__name__}: {cause}\nso " if cause is not None else ""
+                raise RanksTimedOut(
+                    f"{why}ranks {late} of {list(ranks)} did not finish\n{said}\n{self._stacks(late)}"
+                ) from cause
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 outcomes.append(self._receive(pending.pop(pipe), pipe))

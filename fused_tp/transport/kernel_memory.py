@@ -6,6 +6,7 @@ each of them sees, once for a group, and all judge by the same facts.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Mapping
@@ -146,7 +147,7 @@ def obstacle(facts: list[Facts]) -> str | None:
         # A GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES) is judged by torch, when memory is made.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable:
-                return f"the GPU of rank {rank} cannot address that of rank {peer}: no NVLink or PCIe peer access"
+                return f"the GPU of rank {rank} cannot address that of rank {peer} with atomics, as over NVLink"
     return None
 
 
@@ -158,7 +159,7 @@ def _facts_of(device: torch.device) -> Facts:
         unreachable = frozenset(
             str(torch.cuda.get_device_properties(other).uuid)
             for other in others
-            if not torch.cuda.can_device_access_peer(index, other)
+            if not (torch.cuda.can_device_access_peer(index, other) and _atomics_reach(index, other))
         )
     except RuntimeError as error:
         return Facts(_host(), "", 0, 0, own_process(), problem=str(error).splitlines()[0])
@@ -166,6 +167,21 @@ def _facts_of(device: torch.device) -> Facts:
     problem = "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later"
     sms = properties.multi_processor_count
     return Facts(_host(), str(properties.uuid), arch, sms, own_process(), unreachable, problem)
+
+
+_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver API
+
+
+def _atomics_reach(index: int, other: int) -> bool:
+    """Whether atomics of GPU `index` work in the memory of `other`: over NVLink they do, over PCIe they do not."""
+    value = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(
+            ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, index, other
+        )
+    except (OSError, AttributeError):
+        return False
+    return status == 0 and value.value == 1
 
 
 def _host() -> str:
