@@ -7,7 +7,7 @@ timed: while a CUDA graph is captured, and before anything is known.
 What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more (two of 128x128 when gated);
 stages and the tile to be stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. On sm_90 fp8 keeps
 a second accumulator (tiles.dot), so its tiles are half as large. Warp specialization is Triton's own, of sm_100; on
-sm_90 it rejects 4 warps and does nothing with 8 (Triton 3.7). With it loops are not flattened: the loads' warps run on
+sm_90 it rejects 4 warps and does nothing with 8, and before Triton 3.7 it fails on sm_100 too. With it loops are not flattened: the loads' warps run on
 across tiles anyway, and a flattened loop costs the epilogue registers (gated, it does not compile).
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import triton
 
 ARCHITECTURES = (80, 90, 100)
 # As Triton names them; fp32 by how it is multiplied.
@@ -108,8 +110,9 @@ _IEEE_GATED = [GemmConfig(64, 32, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 3
 
 _flat = {"flatten": True}
 _flat_split = {"flatten": True, "split_store": True}
-_special = {"warp_specialize": True}
-_special_split = {"warp_specialize": True, "split_store": True}
+_SPECIALIZES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
+_special = {"warp_specialize": _SPECIALIZES}
+_special_split = _special | {"split_store": True}
 _BY_TMA = {
     90: {
         "16": [
