@@ -17,7 +17,7 @@ shard, not once for a tile. The wait stands outside of the loop over tiles, so t
 over K and its loads run ahead across tiles, but never across a wait. Programs go on counting from shard to shard and
 from weight to weight, so the last round of one is filled up by the next.
 
-Own rows are read where x lies, or, if its rows are not in one piece, from the copy that peers read. Results are stored
+Own rows are read where x lies, or, if they are not in one piece, from the copy that peers read. Results are stored
 by threads, not by TMA: a tile may end where the rows of the next shard begin.
 
 Nothing here depends on the number of the call but in device memory, and nobody waits on the host, so calls may be
@@ -67,7 +67,7 @@ from .launch import (
     plan_loads,
     workspace_arguments,
 )
-from .operands import descriptor, fits_tma, is_swapped, sms_of
+from .operands import descriptor, is_swapped, sms_of
 from .resources import Variant
 from .signals import flag_at, is_last, put, wait
 from .tiles import halves, multiply_tile, tile_at
@@ -87,8 +87,6 @@ def multiply_shard(
     rows,
     N,
     K,
-    stride_xm,
-    stride_xk,
     stride_wn,
     stride_wk,
     first,
@@ -116,7 +114,7 @@ def multiply_shard(
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
         total = multiply_tile(
-            x, w, tile_m, tile_n, rows, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            x, w, tile_m, tile_n, rows, N, K, K, 1, stride_wn, stride_wk,
             BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, False, W_SWAPPED, x_row,
         )  # fmt: skip
         if SPLIT_STORE:
@@ -137,6 +135,22 @@ def multiply_shard(
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
 
+@triton.jit
+def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: tl.constexpr):
+    """NaN in the rows of [M, N] that belong to ranks whose bits are set in `missing`; if not KNOWN, in all rows.
+
+    Other programs may have seen a shard come that this one has not, and store results: each is right, or NaN.
+    """
+    if KNOWN:
+        for source in tl.range(0, WORLD):
+            row = tl.minimum(source * rows_per_rank, M)
+            rows = tl.minimum(M - row, rows_per_rank)
+            if (missing >> tl.cast(source, tl.int64)) & 1 != 0:
+                fill_nan(ptr + tl.cast(row, tl.int64) * N, tl.cast(rows, tl.int64) * N)
+    else:
+        fill_nan(ptr, tl.cast(M, tl.int64) * N)
+
+
 @triton.jit(do_not_specialize=["rank", "rows_per_rank"])
 def all_gather_gemm_kernel(
     x_own,
@@ -151,7 +165,6 @@ def all_gather_gemm_kernel(
     M,
     K,
     rows_per_rank,
-    stride_xm,
     workspaces_ptr,
     state_ptr,
     error_ptr,
@@ -174,7 +187,7 @@ def all_gather_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """x_own [rows of this rank, K] and x [M, K] have rows in one piece; DIRECT has no x.
+    """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x.
 
     With TMA they and the weights are descriptors, else pointers. sizes[i] is (N, stride_wn, stride_wk) of weight i.
     """
@@ -188,11 +201,13 @@ def all_gather_gemm_kernel(
         for i in tl.static_range(WEIGHTS):
             N, stride_wn, stride_wk = sizes[i]
             first = multiply_shard(
-                x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_xm, 1, stride_wn, stride_wk,
+                x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_wn, stride_wk,
                 first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
             )  # fmt: skip
 
+    one = tl.cast(1, tl.int64 if DIRECT else tl.int32)
+    missing = one - 1  # bit s: rank s's shard did not come; copied: which is not known, only that one did not
     position = 1 if TMA else 0
     while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
         # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
@@ -210,35 +225,31 @@ def all_gather_gemm_kernel(
         row = tl.minimum(source * rows_per_rank, M)
         rows = tl.minimum(M - row, rows_per_rank)
         wide_row = tl.cast(row, tl.int64)
-        if not arrived:
-            # Not even known which one, if the copy is late. Other programs may have seen it come and store results.
-            lost_row = wide_row if DIRECT else 0
-            lost_rows = rows if DIRECT else M
-            for i in tl.static_range(WEIGHTS):
-                size = tl.cast(sizes[i][0], tl.int64)
-                fill_nan(ys[i] + lost_row * size, lost_rows * size)
-            if DIRECT and gathered_ptr is not None:
-                fill_nan(gathered_ptr + wide_row * K, tl.cast(rows, tl.int64) * K)
         rows = tl.where(arrived, rows, 0)
+        missing |= tl.where(arrived, 0, (one << tl.cast(source, tl.int64)) if DIRECT else one)
         if TMA:
             x_rows = x
             x_row = row
-            stride_m = K
         else:
             x_row = 0
             x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
             x_rows = tl.where(position == 0, x_own, x_rows)
-            stride_m = tl.where(position == 0, stride_xm, K)
         if DIRECT and gathered_ptr is not None:
-            copy_rows(x_rows, stride_m, 1, gathered_ptr + wide_row * K, rows, K, True)
+            copy_rows(x_rows, K, 1, gathered_ptr + wide_row * K, rows, K, True)
         for i in tl.static_range(WEIGHTS):
             N, stride_wn, stride_wk = sizes[i]
             first = multiply_shard(
-                x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_m, 1, stride_wn, stride_wk,
+                x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_wn, stride_wk,
                 first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
             )  # fmt: skip
         position += 1
+    # Behind the tiles, so that nothing of it takes registers there.
+    if missing != 0:
+        for i in tl.static_range(WEIGHTS):
+            fill_missing(ys[i], missing, M, sizes[i][0], rows_per_rank, WORLD, DIRECT)
+        if DIRECT and gathered_ptr is not None:
+            fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
     if DIRECT and LAST:
         call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
         if is_last(call, DONE, tl.num_programs(0)):
@@ -384,7 +395,7 @@ def _matmul_launch(
     """The matmul of up to MAX_WEIGHTS weights, each with its result and bias."""
     weights = [weight for weight, _, _ in used]
     x_own = x_shard
-    if x_own.shape[0] and (x_own.stride(1) != 1 or not fits_tma(x_own)):
+    if not x_own.is_contiguous() or x_own.data_ptr() % 16:
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
         plan = LoadPlan(launch.config, False, "x lies in several ranks' memory", False, is_swapped(weights[0]))
@@ -411,7 +422,6 @@ def _matmul_launch(
         "M": shards.rows,
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
-        "stride_xm": x_own.stride(0),
     }
     arguments |= workspace_arguments(workspace)
     # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
@@ -420,7 +430,7 @@ def _matmul_launch(
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
     constants = _constants(launch, plan, len(weights), workspace.world_size, shards.k % config.block_k == 0)
     constants |= {"DIRECT": direct, "LAST": last}
-    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | config.options()
+    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | _options(config)
 
 
 def _by_pointers(config: GemmConfig) -> GemmConfig:
@@ -431,6 +441,16 @@ def _by_pointers(config: GemmConfig) -> GemmConfig:
     if config.block_m * config.block_n <= 128 * 128:
         return config
     return dataclasses.replace(config, block_n=config.block_n // 2)
+
+
+def _options(config: GemmConfig) -> dict[str, int]:
+    """The compiler's options.
+
+    ptxas would rather spill a number or two than let fewer programs share an SM. How many do is known here, so it is
+    told that it may take all the registers that they have.
+    """
+    registers = 65536 // (32 * config.num_warps * config.programs_per_sm)
+    return config.options() | {"maxnreg": min(registers, 255)}
 
 
 def _constants(launch: Launch, plan: LoadPlan, weights: int, world_size: int, even: bool) -> dict[str, Any]:
@@ -501,7 +521,7 @@ def _variant(
         all_gather_gemm_kernel,
         arguments,
         _constants(launch, plan, weights, 8, tma) | {"DIRECT": direct, "LAST": True},
-        config.options(),
+        _options(config),
         odd=frozenset({"rank", "rows_per_rank"}),
         matrix_instruction=kind != "ieee",
     )
