@@ -25,6 +25,7 @@ from triton_kernels.gemm_all_reduce import workspace_bytes as sum_bytes
 from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from triton_kernels.gemm_reduce_scatter import workspace_bytes as scatter_bytes
 from triton_kernels.launch import launch_for
+from triton_kernels.operands import arch_of
 from triton_kernels.workspace import Workspace
 
 SHAPES = ((136, 264, 128), (33, 77, 45))  # by TMA, and by pointers with masks everywhere
@@ -53,7 +54,7 @@ def matmuls() -> None:
 def fused(rank: LocalRank) -> None:
     world, device = rank.world_size, rank.device
     for m, n, k in SHAPES:
-        launch = launch_for(DTYPE, m, n, world, arch=rank.arch, sms=rank.sms, sm_margin=2)
+        launch = launch_for(DTYPE, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
         x = normal(m, k, dtype=DTYPE, device=device, seed=rank.rank)
         w = normal(n, k, dtype=DTYPE, device=device, seed=10 + rank.rank)
         norm_weight = normal(n, dtype=DTYPE, device=device, seed=20)

@@ -63,6 +63,7 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
     from triton_kernels import gemm_all_reduce as reduces
     from triton_kernels import gemm_reduce_scatter as scatters
     from triton_kernels.launch import launch_for
+    from triton_kernels.operands import arch_of
 
     m, n, k = shape
     world, device = rank.world_size, rank.device
@@ -72,7 +73,7 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
     residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
     norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
     total = sum((matmul64(x, w) for x, w in zip(xs, ws, strict=True)), start=bias.double())
-    launch = launch_for(dtype, m, n, world, arch=rank.arch, sms=rank.sms)
+    launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
     product = [(xs[rank.rank], ws[rank.rank])]
     if op == "reduce_scatter":
         start, stop = shard_range(m, world, rank.rank)
@@ -101,6 +102,7 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
 def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
     from triton_kernels.all_gather_gemm import all_gather_gemm, workspace_bytes
     from triton_kernels.launch import launch_for
+    from triton_kernels.operands import arch_of
 
     m, n, k = shape
     world, device = rank.world_size, rank.device
@@ -109,7 +111,7 @@ def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: to
     biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
     start, stop = shard_range(m, world, rank.rank)
     # What hands shards over needs an SM that the matmul leaves free.
-    launch = launch_for(dtype, m, n, world, arch=rank.arch, sms=rank.sms, sm_margin=2)
+    launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
 
     def gather(workspace: Any) -> list[Tensor]:
         outs, gathered = all_gather_gemm(
@@ -302,6 +304,7 @@ def several_products(rank: LocalRank) -> None:
     """dX of q, k and v: a sum over products as well as over ranks."""
     from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter, workspace_bytes
     from triton_kernels.launch import launch_for
+    from triton_kernels.operands import arch_of
 
     m, n, ks = 260, 392, (128, 40, 77)
     pairs = [
@@ -315,7 +318,7 @@ def several_products(rank: LocalRank) -> None:
         for r in range(rank.world_size)
     ]
     total = torch.stack([matmul64(x, w) for of_rank in pairs for x, w in of_rank]).sum(0)
-    launch = launch_for(torch.bfloat16, m, n, rank.world_size, arch=rank.arch, sms=rank.sms)
+    launch = launch_for(torch.bfloat16, m, n, rank.world_size, arch=arch_of(rank.device), sms=rank.sms)
     start, stop = shard_range(m, rank.world_size, rank.rank)
 
     def scatter(workspace: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from tests.workers import fresh_ranks
 pytestmark = pytest.mark.gpu
 
 # torch refuses two ranks on one GPU unless told that it is meant.
-ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "FUSED_TP_TIMEOUT": "100"}
 
 
 def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
@@ -89,6 +89,67 @@ def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
 @pytest.mark.parametrize("shape", [(300, 520, 200), (64, 256, 512)])
 def test_two_processes(shape: tuple[int, int, int]) -> None:
     outcomes = fresh_ranks(2, all_ops, shape, timeout=400, env=ENVIRONMENT)
+    problems = [problem for outcome in outcomes if (problem := outcome.unwrap())]
+    if problems:
+        pytest.skip(f"torch's symmetric memory does not serve two processes on this machine: {problems[0]}")
+
+
+def public_ops(group: dist.ProcessGroup) -> str:
+    """'' or why it cannot run; the ops as users call them, on the fused kernels, with their gradients."""
+    import fused_tp
+    from benchmarks.gpu_ranks import normal
+    from fused_tp.runtime.group import resolve_group
+    from fused_tp.runtime.partition import shard_range
+    from fused_tp.transport.kernel_memory import group_memory
+    from tests.reference import assert_within_dtype_error, matmul64, rms_norm64
+
+    rank, world = group.rank(), group.size()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = group_memory(resolve_group(group), device)
+    if isinstance(memory, str):
+        return memory
+    m, n, k, dtype = 264, 520, 136, torch.bfloat16
+    start, stop = shard_range(m, world, rank)
+    xs = [normal(m, k, dtype=dtype, device=device, seed=r) for r in range(world)]
+    ws = [normal(n, k, dtype=dtype, device=device, seed=50 + r) for r in range(world)]
+    residual, norm_weight = (normal(*s, dtype=dtype, device=device, seed=70 + len(s)) for s in ((m, n), (n,)))
+    dy = normal(m, n, dtype=dtype, device=device, seed=90)
+    total = torch.stack([matmul64(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+
+    def near(actual: torch.Tensor | None, wanted: torch.Tensor, terms: int, name: str) -> None:
+        assert actual is not None, name
+        assert_within_dtype_error(actual, wanted, dtype, reduced_over=terms, roundings=3, name=name)
+
+    x, w = (t[rank].clone().requires_grad_() for t in (xs, ws))
+    y = fused_tp.matmul_reduce_scatter(x, w, group=group)
+    near(y, total[start:stop], world * k, "matmul_reduce_scatter")
+    y.backward(dy[start:stop])
+    near(x.grad, dy.double() @ ws[rank].double(), n, "its dx")
+    near(w.grad, dy.double().t() @ xs[rank].double(), m, "its dw")
+
+    near(fused_tp.matmul_all_reduce(xs[rank], ws[rank], group=group), total, world * k, "matmul_all_reduce")
+    normed, summed = fused_tp.matmul_all_reduce_rms_norm(
+        xs[rank], ws[rank], residual, norm_weight, 1e-5, group=group
+    )  # fmt: skip
+    near(summed, total + residual.double(), world * k, "new residual")
+    near(normed, rms_norm64(total + residual.double(), norm_weight, 1e-5), world * k, "its norm")
+
+    shard = xs[0][start:stop].clone().requires_grad_()
+    w = ws[rank].clone().requires_grad_()
+    y = fused_tp.all_gather_matmul(shard, w, group=group)
+    near(y, matmul64(xs[0], ws[rank]), k, "all_gather_matmul")
+    y.backward(dy)
+    d_x = torch.stack([dy.double() @ other.double() for other in ws]).sum(0)
+    near(shard.grad, d_x[start:stop], world * n, "its dx")
+    near(w.grad, dy.double().t() @ xs[0].double(), m, "its dw")
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    return ""
+
+
+def test_public_ops_on_two_processes() -> None:
+    outcomes = fresh_ranks(2, public_ops, timeout=400, env={**ENVIRONMENT, "FUSED_TP_SCHEDULE": "fused_kernel"})
     problems = [problem for outcome in outcomes if (problem := outcome.unwrap())]
     if problems:
         pytest.skip(f"torch's symmetric memory does not serve two processes on this machine: {problems[0]}")
