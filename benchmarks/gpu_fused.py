@@ -116,6 +116,10 @@ class Fused:
         self.memories: list[RankMemory] = run_local(p.world_size, self._prepare, device=device, timeout=300)
         each(context.streams(p.world_size), lambda rank: self._results())
 
+    @property
+    def note(self) -> str:
+        return f"{self.launch.programs} programs of {self.launch.tma_config or self.launch.config} on each rank"
+
     def _results(self) -> None:
         """Leaves memory for results in the pool of this stream: to ask the driver for some may wait for a kernel."""
         p = self.problem
@@ -219,13 +223,12 @@ def rank_contestants(
     streams = context.streams(world_size)
     matmul_sms = sms - problem.margin
     ranks = range(world_size)
-    note = f"{fused.launch.programs} programs of {fused.launch.tma_config or fused.launch.config} on each rank"
 
     def ours() -> Contestant:
         def run_set(number: int) -> list[Tensor]:
             return each(streams, lambda rank: fused.call(rank, number))
 
-        return counted(run_set, lambda: fused.check(run_set(0)), note)
+        return counted(run_set, lambda: fused.check(run_set(0)), fused.note)
 
     def alone() -> Contestant:
         outs = [torch.empty(m, n, dtype=problem.element, device=context.device) for _ in ranks]
@@ -270,7 +273,7 @@ def flag_contestants(
             else:
                 fused.check(results)
 
-        return counted(run_set, check, f"{fused.launch.programs} programs of {fused.launch.tma_config}")
+        return counted(run_set, check, fused.note)
 
     def mm() -> Contestant:
         def multiply_by_torch(rank: int, number: int) -> None:
