@@ -7,8 +7,9 @@ timed: while a CUDA graph is captured, and before anything is known.
 What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more (two of 128x128 when gated);
 stages and the tile to be stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. On sm_90 fp8 keeps
 a second accumulator (tiles.dot), so its tiles are half as large. Warp specialization is Triton's own, of sm_100; on
-sm_90 it rejects 4 warps and does nothing with 8, and before Triton 3.7 it fails on sm_100 too. With it loops are not flattened: the loads' warps run on
-across tiles anyway, and a flattened loop costs the epilogue registers (gated, it does not compile).
+sm_90 it rejects 4 warps and does nothing with 8, and before Triton 3.7 it fails on sm_100 too. With it loops are not
+flattened: the loads' warps run on across tiles anyway, and a flattened loop costs the epilogue registers (gated, it
+does not compile).
 """
 
 from __future__ import annotations
