@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import itertools
 import json
 import re
@@ -17,8 +18,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from triton_kernels.resources import Resources, measure_all
+# A checkout has the kernels beside this folder, an installation in its own package: there the top-level package of that
+# name is the triton project's.
+_kernels = importlib.import_module(("" if __package__ == "benchmarks" else "fused_tp.") + "triton_kernels.resources")
+Resources, measure_all = _kernels.Resources, _kernels.measure_all
 
 HEADER = "| variant | registers | warps | shared memory, KiB | tensor memory, columns | spills, bytes | multiplies by |"
 
@@ -40,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(complaints))
 
 
-def table(found: Sequence[Resources]) -> str:
+def table(found: Sequence[Any]) -> str:
     """Markdown, a section for each kernel and architecture."""
     import triton
 
@@ -59,7 +64,7 @@ def table(found: Sequence[Resources]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(one: Resources) -> str:
+def _row(one: Any) -> str:
     # Shapes and types; ".sync.aligned" and the like are the same for all.
     instruction = re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction) or "fma"
     cells = [one.name, one.registers, one.warps, f"{one.shared_bytes / 1024:.1f}", one.tensor_memory_columns]

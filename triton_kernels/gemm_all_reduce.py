@@ -366,21 +366,24 @@ def check_multimem(x: Tensor, workspace: Workspace, two_shot: bool) -> None:
 def compile_variants(arch: int) -> Iterator[Variant]:
     """What `gemm_all_reduce` may launch on `arch` with W = 8, with all that may follow the sum.
 
-    As the operands lie with every config, dtype and way to sum; the weight transposed (dX), of one product and of
-    three, in bf16 by two shots.
+    Two-shot with every config and dtype, as the operands lie. In bf16 also one-shot, multimem, and the sum of three
+    products with the weights transposed (dX). fp16 and bf16 differ in the name of a type; a transposed weight costs
+    registers by pointers only, so it is there where they are the only way.
     """
     for kind, element, launch in launches(arch):
-        ways = {"one-shot": (False, False), "two-shot": (True, False)}
-        if arch >= 90 and element in ("bf16", "fp16"):
-            ways["multimem"] = (True, True)
-        for name, (two_shot, multimem) in ways.items():
-            for tma in (False, True) if launch.tma_config else (False,):
-                layouts = [("nt", 1)]
-                if kind == "bf16" and name == "two-shot":
-                    layouts += [("nn", 1), ("nn", 3)]
-                for layout, products in layouts:
-                    yield fused_variant(
-                        "gemm_all_reduce", gemm_all_reduce_kernel, arch, kind, element, launch,
-                        {"WORLD": 8, "TWO_SHOT": two_shot, "MULTIMEM": multimem},
-                        tma=tma, name=name, layout=layout, products=products, flatten=two_shot,
-                    )  # fmt: skip
+        for tma in (False, True) if launch.tma_config else (False,):
+            best = tma == bool(launch.tma_config)
+            if kind == "fp16" and not best:
+                continue
+            cases = [("two-shot", "nt", 1)]
+            if kind == "bf16":
+                cases.append(("two-shot", "nn", 3))
+                if best:
+                    cases.append(("one-shot", "nt", 1))
+                    cases.append(("multimem", "nt", 1) if tma else ("two-shot", "nn", 1))
+            for way, layout, products in cases:
+                yield fused_variant(
+                    "gemm_all_reduce", gemm_all_reduce_kernel, arch, kind, element, launch,
+                    {"WORLD": 8, "TWO_SHOT": way != "one-shot", "MULTIMEM": way == "multimem"},
+                    tma=tma, name=way, layout=layout, products=products, flatten=way != "one-shot",
+                )  # fmt: skip

@@ -195,13 +195,15 @@ def _slots(rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, laun
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """What `gemm_reduce_scatter` may launch on `arch` with W = 8 and a bias.
-
-    As the operands lie with every config and dtype; the weight transposed (dX), of one product and of three, in bf16.
-    """
+    """What `gemm_reduce_scatter` may launch on `arch` with W = 8 and a bias; cases as in `gemm_all_reduce`."""
     for kind, element, launch in launches(arch):
         for tma in (False, True) if launch.tma_config else (False,):
-            for layout, products in (("nt", 1), ("nn", 1), ("nn", 3)) if kind == "bf16" else (("nt", 1),):
+            if kind == "fp16" and tma != bool(launch.tma_config):
+                continue
+            cases = [("nt", 1)]
+            if kind == "bf16":
+                cases += [] if tma else [("nn", 3)] if launch.tma_config else [("nn", 3), ("nn", 1)]
+            for layout, products in cases:
                 yield fused_variant(
                     "gemm_reduce_scatter", gemm_reduce_scatter_kernel, arch, kind, element, launch, {"WORLD": 8},
                     tma=tma, layout=layout, products=products,

@@ -78,8 +78,11 @@ class Resources:
         return f"{self.kernel} {self.name} on sm_{self.arch} " + " and ".join(wrong) if wrong else ""
 
 
-def measure(variant: Variant) -> Resources:
-    """Compiles a variant. Raises what Triton raises, with the variant named."""
+def compiled(variant: Variant) -> Any:
+    """Triton's compiled kernel of a variant, with its code in `asm`. Raises what Triton raises, with the variant named.
+
+    A process that interprets kernels cannot do it.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -112,20 +115,25 @@ def measure(variant: Variant) -> Resources:
     source = ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
     try:
         with _silence():
-            compiled = triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
+            return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
     except Exception as error:
         raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
-    registers, stack = _registers_and_stack(compiled.asm["cubin"])
-    found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", compiled.asm["ptx"])
+
+
+def measure(variant: Variant) -> Resources:
+    """Compiles a variant and looks at what came out. Raises as `compiled` does."""
+    kernel = compiled(variant)
+    registers, stack = _registers_and_stack(kernel.asm["cubin"])
+    found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", kernel.asm["ptx"])
     return Resources(
         variant.kernel,
         variant.name,
         variant.arch,
         registers,
-        compiled.metadata.shared,
+        kernel.metadata.shared,
         stack,
-        getattr(compiled.metadata, "tmem_size", None) or 0,
-        compiled.metadata.num_warps,
+        getattr(kernel.metadata, "tmem_size", None) or 0,
+        kernel.metadata.num_warps,
         found.group(0) if found else "",
         variant.matrix_instruction,
     )

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from triton_kernels.resources import all_variants, measure_all
+import re
+
+from triton_kernels.resources import all_variants, compiled, measure_all
 
 
 def test_every_kernel_compiles_for_every_architecture() -> None:
@@ -24,3 +26,28 @@ def test_every_kernel_compiles_for_every_architecture() -> None:
 def test_names_of_variants_are_unique() -> None:
     names = [(variant.kernel, variant.arch, variant.name) for variant in all_variants()]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("kernel", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
+    """The loop over tiles is flattened with the one over K and pipelined; what orders the ranks must survive that.
+
+    Of the stores, barriers and flags of the compiled code, what comes right before every flag is the barrier, and
+    before that are stores.
+    """
+    variant = next(
+        variant
+        for variant in all_variants((kernel,), (90,))
+        if variant.name.startswith("bf16 nt") and variant.constants["FLATTEN"] and variant.constants["BLOCK_N"] == 256
+    )
+    asm = compiled(variant).asm
+    whole = [m.group(0) for m in re.finditer(r"^( *)(?:%\S+ = )?scf\.for .*?^\1\}", asm["ttgir"], re.M | re.S)]
+    (flat,) = [loop for loop in whole if "warp_group_dot " in loop]
+    assert "tt.store" in flat and flat.count("scf.for") == 1, "the loops are not one"
+    assert "async_tma_copy_global_to_local" in flat and "pendings = 1" in flat, "the loop is not pipelined"
+    after = asm["ptx"][asm["ptx"].index("wgmma.mma_async") :]
+    events = re.findall(r"st\.global|bar\.sync|atom\.global\.sys\.release\.exch", after)
+    flags = [index for index, event in enumerate(events) if event.startswith("atom")]
+    assert flags
+    assert all(events[index - 1] == "bar.sync" for index in flags)
+    assert events[flags[0] - 2] == "st.global"
