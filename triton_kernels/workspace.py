@@ -130,7 +130,7 @@ class Workspace:
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
         self._rescue = torch.cuda.Stream(device) if buffer.is_cuda else None
         buffer.zero_()
-        handle.barrier()
+        handle.barrier(0, int(timeout_seconds * 1000))
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
