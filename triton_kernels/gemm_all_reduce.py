@@ -103,6 +103,8 @@ def gemm_all_reduce_kernel(
     call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
     ELEMENT: tl.constexpr = out_ptr.dtype.element_ty
     STRIPS: tl.constexpr = BLOCK_M // STRIP_M
+    # One number to load, not one of each rank: more at a time, for as many bytes under way.
+    COPY_M: tl.constexpr = BLOCK_M if BLOCK_M < 4 * STRIP_M else 4 * STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -194,12 +196,13 @@ def gemm_all_reduce_kernel(
             if owner != rank:
                 tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
                 good = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
-                for strip in tl.range(0, STRIPS):
-                    place = slot_pointers(call, rank, tile * STRIPS + strip, sums_offset, ELEMENT, STRIP_M, BLOCK_N)
-                    total = or_nan(tl.load(place).to(tl.float32), good)
-                    store_tile(
-                        out_ptr, total, tile_m * STRIPS + strip, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N
+                for strip in tl.range(0, BLOCK_M // COPY_M):
+                    place = slot_pointers(
+                        call, rank, tile * (BLOCK_M // COPY_M) + strip, sums_offset, ELEMENT, COPY_M, BLOCK_N
                     )  # fmt: skip
+                    total = or_nan(tl.load(place).to(tl.float32), good)
+                    strip_m = tile_m * (BLOCK_M // COPY_M) + strip
+                    store_tile(out_ptr, total, strip_m, tile_n, M, N, stride_om, 1, COPY_M, BLOCK_N)
                 if norm_weight_ptr is not None:
                     norm_if_last(
                         call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m,
