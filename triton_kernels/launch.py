@@ -231,7 +231,13 @@ def compile_arguments(function: Any, element: str) -> dict[str, str | int | None
     """What `resources.Variant` wants to know of a kernel's run-time arguments, for contiguous operands by pointers."""
     words = ("workspaces_ptr", "state_ptr", "error_ptr")
     wide = ("half_bytes", "timeout_ns", "terms_offset", "sums_offset", "multicast")
-    known = dict.fromkeys(words, "*i64") | dict.fromkeys(wide, "i64") | {"eps": "fp32", "stride_xk": 1, "stride_wk": 1}
+    known: dict[str, str | int | None] = {
+        **dict.fromkeys(words, "*i64"),
+        **dict.fromkeys(wide, "i64"),
+        "eps": "fp32",
+        "stride_xk": 1,
+        "stride_wk": 1,
+    }
     return {
         name: known.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
         for name in function.arg_names
