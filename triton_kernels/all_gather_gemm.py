@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather
+from . import gather, ptx
 from .configs import GemmConfig
 from .gather import (
     ARRIVED,
@@ -222,6 +222,8 @@ def all_gather_gemm_kernel(
                 # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
                 arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
                 source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
+        if TMA:
+            ptx.async_fence()
         row = tl.minimum(source * rows_per_rank, M)
         rows = tl.minimum(M - row, rows_per_rank)
         wide_row = tl.cast(row, tl.int64)

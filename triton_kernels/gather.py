@@ -23,9 +23,8 @@ next `stage` behind them, by the stream, or by events between streams, so all of
 Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts ready (release.sys). `relay` waits for it
 (acquire.sys), and a copy behind it in the stream begins when `relay` has ended. When the copy has ended, the next
 launch of `relay` puts arrived (release), for which the matmul waits (acquire). What a copy engine or an earlier kernel
-has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes, so
-all it needs is to be issued behind the wait, and the barrier of the threads in `wait` does that. (A fence between the
-generic and the async proxy is for what the same kernel has written through its own threads.)
+has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes. Loads
+by TMA are of another proxy than the wait, so a fence between the two stands behind it (`ptx.async_fence`).
 
 Deadlines are those of `signals`. A shard that did not come is NaN in `gathered`, and so is all that is made of it. A
 rank that gave up does not write to its region again, which peers may still read.

@@ -1,4 +1,4 @@
-"""Inline PTX: sums and copies in an NVSwitch, by multicast addresses. The one file that may hold any.
+"""Inline PTX, in the one file that may hold any: sums and copies in an NVSwitch, barriers and fences that Triton lacks.
 
 A multicast address stands for the same place in the memory of all ranks. Reading it by `multimem.ld_reduce` gives the
 sum of what lies there, which the switch adds in fp32, in an order of its own, and rounds to the terms' dtype; writing
@@ -37,6 +37,15 @@ def alias_fence():
     tl.inline_asm_elementwise(
         "fence.proxy.alias; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@triton.jit
+def async_fence():
+    """Orders loads by TMA, which are of the async proxy, behind what this thread has waited for. sm_90 and later."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
 
 
 @triton.jit

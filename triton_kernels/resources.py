@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KERNEL_MODULES = ("gemm", "gemm_all_reduce", "gemm_reduce_scatter")
+KERNEL_MODULES = ("gemm", "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 
 # What multiplies matrices on each architecture, in PTX.
 MATRIX_INSTRUCTIONS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}

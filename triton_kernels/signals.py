@@ -79,10 +79,6 @@ ERROR_WORDS = 8
 
 POLLS_PER_CLOCK = tl.constexpr(32)
 
-# A wait is compiled wherever it stands, with all that it may come to: 63 of them in a row take a minute to compile. Up
-# to this many ranks they are unrolled nevertheless, because with the loop some matmuls before it spill registers.
-UNROLLED_RANKS = tl.constexpr(8)
-
 
 class Call(NamedTuple):
     """One call as its kernel sees it; made by `begin`."""
@@ -133,12 +129,9 @@ def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.cons
 def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
     """Ends the call on this rank, once all ranks have begun it; every program does this last."""
     if tl.program_id(0) == 0:
-        if WORLD <= UNROLLED_RANKS:
-            for peer in tl.static_range(WORLD):
-                wait(call, peer, peer, -1, WORLD, OP)
-        else:
-            for peer in tl.range(0, WORLD):
-                wait(call, peer, peer, -1, WORLD, OP)
+        # Not unrolled, here and elsewhere: a wait is compiled wherever it stands, with all that it may come to.
+        for peer in tl.range(0, WORLD):
+            wait(call, peer, peer, -1, WORLD, OP)
     tl.debug_barrier()
     if tl.atomic_add(call.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(call.state + ENDED, 0, sem="relaxed", scope="gpu")

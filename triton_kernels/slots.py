@@ -68,7 +68,7 @@ def put_tile(call, rank, index):
 def wait_terms(call, first_slot, tile, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once the terms of a tile have arrived from all ranks; False when one will not."""
     good = True
-    for source in tl.static_range(WORLD):
+    for source in tl.range(0, WORLD):
         good = wait(call, WORLD + first_slot + source, source, tile, WORLD, OP) & good
     return good
 
