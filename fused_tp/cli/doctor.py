@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
+from fused_tp.schedules.select import no_kernel_on
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
@@ -182,7 +183,14 @@ def _native_core(core: ModuleType | None) -> Iterator[Finding]:
 
 def _gpu() -> Iterator[Finding]:
     section = "GPU"
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    reason = no_kernel_on(torch.device("cuda" if on_gpu else "cpu"))
+    if reason is None:
+        value = "can run on GPUs that reach each other by NVLink" if on_gpu else "can run interpreted, for tests"
+        yield Finding(section, "fused kernels", value)
+    else:
+        yield Finding(section, "fused kernels", f"none: {reason}", NOTE)
+    if not on_gpu:
         yield Finding(section, "CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
         return
     for index in range(torch.cuda.device_count()):

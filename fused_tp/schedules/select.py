@@ -145,14 +145,22 @@ def no_kernel_of(op: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def no_kernel_for(group: Group, device: torch.device) -> str | None:
-    """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
+def no_kernel_on(device: torch.device) -> str | None:
+    """Why no fused kernel can run on `device`, whatever the group, or None."""
     if not has_triton():
         return "Triton is not installed (pip install triton)"
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
     if device.type == "cuda" and interpreted():
         return "TRITON_INTERPRET is set, so kernels run on the CPU only"
+    return None
+
+
+def no_kernel_for(group: Group, device: torch.device) -> str | None:
+    """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
+    reason = no_kernel_on(device)
+    if reason is not None:
+        return reason
     most = fused_kernel.MAX_WORLD_SIZE
     if group.size > most:
         return f"a kernel's slots serve up to {most} ranks, and the group has {group.size}"
