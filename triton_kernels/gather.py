@@ -46,6 +46,7 @@ from torch import Tensor
 from .launch import compile_arguments, workspace_arguments
 from .resources import Variant
 from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, look, poll, put, record, wait
+from .streams import own_streams
 from .tiles import rounded, tile_pointers
 from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
@@ -236,7 +237,7 @@ class GatherWorkspace(Workspace):
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             count = min(self.world_size - 1, MAX_STREAMS)
-            self.streams = [torch.cuda.Stream(buffer.device) for _ in range(count)]
+            self.streams = own_streams(self, buffer.device, count)
 
     def barrier(self) -> None:
         """Refused: a call in between that pulls nothing would leave the next one waiting."""

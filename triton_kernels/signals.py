@@ -63,7 +63,7 @@ EPOCH = tl.constexpr(0)  # calls ended; negative once this rank has given up
 ENDED = tl.constexpr(1)  # programs of this call that have ended
 CLOCK = tl.constexpr(2)  # latest time that a waiting program read
 EXPIRED = tl.constexpr(3)  # the call in which a wait has expired; 0: none
-STOP = tl.constexpr(4)  # 1 once the host wants no wait to last any longer: it knows that a peer will not come
+STOP = tl.constexpr(4)  # bit s: the host knows that rank s will not come, so no wait for it need last any longer
 COUNTERS = tl.constexpr(16)  # from here on: one per row of tiles; zero between calls
 
 # Words of the error record, int64. The host may read them once the first is not 0.
@@ -173,7 +173,7 @@ def poll(call, index, source, seen):
     flag = flag_at(call, call.rank, index)
     start = clock(call)
     polls = 0
-    waiting = (seen >= 0) & ~hopeless(call)
+    waiting = (seen >= 0) & ~hopeless(call, source)
     while waiting:
         pause()
         seen = look(flag)
@@ -186,15 +186,16 @@ def poll(call, index, source, seen):
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                waiting = (clock(call) - start < call.timeout_ns) & ~hopeless(call)
+                waiting = (clock(call) - start < call.timeout_ns) & ~hopeless(call, source)
     return seen
 
 
 @triton.jit
-def hopeless(call):
-    """Whether a wait has expired already, or the host has ended them all."""
+def hopeless(call, source):
+    """Whether a wait has expired already, or the host has ended those for `source`."""
     expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
-    return (expired != 0) | (tl.atomic_add(call.state + STOP, 0, sem="relaxed", scope="gpu") != 0)
+    stopped = tl.atomic_add(call.state + STOP, 0, sem="relaxed", scope="gpu")
+    return (expired != 0) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import signals
+from .streams import own_streams
 from .tiles import INTERPRETED
 
 # Launches give their number, so that an error can be named: the index here.
@@ -20,6 +21,9 @@ MAX_WORLD_SIZE = 63
 
 # Memory that a kernel's address arithmetic takes for aligned must be so on every rank.
 BUFFER_ALIGNMENT = 64
+
+# Rows of tiles that a launch may count, unless more are asked for.
+COUNTERS = 4096
 
 # Data begins at a multiple of it: whole cache lines, and vector stores need 16.
 DATA_ALIGNMENT = 128
@@ -111,7 +115,7 @@ class Workspace:
             64 bytes on every rank, or not on a GPU (interpreted: not on a CPU).
     """
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = 4096) -> None:
+    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = COUNTERS) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
         offset = _checked_offset(buffer, handle)
@@ -127,8 +131,8 @@ class Workspace:
         self.state = torch.zeros(signals.COUNTERS.value + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
         self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
-        self._one = torch.ones(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
-        self._rescue = torch.cuda.Stream(device) if buffer.is_cuda else None
+        self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
@@ -163,18 +167,19 @@ class Workspace:
         """A kernel that ends once all ranks have launched it."""
         signals.barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
 
-    def stop_waiting(self) -> None:
-        """Ends every wait of this rank's kernels as if its deadline had passed, those of later calls too.
+    def stop_waiting(self, rank: int | None = None) -> None:
+        """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.
 
         For a host that knows of a peer's end. It may be called by another thread than the one that launches.
         """
+        self._stopped |= -1 if rank is None else 1 << rank
         word = self.state[signals.STOP.value : signals.STOP.value + 1]
         if self._rescue is None:
-            word.copy_(self._one)
+            word.copy_(self._stopped)
         else:
             # A copy from host memory, not a kernel: those that wait may leave it no SM to run on.
             with torch.cuda.stream(self._rescue):
-                word.copy_(self._one, non_blocking=True)
+                word.copy_(self._stopped, non_blocking=True)
 
     def expired(self) -> Expired | None:
         """What the first wait to expire left behind, or None. Waits for nothing, kernels that still run included.

@@ -11,6 +11,7 @@ from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.attention_providers import choose_provider
+from fused_tp.schedules.fused_kernel import MAX_WORLD_SIZE
 from fused_tp.schedules.select import ALONE, Decision, decide, no_kernel_of
 from fused_tp.transport.base import accumulate_dtype
 
@@ -121,7 +122,8 @@ def explain_for(
             return ALONE
         arguments = (name, dtype, m, k, n, world_size, transport, arch)
         choice = dispatch.choose(*arguments)
-        if choice.schedule == "fused_kernel" and no_kernel_of(name, dtype) is not None:
+        has_kernel = arch.startswith("sm_") and world_size <= MAX_WORLD_SIZE and no_kernel_of(name, dtype) is None
+        if choice.schedule == "fused_kernel" and not has_kernel:
             choice = dispatch.choose(*arguments, without="fused_kernel")
         # A table may prefer messages where there is shared memory.
         messages = "torch.distributed" if transport == "shm" else transport

@@ -56,12 +56,24 @@ class FusedKernel:
         self.rank = memory.rank
         self.world_size = memory.world_size
         self._plain = plain
-        self._side: torch.cuda.Stream | None = None
+        self._sides: dict[int, torch.cuda.Stream] = {}
         self._pulling: torch.cuda.Stream | None = None
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernel_module("operands").kernels_of(memory.arch)
+        self._most_rows_of_tiles = kernel_module("workspace").COUNTERS
         kinds = {"sum": kernel_module("workspace").Workspace, "gather": kernel_module("gather").GatherWorkspace}
-        self.workspaces = Workspaces(memory, kinds)
+        self.workspaces = Workspaces(memory, kinds, self._give_up)
+
+    def _give_up(self, sentence: str) -> None:
+        if self._plain is not None and self._plain.transport.broken is None:
+            self._plain.transport.broken = sentence
+
+    @staticmethod
+    def load() -> None:
+        """Imports the kernels. Raises what that raises."""
+        for name in ("workspace", "gather", "launch", "operands", "gemm_all_reduce", "gemm_reduce_scatter"):
+            kernel_module(name)
+        kernel_module("all_gather_gemm")
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -76,11 +88,11 @@ class FusedKernel:
         count = flat.numel()
         module = kernel_module("all_gather_gemm")
         launch = self._launch(flat.dtype, self.world_size, count, least_margin=1)
-        self._check("all_gather", (count,), flat, launch)
+        self._check("all_gather", (count,), flat)
         nbytes = module.workspace_bytes(1, count, flat.dtype, self.world_size)
 
         def pull() -> Tensor:
-            with self.workspaces.use("gather", nbytes, "all_gather") as workspace:
+            with self.workspaces.use("gather", nbytes, "all_gather", takes_turn=False) as workspace:
                 _, gathered = module.all_gather_gemm(
                     flat.view(1, -1), [], workspace=workspace, launch=launch, rows=self.world_size, gathered=True
                 )
@@ -90,7 +102,7 @@ class FusedKernel:
         if not flat.is_cuda:
             return Done(pull())
         if self._pulling is None:
-            self._pulling = torch.cuda.Stream(flat.device)
+            self._pulling = self._own_stream(flat.device)
         stream = self._pulling
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
@@ -140,7 +152,7 @@ class FusedKernel:
         module = kernel_module("all_gather_gemm")
         # Tiles need not be alike on all ranks here; weights may differ in width.
         launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in weights), least_margin=1)
-        self._check("all_gather_matmul", (*shape, gather_dim), x_shard, launch)
+        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
         nbytes = module.workspace_bytes(rows_per_rank, k, x_shard.dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
@@ -150,7 +162,7 @@ class FusedKernel:
                 launch=launch,
                 rows=rows,
                 rows_per_rank=rows_per_rank,
-                biases=biases,
+                biases=[_dense(bias) for bias in biases],
                 gathered=return_gathered,
                 direct=rows * k * x_shard.dtype.itemsize <= DIRECT_BYTES,
             )
@@ -191,7 +203,7 @@ class FusedKernel:
         )
         with self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace, self._beside(meanwhile, x):
             out: Tensor = module.gemm_reduce_scatter(
-                _few(rows), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=bias
+                _few(rows), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
@@ -199,12 +211,13 @@ class FusedKernel:
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
-        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=bias)[0]
+        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if not x.dtype == residual.dtype == norm_weight.dtype:
+        rows_of_tiles = self._launch(x.dtype, prod(x.shape[:-1]), weight.shape[0]).tiles(prod(x.shape[:-1]), 1)[0]
+        if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
             return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
         new_residual, normed = self._sum_everywhere(
             "matmul_all_reduce_rms_norm",
@@ -239,8 +252,9 @@ class FusedKernel:
     def _beside(self, meanwhile: Callable[[], None] | None, x: Tensor) -> Iterator[None]:
         """Runs `meanwhile` beside what is launched inside: on a GPU on a stream of its own, joined at the end.
 
-        What it allocates belongs to that stream's pool and is used on this one. That is safe: the pool hands it out
-        again to later work of that stream only, which begins by waiting for all that this one had been given before.
+        There is one for each stream of the caller's. What `meanwhile` allocates belongs to its pool and is used on the
+        caller's stream. That is safe: the pool hands it out again to later work of that stream only, which begins by
+        waiting for all that the caller's had been given before.
         """
         if meanwhile is None:
             yield
@@ -251,15 +265,21 @@ class FusedKernel:
             stream = torch.cuda.current_stream(x.device)
             before = stream.record_event()
             yield
-            if self._side is None:
-                self._side = torch.cuda.Stream(x.device)
-            self._side.wait_event(before)
-            with torch.cuda.stream(self._side):
-                meanwhile()
-            stream.wait_stream(self._side)
+            if stream.cuda_stream not in self._sides:
+                self._sides[stream.cuda_stream] = self._own_stream(x.device)
+            side = self._sides[stream.cuda_stream]
+            side.wait_event(before)
+            try:
+                with torch.cuda.stream(side):
+                    meanwhile()
+            finally:
+                stream.wait_stream(side)
+
+    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = kernel_module("streams").own_streams(self, device, 1)[0]
+        return stream
 
     def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
-        precision = "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
         return kernel_module("launch").launch_for(
             dtype,
             m,
@@ -267,14 +287,18 @@ class FusedKernel:
             self.world_size,
             arch=self._arch,
             sms=self.memory.sms,
-            sm_margin=max(settings.sm_margin(), least_margin) if self.memory.arch else 0,
-            precision=precision,
+            sm_margin=max(settings.sm_margin(), min(least_margin, self.memory.sms - 1)) if self.memory.arch else 0,
+            precision="tf32" if dtype == torch.float32 and _tf32_allowed() else "ieee",
         )
 
-    def _check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any) -> None:
-        """With FUSED_TP_CHECK=1 compares what the ranks are about to do, the programs that wait for each other too."""
-        if self._plain is not None:
-            self._plain.transport.check(op, (*dims, launch.programs), x.dtype, x.device)
+    def _check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any = None) -> None:
+        """With FUSED_TP_CHECK=1 compares what the ranks are about to do, programs and tiles of a sum included."""
+        if self._plain is None:
+            return
+        if launch is not None:
+            dims = (*dims, launch.programs, launch.block_m, launch.block_n)
+            op = f"{op} in {launch.precision}"
+        self._plain.transport.check(op, dims, x.dtype, x.device)
 
     def _movements(self) -> Collective:
         if self._plain is None:
@@ -290,3 +314,17 @@ def _few(products: Sequence[Product]) -> list[Product]:
     rest = products[most - 1 :]
     joined = torch.cat([x for x, _ in rest], dim=1), torch.cat([w for _, w in rest], dim=1)
     return [*products[: most - 1], joined]
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _tf32_allowed() -> bool:
+    """torch's setting for its own matmuls; the function of old fails where the newer attributes have been set."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision in (None, "none"):
+        precision = getattr(torch.backends, "fp32_precision", None)
+    if precision in (None, "none"):
+        return False
+    return str(precision) == "tf32"

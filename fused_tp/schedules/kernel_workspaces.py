@@ -1,26 +1,28 @@
 """The memory that a group's fused kernels work in: made when first needed, grown when too small, one op at a time.
 
-There is one workspace for each kind of op, so a gather and a sum may be under way at once, on two streams. Ops of one
-kind take turns, as collectives of one NCCL communicator do: an op on another stream than the one before waits for it.
+There is one workspace for each kind of op. Ops of one kind take turns, as collectives of one NCCL communicator do, and
+so do those of all groups of a device that are called on different streams: a kernel that waits for other ranks needs
+all of its programs to get their turn on the GPU, on every rank.
 
 CUDA graphs: a captured op keeps the workspace that it was captured with, so that has to be there and large enough
 before: run the same ops once outside of the capture, as torch asks for anyway. A workspace that a graph may still use
-is never freed, also when later ops outgrow it. Replays count as ops of the stream that they are replayed on.
+is never freed, also when later ops outgrow it. Within a capture, and between replays and other ops, it is the caller
+who orders: one op of a group at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.kernel_memory import GroupMemory, KernelMemory
 from fused_tp.transport.peer_watch import PeerWatch
 
 _LOG = logging.getLogger("fused_tp")
@@ -33,14 +35,22 @@ _ROUNDED_TO = 64 << 20  # above it a workspace is a multiple of it, below it a p
 
 
 @dataclass
-class _Slot:
-    """A workspace, and the last op that used it."""
+class _Turn:
+    """Of ops that take turns, the last one."""
 
+    stream: torch.cuda.Stream | None = None
+    done: torch.cuda.Event | None = None
+
+    def under_way(self) -> bool:
+        return self.done is not None and not self.done.query()
+
+
+@dataclass
+class _Slot:
     workspace: Any
     nbytes: int
     captured: bool = False
-    stream: torch.cuda.Stream | None = None
-    done: torch.cuda.Event | None = None
+    turn: _Turn = field(default_factory=_Turn)
 
 
 class Workspaces:
@@ -49,22 +59,36 @@ class Workspaces:
     Args:
         memory: of the group.
         kinds: how to make a workspace of each kind: `make(buffer, handle, timeout_seconds=...)`.
+        on_failure: is told why these workspaces, and with them the group, are unusable from now on.
     """
 
-    def __init__(self, memory: KernelMemory, kinds: Mapping[str, MakeWorkspace]) -> None:
+    def __init__(
+        self,
+        memory: KernelMemory,
+        kinds: Mapping[str, MakeWorkspace],
+        on_failure: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         self._memory = memory
         self.rank = memory.rank
         self._kinds = dict(kinds)
         self._slots: dict[str, _Slot] = {}
         self._outgrown: list[_Slot] = []  # those that a CUDA graph may still use
-        self._watch: PeerWatch | None = None
         self._lost: int | None = None
         self._told = False
+        self._on_failure = on_failure
+        # Ranks that are threads share a device, but must not wait for each other's turn.
+        self._turn = _turns.setdefault(memory.device, _Turn()) if isinstance(memory, GroupMemory) else _Turn()
         self.broken: str | None = None
+        self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
     @contextmanager
-    def use(self, kind: str, nbytes: int, op: str) -> Iterator[Any]:
+    def use(self, kind: str, nbytes: int, op: str, *, takes_turn: bool = True) -> Iterator[Any]:
         """A workspace of at least `nbytes`, for what is launched inside.
+
+        Args:
+            kind: of op, as given to the constructor.
+            op: its name, for errors.
+            takes_turn: False where what is launched leaves room for any other op beside it.
 
         Raises:
             CollectiveTimeoutError: a wait of this op (interpreted) or of an earlier one (on a GPU) has expired.
@@ -77,14 +101,18 @@ class Workspaces:
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
         slot.workspace.timeout_ns = int(settings.timeout_seconds() * 1e9)
-        on_gpu = slot.workspace.state.is_cuda
-        if on_gpu:
-            _enter(slot)
-        yield slot.workspace
-        if on_gpu:
-            _leave(slot)
-        else:
-            self.raise_if_expired()
+        if not slot.workspace.state.is_cuda:
+            yield slot.workspace
+            self._raise_expired()
+            return
+        with torch.cuda.device(self._memory.device):
+            turns = [slot.turn, self._turn] if takes_turn else [slot.turn]
+            slot.captured |= _capturing()
+            _enter(turns)
+            try:
+                yield slot.workspace
+            finally:  # also where something behind a launch has failed: the kernel runs
+                _leave(turns)
 
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
@@ -93,20 +121,32 @@ class Workspaces:
                 f"The group's kernels are unusable since an earlier failure: {self.broken} "
                 "Destroy the process group and make a new one."
             )
+        if self._lost is not None:
+            self._fail(self._loss())
+            raise PeerLostError(self.broken)
+        self._raise_expired()
+
+    def _raise_expired(self) -> None:
+        expired = self._expired()
+        if expired is None:
+            return
         # A peer's death is the cause where both are there: others may have given up for want of it.
         if self._lost is not None:
-            self.broken = f"rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost}: it has ended."
+            self._fail(f"{self._loss()} {expired}.")
             raise PeerLostError(self.broken)
-        self.broken = self._expired()
-        if self.broken is not None:
-            raise CollectiveTimeoutError(self.broken)
+        self._fail(f"{expired}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT).")
+        raise CollectiveTimeoutError(self.broken)
+
+    def _loss(self) -> str:
+        return f"Rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost}: it has ended."
+
+    def _fail(self, sentence: str) -> None:
+        self.broken = sentence
+        self._on_failure(sentence)
 
     def _expired(self) -> str | None:
-        for slot in self._all():
-            expired = slot.workspace.expired()
-            if expired is not None:
-                return f"{expired}, in {slot.workspace.timeout_ns / 1e9:g} s (FUSED_TP_TIMEOUT)."
-        return None
+        found = (slot.workspace.expired() for slot in self._all())
+        return next((str(expired) for expired in found if expired is not None), None)
 
     def _all(self) -> list[_Slot]:
         return [*self._slots.values(), *self._outgrown]
@@ -116,19 +156,18 @@ class Workspaces:
     def _peer_lost(self, rank: int) -> None:
         if self._lost is None:
             self._lost = rank
-        for slot in self._all():
-            # At the end of a program ranks end one after the other, and nothing is under way any more.
-            if slot.done is not None and not slot.done.query():
-                _LOG.error(
-                    "Rank %d lost rank %d: it has ended. Results that it had a part in are wrong.", self.rank, rank
-                )
-            slot.workspace.stop_waiting()
+        slots = self._all()
+        for slot in slots:
+            slot.workspace.stop_waiting(rank)
+        # At the end of a program ranks end one after the other, and nothing is under way any more.
+        if any(slot.turn.under_way() for slot in slots):
+            _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
 
     def _look(self) -> None:
         """Says at once what the next op is going to raise: there may be none, and results are wrong already."""
         if not self._told and self._memory.arch and (sentence := self._expired()) is not None:
             self._told = True
-            _LOG.error("%s What the group's kernels had under way is wrong.", sentence)
+            _LOG.error("%s. What the group's kernels had under way is wrong.", sentence)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -143,21 +182,22 @@ class Workspaces:
         size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
         if size > _ROUNDED_TO:
             size = -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
-        on_gpu = self._memory.arch != 0
         # No rank frees what another may still write to: each waits for its own kernels, then making the new workspace
-        # waits for all ranks.
-        # For its stream only: where ranks are threads, other streams of the device wait for this rank.
-        if old is not None and old.done is not None:
-            old.done.synchronize()
-        buffer, handle = self._memory.allocate(size)
-        workspace = self._kinds[kind](buffer, handle, timeout_seconds=settings.timeout_seconds())
-        if on_gpu:
-            torch.cuda.current_stream(buffer.device).synchronize()
+        # waits for all ranks. For its stream only: where ranks are threads, other streams wait for this rank.
+        if old is not None and old.turn.done is not None:
+            old.turn.done.synchronize()
+        try:
+            buffer, handle = self._memory.allocate(size)
+            workspace = self._kinds[kind](buffer, handle, timeout_seconds=settings.timeout_seconds())
+        except Exception as error:
+            # Others may have got further; from here on the ranks would not mean the same by their calls.
+            self._fail(f"making a workspace of {size} bytes for {op} failed ({type(error).__name__}: {error}).")
+            raise
         if old is not None and old.captured:
             self._outgrown.append(old)
         slot = self._slots[kind] = _Slot(workspace, size)
-        if self._watch is None:
-            self._watch = PeerWatch(self, self._memory.pids, Workspaces._peer_lost, Workspaces._look)
+        if self._lost is not None:  # meanwhile; the watch has not seen this slot
+            workspace.stop_waiting(self._lost)
         return slot
 
 
@@ -165,19 +205,24 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _enter(slot: _Slot) -> None:
-    stream = torch.cuda.current_stream()
+# Of each device, for all groups: two ops that wait for other ranks, on two streams, could fill two GPUs with kernels
+# that each wait for one which finds no room.
+_turns: dict[torch.device, _Turn] = {}
+
+
+def _enter(turns: Sequence[_Turn]) -> None:
     if _capturing():
-        # Waiting for something outside of the capture is not allowed, nor needed: a capture begins on an idle device.
-        slot.captured = True
-    elif slot.done is not None and slot.stream != stream:
-        stream.wait_event(slot.done)
+        return  # to wait for something outside of the capture is not allowed
+    stream = torch.cuda.current_stream()
+    for turn in turns:
+        if turn.done is not None and turn.stream != stream:
+            stream.wait_event(turn.done)
 
 
-def _leave(slot: _Slot) -> None:
+def _leave(turns: Sequence[_Turn]) -> None:
     if _capturing():
         return
-    if slot.done is None:
-        slot.done = torch.cuda.Event()
-    slot.stream = torch.cuda.current_stream()
-    slot.done.record(slot.stream)
+    stream = torch.cuda.current_stream()
+    event = stream.record_event()
+    for turn in turns:
+        turn.stream, turn.done = stream, event

@@ -18,7 +18,7 @@ from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.kernels import has_triton, interpreted
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.pipelined import Pipelined
-from fused_tp.transport.kernel_memory import GroupMemory, group_memory
+from fused_tp.transport.kernel_memory import GroupMemory, group_memory, known_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 
 LOCAL = Local()
@@ -73,10 +73,10 @@ def _select(
     # What has no kernel goes by the table, also where kernels are asked for.
     if name is None or (name == "fused_kernel" and no_kernel_of(op, dtype) is not None):
         name = _choose(op, group, dtype, device, m, k, n).schedule
-    schedule: Schedule | None = group.memo.get(("schedule", name, device.type))
+    schedule: Schedule | None = group.memo.get(("schedule", name, device))
     # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
-        schedule = group.memo["schedule", name, device.type] = _make(name, group, device)
+        schedule = group.memo["schedule", name, device] = _make(name, group, device)
     return schedule
 
 
@@ -101,6 +101,8 @@ def decide(
     """`select_schedule` in words: same choice, with its reason."""
     if group.size == 1:
         return ALONE
+    if device == torch.device("cuda"):  # with its number, as tensors have it
+        device = torch.device("cuda", torch.cuda.current_device())
     name = select_schedule(op, group, dtype, device, m, k, n).name
     transport = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(name) or backend_of(group, device.type)
     forced = settings.forced_schedule()
@@ -124,7 +126,7 @@ def _make(name: str, group: Group, device: torch.device) -> Schedule:
         return one_sided
     if name == "fused_kernel":
         reason = no_kernel_for(group, device)
-        memory = None if reason is not None else group_memory(group, device)
+        memory = known_memory(group, device)
         if not isinstance(memory, GroupMemory):
             raise ValueError(f"Schedule 'fused_kernel' cannot serve this group: {reason}.")
         return FusedKernel(memory, Collective(torch_dist(group, device.type)))
@@ -153,18 +155,22 @@ def no_kernel_on(device: torch.device) -> str | None:
         return f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
     if device.type == "cuda" and interpreted():
         return "TRITON_INTERPRET is set, so kernels run on the CPU only"
+    try:
+        FusedKernel.load()
+    except Exception as error:  # whatever a broken Triton may raise
+        return f"the kernels cannot be loaded ({type(error).__name__}: {error})"
     return None
 
 
 def no_kernel_for(group: Group, device: torch.device) -> str | None:
     """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
-    reason = no_kernel_on(device)
-    if reason is not None:
-        return reason
     most = fused_kernel.MAX_WORLD_SIZE
     if group.size > most:
         return f"a kernel's slots serve up to {most} ranks, and the group has {group.size}"
-    memory = group_memory(group, device)
+    memory = known_memory(group, device)
+    if memory is None:
+        # What this rank lacks the others must hear of: they would wait for it.
+        memory = group_memory(group, device, no_kernel_on(device) or "")
     return memory if isinstance(memory, str) else None
 
 

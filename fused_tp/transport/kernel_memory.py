@@ -7,20 +7,25 @@ each of them sees, once for a group, and all judge by the same facts.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.symmetric_memory import SymmetricMemory, symmetric_empty
 
 
@@ -28,6 +33,7 @@ class KernelMemory(Protocol):
     """The ranks of a group as kernels see them.
 
     Attributes:
+        device: where their memory is.
         arch: compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted.
         sms: multiprocessors, of the rank that has fewest.
         pids: processes of peers that can be watched from here, by rank.
@@ -38,6 +44,9 @@ class KernelMemory(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def arch(self) -> int: ...
@@ -58,12 +67,22 @@ class Facts:
     """What one rank tells the others."""
 
     host: str
-    gpu: str  # uuid; two ranks may share one
-    arch: int
-    sms: int
     process: tuple[str, int]  # as `peer_watch.own_process` says
-    unreachable: frozenset[str] = frozenset()  # GPUs that its own cannot address
+    gpu: str = ""  # uuid; two ranks may share one
+    arch: int = 0
+    sms: int = 0
+    unreachable: tuple[str, ...] = ()  # GPUs that its own cannot address
+    overlapping: bool = False  # torch was told that ranks may share a GPU
     problem: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(text: bytes) -> Facts:
+        found = json.loads(text)
+        namespace, pid = found["process"]
+        return Facts(**found | {"process": (namespace, pid), "unreachable": tuple(found["unreachable"])})
 
 
 @dataclass(frozen=True)
@@ -85,50 +104,74 @@ class GroupMemory:
         return self.group.size
 
     def allocate(self, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
-        return symmetric_empty((nbytes,), torch.uint8, group=self.group.process_group, device=self.device)
+        if self.device.type == "cpu":
+            return symmetric_empty((nbytes,), torch.uint8, group=self.group.process_group)
+        return _allocate_cuda(self.group, self.device, nbytes)
 
 
 # Programs of a kernel that is interpreted run one after the other; more than one so that all of its paths do run.
 _INTERPRETED_PROGRAMS = 3
 
 
-def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
-    """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together."""
-    key = ("kernel memory", device)
-    if key not in group.memo:
-        group.memo[key] = _cpu_memory(group, device) if device.type == "cpu" else _cuda_memory(group, device)
-    answer: GroupMemory | str = group.memo[key]
+def known_memory(group: Group, device: torch.device) -> GroupMemory | str | None:
+    """What `group_memory` has answered; None where it has not been asked yet."""
+    answer: GroupMemory | str | None = group.memo.get(("kernel memory", device.type, device.index or 0))
     return answer
 
 
-def _cpu_memory(group: Group, device: torch.device) -> GroupMemory | str:
-    if shm_transport(group) is None:
-        return f"the ranks cannot share memory: {shm_unavailable_reason(group)}"
-    everyone = _exchange(group, Facts(_host(), "", 0, _INTERPRETED_PROGRAMS, own_process()))
-    return _memory_of(group, device, everyone)
+def group_memory(group: Group, device: torch.device, problem: str = "") -> GroupMemory | str:
+    """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together.
+
+    Args:
+        device: a GPU by its index, or the CPU.
+        problem: why this rank cannot run kernels, which the others must know.
+
+    Raises:
+        RuntimeError: the first time is during the capture of a CUDA graph.
+        CollectiveTimeoutError: some rank did not ask.
+    """
+    answer = known_memory(group, device)
+    if answer is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
+                "being captured. Run the same ops once before the capture."
+            )
+        answer = _agree(group, device, problem)
+        group.memo["kernel memory", device.type, device.index or 0] = answer
+    return answer
 
 
-def _cuda_memory(group: Group, device: torch.device) -> GroupMemory | str:
-    facts = _exchange(group, _facts_of(device))
+def _agree(group: Group, device: torch.device, problem: str) -> GroupMemory | str:
+    if problem:
+        mine = Facts(_host(), own_process(), problem=problem)
+    elif device.type == "cpu":
+        mine = Facts(_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
+    else:
+        mine = _facts_of_gpu(device)
+    facts = [Facts.from_bytes(text) for text in exchange(group, "kernel memory", mine.to_bytes())]
     reason = obstacle(facts)
-    if reason is None:
-        # The fabric may still refuse; then it does so on all ranks, or they hear of it here.
-        problem = ""
-        try:
-            symmetric_empty((1024,), torch.uint8, group=group.process_group, device=device)
-        except (RuntimeError, ValueError) as error:
-            problem = str(error).splitlines()[0]
-        problems = [fact.problem for fact in _exchange(group, replace(facts[group.rank], problem=problem))]
-        failed = [f"rank {rank} says: {text}" for rank, text in enumerate(problems) if text]
-        reason = f"torch's symmetric memory failed; {failed[0]}" if failed else None
+    if reason is None and device.type == "cpu":
+        if shm_transport(group) is None:
+            reason = f"the ranks cannot share memory: {shm_unavailable_reason(group)}"
+    elif reason is None:
+        reason = _try_fabric(group, device)
     if reason is not None:
         return reason
-    return _memory_of(group, device, facts)
-
-
-def _memory_of(group: Group, device: torch.device, facts: list[Facts]) -> GroupMemory:
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
     return GroupMemory(group, device, facts[0].arch, min(fact.sms for fact in facts), pids)
+
+
+def _try_fabric(group: Group, device: torch.device) -> str | None:
+    """The GPUs' fabric may still refuse, then all ranks hear of it."""
+    problem = ""
+    try:
+        _allocate_cuda(group, device, 1024)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+    problems = [text.decode() for text in exchange(group, "symmetric memory", problem.encode())]
+    failed = [f"rank {rank} says: {text}" for rank, text in enumerate(problems) if text]
+    return f"torch's symmetric memory failed; {failed[0]}" if failed else None
 
 
 def obstacle(facts: list[Facts]) -> str | None:
@@ -140,8 +183,8 @@ def obstacle(facts: list[Facts]) -> str | None:
         return "its ranks are on several hosts"
     if len({fact.arch for fact in facts}) > 1:
         return f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}"
-    overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-    if len({fact.gpu for fact in facts}) < len(facts) and not overlapping:
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    if len(set(gpus)) < len(gpus) and not all(fact.overlapping for fact in facts):
         return "several of its ranks share a GPU"
     for rank, fact in enumerate(facts):
         # A GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES) is judged by torch, when memory is made.
@@ -151,22 +194,78 @@ def obstacle(facts: list[Facts]) -> str | None:
     return None
 
 
-def _facts_of(device: torch.device) -> Facts:
-    index = torch.cuda.current_device() if device.index is None else device.index
+_rendezvous = 0  # of this process, of all groups
+
+
+def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
+    """Zeroed symmetric memory of exactly this size, which goes back to the driver when it is freed."""
+    from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+    global _rendezvous
+    # torch numbers them by process, not by group, and would wait for a number that never comes.
+    counts = [int(text) for text in exchange(group, "rendezvous", str(_rendezvous).encode())]
+    if len(set(counts)) > 1:
+        raise FusedTPError(
+            f"The ranks of group {group.name!r} have made symmetric memory {counts} times, in all of their groups; "
+            "torch makes more only where that is equally often. Let all ranks use the same groups, in the same order."
+        )
+    assert group.process_group is not None
+    store = dist.distributed_c10d._get_process_group_store(group.process_group)
+    before = getattr(store, "timeout")  # noqa: B009  # which its stub does not know
+    store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
+    try:
+        with torch.cuda.device(device):
+            # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
+            tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
+                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device
+            )
+            _rendezvous += 1
+            handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+    finally:
+        store.set_timeout(before)
+    return tensor, _HostBarrier(handle, group, device)
+
+
+class _HostBarrier:
+    """torch's handle, but for its barrier: that one is a kernel, and one that waits in vain ends the CUDA context."""
+
+    def __init__(self, handle: Any, group: Group, device: torch.device) -> None:
+        self._handle = handle
+        self._group = group
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Once all ranks have come and what was in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
+        torch.cuda.current_stream(self._device).synchronize()
+        exchange(self._group, "barrier of kernel memory", b"")
+
+
+def _facts_of_gpu(device: torch.device) -> Facts:
+    index = device.index
     try:
         properties = torch.cuda.get_device_properties(index)
         others = [other for other in range(torch.cuda.device_count()) if other != index]
-        unreachable = frozenset(
+        unreachable = tuple(
             str(torch.cuda.get_device_properties(other).uuid)
             for other in others
             if not (torch.cuda.can_device_access_peer(index, other) and _atomics_reach(index, other))
         )
     except RuntimeError as error:
-        return Facts(_host(), "", 0, 0, own_process(), problem=str(error).splitlines()[0])
+        return Facts(_host(), own_process(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
-    problem = "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later"
-    sms = properties.multi_processor_count
-    return Facts(_host(), str(properties.uuid), arch, sms, own_process(), unreachable, problem)
+    return Facts(
+        _host(),
+        own_process(),
+        str(properties.uuid),
+        arch,
+        properties.multi_processor_count,
+        unreachable,
+        os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
+        "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later",
+    )
 
 
 _NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver API
@@ -190,9 +289,3 @@ def _host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
-
-
-def _exchange(group: Group, mine: Facts) -> list[Facts]:
-    everyone: list[Facts] = [mine] * group.size
-    dist.all_gather_object(everyone, mine, group=group.process_group)
-    return everyone

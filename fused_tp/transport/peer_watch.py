@@ -7,6 +7,7 @@ process ends (pidfd_open, Linux 5.3).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -38,6 +39,18 @@ def watchable(processes: Mapping[int, tuple[str, int]]) -> dict[int, int]:
     }
 
 
+_exiting = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that still calls torch while the interpreter goes away ends the process with an abort."""
+    _exiting.set()
+    for thread in list(_threads):
+        thread.join(5 * _TICK_SECONDS)
+
+
 class PeerWatch:
     """A thread that calls back when a peer has ended, and regularly besides; it ends with its owner.
 
@@ -64,7 +77,9 @@ class PeerWatch:
             except OSError:  # gone already, or not ours to watch
                 if not Path(f"/proc/{pid}").exists():
                     lost(owner, rank)
-        threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
+        _threads.add(thread)
+        thread.start()
 
     def _run(self) -> None:
         poll = select.poll()
@@ -73,7 +88,7 @@ class PeerWatch:
         while True:
             ended = poll.poll(_TICK_SECONDS * 1000)
             owner = self._owner()
-            if owner is None:
+            if owner is None or _exiting.is_set():
                 break
             for descriptor, _ in ended:
                 poll.unregister(descriptor)

@@ -36,6 +36,76 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
     interpreted_ranks(world_size, forced, "all_cases", dtype, world_size == 2, timeout=120)
 
 
+def used(group: Any) -> list[str]:
+    """The ops that took a workspace, in forward and backward of all of them."""
+    from fused_tp.schedules.kernel_workspaces import Workspaces
+
+    taken: list[str] = []
+    real = Workspaces.use
+
+    def use(self: Workspaces, kind: str, nbytes: int, op: str, **keywords: Any) -> Any:
+        taken.append(op)
+        return real(self, kind, nbytes, op, **keywords)
+
+    x, w = seeded(6, 4, dtype=torch.float32), seeded(4, 4, dtype=torch.float32)
+    norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
+    with mock.patch.dict(os.environ, FORCED), mock.patch.object(Workspaces, "use", use):
+        for op, more in (
+            ("all_gather_matmul", {}),
+            ("matmul_reduce_scatter", {}),
+            ("matmul_all_reduce", {}),
+            ("column_parallel_matmul", {}),
+            ("matmul_all_reduce_rms_norm", norm),
+        ):
+            taken.append(f"{op}:")
+            out = getattr(fused_tp, op)(cases.leaf(x), cases.leaf(w), group=group, **more)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return taken
+
+
+def test_every_op_runs_its_kernel_forward_and_backward() -> None:
+    for taken in interpreted_ranks(2, used):
+        assert taken == [
+            *("all_gather_matmul:", "all_gather_matmul", "all_gather", "matmul_reduce_scatter"),
+            *("matmul_reduce_scatter:", "matmul_reduce_scatter", "all_gather_matmul"),
+            *("matmul_all_reduce:", "matmul_all_reduce"),
+            *("column_parallel_matmul:", "matmul_all_reduce"),
+            *("matmul_all_reduce_rms_norm:", "matmul_all_reduce_rms_norm"),
+        ]
+
+
+def checked_and_strided(group: Any) -> None:
+    """Ranks with weights of different widths, which is no mismatch, and a bias that is not dense on one of them."""
+    x = seeded(6, 8, dtype=torch.float32)
+    x_shard = cases.own_part(x, 0, group)
+    w = seeded(4 if group.rank() else 200, 8, dtype=torch.float32)
+    bias = seeded(8, dtype=torch.float32)[::2] if group.rank() else torch.ones(1).expand(200)
+    with mock.patch.dict(os.environ, {**FORCED, "FUSED_TP_CHECK": "1"}):
+        y = fused_tp.all_gather_matmul(x_shard, w, bias, group=group)
+        torch.testing.assert_close(y, x @ w.t() + bias)
+        shared = seeded(8, dtype=torch.float32)[::2]
+        total = fused_tp.matmul_all_reduce(x, w[:4], shared if group.rank() else shared.contiguous(), group=group)
+    wanted = sum(x.double() @ seeded(n, 8, dtype=torch.float32)[:4].double().t() for n in (200, 4))
+    torch.testing.assert_close(total.double(), wanted + shared, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_different_widths_and_biases_that_are_not_dense() -> None:
+    interpreted_ranks(2, checked_and_strided)
+
+
+def with_new_precision_setting(group: Any) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        forced(group, "main_grad_case")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_either_way_of_setting_the_precision_is_read() -> None:
+    interpreted_ranks(2, with_new_precision_setting)
+
+
 def other_gradients(group: Any) -> None:
     forced(group, "main_grad_case")
 
@@ -180,11 +250,32 @@ def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> Non
     table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
     env = {"FUSED_TP_TABLE": str(table), "FUSED_TP_SCHEDULE": None}
     for matmul, moves in run_ranks(2, from_table, env=env):
-        assert "pipelined" in matmul and "no fused kernel: kernels run on NVIDIA GPUs" in matmul
+        assert "pipelined" in matmul and "no fused kernel: rank 0: kernels run on NVIDIA GPUs" in matmul
         assert "pipelined" in moves and "no fused kernel: there is no fused kernel of all_reduce" in moves
     for outcome in fresh_ranks(2, from_table, env={**INTERPRETED, **env}):
         matmul, moves = outcome.unwrap()
         assert "fused_kernel over symmetric memory" in matmul and "pipelined" in moves
+
+
+def one_lacks_it(group: Any) -> str:
+    os.environ.pop("FUSED_TP_SCHEDULE", None)
+    if group.rank() == 1:
+        from fused_tp.schedules import select
+
+        select.has_triton = lambda: False  # type: ignore[assignment]
+    x = torch.ones(3, 4)
+    assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=group), torch.full((3, 5), 8.0))
+    return from_table(group)[0]
+
+
+def test_what_one_rank_lacks_all_go_without(tmp_path: Any) -> None:
+    import json
+
+    table = tmp_path / "table.json"
+    rules = [{"schedule": "fused_kernel"}, {"schedule": "plain"}]
+    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
+    for outcome in fresh_ranks(2, one_lacks_it, env={**INTERPRETED, "FUSED_TP_TABLE": str(table)}):
+        assert "no fused kernel: rank 1: Triton is not installed" in outcome.unwrap()
 
 
 def alone(group: Any) -> None:

@@ -15,7 +15,7 @@ from fused_tp.transport.kernel_memory import Facts, obstacle
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 
 PROCESS = ("pid:[1]", 10)
-RANKS = [Facts("host", f"gpu{rank}", 90, 132, PROCESS) for rank in range(3)]
+RANKS = [Facts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
 
 
 def changed(rank: int, **fields: object) -> list[Facts]:
@@ -32,7 +32,7 @@ def test_gpus_of_one_host_that_reach_each_other_are_fine() -> None:
         (changed(1, host="other"), "its ranks are on several hosts"),
         (changed(2, arch=80), "its GPUs differ: sm_80, sm_90"),
         (changed(2, gpu="gpu0"), "several of its ranks share a GPU"),
-        (changed(0, unreachable=frozenset({"gpu2"})), "the GPU of rank 0 cannot address that of rank 2"),
+        (changed(0, unreachable=("gpu2",)), "the GPU of rank 0 cannot address that of rank 2"),
         (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
     ],
 )
@@ -41,9 +41,15 @@ def test_what_keeps_them_from_it_is_said(facts: list[Facts], said: str) -> None:
     assert reason is not None and said in reason
 
 
-def test_one_gpu_for_all_ranks_is_fine_where_torch_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    assert obstacle([replace(fact, gpu="gpu0") for fact in RANKS]) is None
+def test_one_gpu_for_all_ranks_is_fine_where_torch_was_told_so_on_all() -> None:
+    shared = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]
+    assert obstacle(shared) is None
+    assert obstacle([*shared[:2], replace(shared[2], overlapping=False)]) == "several of its ranks share a GPU"
+
+
+def test_facts_travel_as_they_are() -> None:
+    fact = replace(RANKS[1], unreachable=("gpu0", "gpu2"), problem="what Triton says")
+    assert Facts.from_bytes(fact.to_bytes()) == fact
 
 
 class Owner:

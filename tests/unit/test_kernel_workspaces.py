@@ -18,6 +18,7 @@ from fused_tp.schedules.kernel_workspaces import Workspaces
 
 class Memory:
     rank, world_size, arch, sms = 0, 2, 0, 1
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
@@ -38,8 +39,8 @@ class Workspace:
     def expired(self) -> str | None:
         return self.said
 
-    def stop_waiting(self) -> None:
-        self.stopped = True
+    def stop_waiting(self, rank: int | None = None) -> None:
+        self.stopped = rank == 1
 
 
 def made() -> tuple[Workspaces, Memory]:
@@ -59,7 +60,7 @@ def test_it_grows_by_powers_of_two_and_then_by_64_MiB() -> None:
 
 
 def test_each_kind_has_its_own() -> None:
-    workspaces, memory = made()
+    workspaces, _ = made()
     with workspaces.use("sum", 1, "op") as first, workspaces.use("gather", 1, "op") as second:
         assert first is not second
     with workspaces.use("sum", 1, "op") as again:
@@ -89,9 +90,9 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
 def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
     workspaces, _ = made()
-    with pytest.raises(CollectiveTimeoutError, match=r"who and why, in 7 s \(FUSED_TP_TIMEOUT\)"):
-        with workspaces.use("sum", 1, "op") as workspace:
-            workspace.said = "who and why"
+    match = r"who and why, in 7 s \(FUSED_TP_TIMEOUT\)"
+    with pytest.raises(CollectiveTimeoutError, match=match), workspaces.use("sum", 1, "op") as workspace:
+        workspace.said = "who and why"
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: who and why"):
         workspaces.raise_if_expired()
 
@@ -103,7 +104,7 @@ def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
     workspaces._peer_lost(1)
     assert first.stopped and second.stopped
     first.said = "a wait that was ended"
-    with pytest.raises(PeerLostError, match="rank 0 of 2 lost rank 1"):
+    with pytest.raises(PeerLostError, match="Rank 0 of 2 lost rank 1"):
         workspaces.raise_if_expired()
 
 
@@ -111,3 +112,37 @@ def test_an_error_of_the_caller_is_not_hidden() -> None:
     workspaces, _ = made()
     with pytest.raises(ZeroDivisionError), workspaces.use("sum", 1, "op"):
         raise ZeroDivisionError
+
+
+def test_a_failure_while_growing_makes_the_group_unusable() -> None:
+    told: list[str] = []
+    memory = Memory()
+    workspaces = Workspaces(memory, {"sum": Workspace}, told.append)
+    memory.allocate = lambda nbytes: (_ for _ in ()).throw(MemoryError("none left"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
+        pass
+    match = "making a workspace of 1048576 bytes for op failed"
+    with pytest.raises(FusedTPError, match=match), workspaces.use("sum", 5, "op"):
+        pass
+    assert len(told) == 1 and match in told[0]
+
+
+def test_a_workspace_that_is_made_after_a_peer_was_lost_does_not_wait_for_it() -> None:
+    workspaces, memory = made()
+    allocate = memory.allocate
+
+    def lost_meanwhile(nbytes: int) -> tuple[Tensor, Any]:
+        workspaces._peer_lost(1)
+        return allocate(nbytes)
+
+    memory.allocate = lost_meanwhile  # type: ignore[method-assign]
+    with workspaces.use("sum", 1, "op") as workspace:
+        assert workspace.stopped
+
+
+def test_a_peer_that_ended_after_its_part_does_not_spoil_the_result() -> None:
+    workspaces, _ = made()
+    with workspaces.use("sum", 1, "op"):
+        workspaces._peer_lost(1)
+    with pytest.raises(PeerLostError), workspaces.use("sum", 1, "op"):
+        pass

@@ -1,0 +1,59 @@
+"""A value of each rank to all of its group, through the group's store and within a deadline: to agree on something.
+
+It works before anything else does, on any backend, and moves no tensor, so a CUDA graph's capture does not mind.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import CollectiveTimeoutError
+from fused_tp.runtime.group import Group
+
+_SLICE_SECONDS = 0.5  # a wait inside the store does not see Ctrl-C
+
+
+def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
+    """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
+
+    Raises:
+        CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds; names which.
+    """
+    assert group.process_group is not None
+    store = dist.distributed_c10d._get_process_group_store(group.process_group)
+    if "exchange generation" not in group.memo:
+        # A store may outlive its group and serve another of the same name: each rank counts its groups there.
+        group.memo["exchange generation"] = store.add(f"fused_tp/exchange/generation/{group.rank}", 1)
+    count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
+    key = f"fused_tp/exchange/{group.memo['exchange generation']}/{what}/{count}"
+    store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
+    deadline = time.monotonic() + settings.timeout_seconds()
+    return [_get(store, key, rank, group, what, deadline) for rank in range(group.size)]
+
+
+def _get(store: dist.Store, key: str, rank: int, group: Group, what: str, deadline: float) -> bytes:
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait([f"{key}/{rank}"], timedelta(seconds=max(min(left, _SLICE_SECONDS), 0.01)))
+            return store.get(f"{key}/{rank}")
+        except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
+            if left > _SLICE_SECONDS:
+                time.sleep(0.01)  # a store that has died raises at once
+                continue
+            raise CollectiveTimeoutError(
+                f"Rank {', '.join(map(str, _absent(store, key, group.size) or [rank]))} did not take part in {what} of "
+                f"group {group.name!r} within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); all ranks of a "
+                f"group must call its ops. This is rank {group.rank}."
+            ) from error
+
+
+def _absent(store: dist.Store, key: str, size: int) -> list[int]:
+    try:
+        return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+    except RuntimeError:  # the store has died with its host
+        return []
