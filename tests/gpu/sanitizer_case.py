@@ -14,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.gpu_ranks import normal, set_flags
+from benchmarks.gpu_gemm import only
+from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
 from fused_tp.transport.local import LocalRank, run_local
 from triton_kernels.all_gather_gemm import all_gather_gemm
 from triton_kernels.all_gather_gemm import workspace_bytes as gather_bytes
-from triton_kernels.gather import GatherWorkspace
-from triton_kernels.gemm import gemm
+from triton_kernels.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
+from triton_kernels.gemm import gemm, plan_gemm
 from triton_kernels.gemm_all_reduce import gemm_all_reduce
 from triton_kernels.gemm_all_reduce import workspace_bytes as sum_bytes
 from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
@@ -44,11 +45,18 @@ def matmuls() -> None:
         w, g = (normal(n, k, dtype=DTYPE, device=device, seed=seed) for seed in (2, 3))
         bias = normal(n, dtype=DTYPE, device=device, seed=4)
         product, gate = x.double() @ w.double().t(), x.double() @ g.double().t()
-        close(gemm(x, w), product, "gemm")
-        close(gemm(x, w.t().contiguous().t()), product, "gemm, weight transposed")
-        close(gemm(x, w, bias, activation="relu"), torch.relu(product + bias.double()), "gemm with an epilogue")
+        multiply(x, w, product, "gemm")
+        multiply(x, w.t().contiguous().t(), product, "gemm, weight transposed")
+        multiply(x, w, torch.relu(product + bias.double()), "gemm with an epilogue", bias=bias, activation="relu")
         gated = torch.nn.functional.silu(gate) * product
-        close(gemm(x, w, gate_weight=g, activation="silu"), gated, "gated gemm")
+        multiply(x, w, gated, "gated gemm", gate_weight=g, activation="silu")
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor, wanted: torch.Tensor, name: str, **rest: Any) -> None:
+    """By every config, once: to time them, as a first call does, would take minutes here."""
+    for config in plan_gemm(x, w, rest.get("gate_weight")).configs:
+        with only(config):
+            close(gemm(x, w, **rest), wanted, f"{name} by {config}")
 
 
 def fused(rank: LocalRank) -> None:
@@ -83,12 +91,25 @@ def fused(rank: LocalRank) -> None:
             arrived(out, wanted, world, "gemm_reduce_scatter")
             for direct in (False, True):
                 set_flags(gathers)
+                waits_for_copies = world > 1 and not direct
+                if waits_for_copies:
+                    set_arrived(gathers)
                 (out,), _ = all_gather_gemm(
                     x if world == 1 else shard, [w], workspace=gathers, launch=launch, rows=m, direct=direct
                 )
-                arrived(out, wanted, world, "all_gather_gemm")
+                if not waits_for_copies:  # it need not have waited
+                    arrived(out, wanted, world, "all_gather_gemm")
             rank.synchronize()
             assert sums.expired() is None and gathers.expired() is None
+
+
+def set_arrived(workspace: GatherWorkspace) -> None:
+    """The matmul waits for launches behind it, which would never begin if it had to end first."""
+    rank, world = workspace.rank, workspace.world_size
+    words = workspace.buffer[: RUNS.value * 8 * world].view(torch.int64)
+    words[ARRIVED.value * world : (ARRIVED.value + 1) * world] = ALWAYS
+    for position in range(world - 1):
+        words[ORDER.value * world + position] = (rank + 1 + position) % world
 
 
 def arrived(out: torch.Tensor, wanted: torch.Tensor, world_size: int, name: str) -> None:

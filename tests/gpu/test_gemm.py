@@ -173,8 +173,8 @@ def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
     from triton_kernels.gemm import gemm
 
     m, k = 70_000, 32_768
-    if torch.cuda.mem_get_info(device)[0] < 3 * 2 * m * k:
-        pytest.skip("needs 14 GB of free GPU memory")
+    if torch.cuda.mem_get_info(device)[0] < 12 * m * k:  # x in fp32, twice, and in bf16, and some room
+        pytest.skip("needs 28 GB of free GPU memory")
     x, w = normal(m, k, dtype=torch.bfloat16, device=device, seed=1), operand(64, k, torch.bfloat16, device, 2, False)
     y = gemm(x, w)
     assert_close(y[-256:], matmul64(x[-256:], w), k, "the last rows")
