@@ -21,7 +21,8 @@ Own rows are read where x lies, or, if they are not in one piece, from the copy 
 by threads, not by TMA: a tile may end where the rows of the next shard begin.
 
 Nothing here depends on the number of the call but in device memory, and nobody waits on the host, so calls may be
-captured in a CUDA graph.
+captured in a CUDA graph. A captured one copies first and multiplies then, since CUDA does not promise that branches of
+a graph run at once; nor does it with CUDA_LAUNCH_BLOCKING=1. `direct` needs no such promise.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
@@ -29,6 +30,7 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,7 +69,7 @@ from .launch import (
     plan_loads,
     workspace_arguments,
 )
-from .operands import descriptor, is_swapped, sms_of
+from .operands import descriptor, fits_tma, is_swapped, sms_of
 from .resources import Variant
 from .signals import flag_at, is_last, put, wait
 from .tiles import halves, multiply_tile, tile_at
@@ -209,49 +211,50 @@ def all_gather_gemm_kernel(
     one = tl.cast(1, tl.int64 if DIRECT else tl.int32)
     missing = one - 1  # bit s: rank s's shard did not come; copied: which is not known, only that one did not
     position = 1 if TMA else 0
-    while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
-        # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
-        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
-        source = rank
-        arrived = position == 0
-        if position > 0:
-            if DIRECT:
-                source = (rank + position) % WORLD
-                arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+    if WORLD > 1 or not TMA:  # Triton 3.6 fails on a loop that cannot begin
+        while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
+            # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
+            call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+            source = rank
+            arrived = position == 0
+            if position > 0:
+                if DIRECT:
+                    source = (rank + position) % WORLD
+                    arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+                else:
+                    # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
+                    arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
+                    source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
+            if TMA:
+                ptx.async_fence()
+            row = tl.minimum(source * rows_per_rank, M)
+            rows = tl.minimum(M - row, rows_per_rank)
+            wide_row = tl.cast(row, tl.int64)
+            rows = tl.where(arrived, rows, 0)
+            missing |= tl.where(arrived, 0, (one << tl.cast(source, tl.int64)) if DIRECT else one)
+            if TMA:
+                x_rows = x
+                x_row = row
             else:
-                # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
-                arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
-                source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
-        if TMA:
-            ptx.async_fence()
-        row = tl.minimum(source * rows_per_rank, M)
-        rows = tl.minimum(M - row, rows_per_rank)
-        wide_row = tl.cast(row, tl.int64)
-        rows = tl.where(arrived, rows, 0)
-        missing |= tl.where(arrived, 0, (one << tl.cast(source, tl.int64)) if DIRECT else one)
-        if TMA:
-            x_rows = x
-            x_row = row
-        else:
-            x_row = 0
-            x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
-            x_rows = tl.where(position == 0, x_own, x_rows)
-        if DIRECT and gathered_ptr is not None:
-            copy_rows(x_rows, K, 1, gathered_ptr + wide_row * K, rows, K, True)
-        for i in tl.static_range(WEIGHTS):
-            N, stride_wn, stride_wk = sizes[i]
-            first = multiply_shard(
-                x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_wn, stride_wk,
-                first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            )  # fmt: skip
-        position += 1
-    # Behind the tiles, so that nothing of it takes registers there.
-    if missing != 0:
-        for i in tl.static_range(WEIGHTS):
-            fill_missing(ys[i], missing, M, sizes[i][0], rows_per_rank, WORLD, DIRECT)
-        if DIRECT and gathered_ptr is not None:
-            fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
+                x_row = 0
+                x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
+                x_rows = tl.where(position == 0, x_own, x_rows)
+            if DIRECT and gathered_ptr is not None:
+                copy_rows(x_rows, K, 1, gathered_ptr + wide_row * K, rows, K, True)
+            for i in tl.static_range(WEIGHTS):
+                N, stride_wn, stride_wk = sizes[i]
+                first = multiply_shard(
+                    x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_wn, stride_wk,
+                    first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                )  # fmt: skip
+            position += 1
+        # Behind the tiles, so that nothing of it takes registers there.
+        if missing != 0:
+            for i in tl.static_range(WEIGHTS):
+                fill_missing(ys[i], missing, M, sizes[i][0], rows_per_rank, WORLD, DIRECT)
+            if DIRECT and gathered_ptr is not None:
+                fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
     if DIRECT and LAST:
         call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
         if is_last(call, DONE, tl.num_programs(0)):
@@ -309,7 +312,9 @@ def all_gather_gemm(
                 "(sm_margin=1), where the kernels between the copies run."
             )
 
-    stage = gather.stage_launch(x_shard, workspace, launch.programs)
+    # Alone, nobody reads what would be staged.
+    staged_rows = x_shard[:0] if workspace.world_size == 1 and _is_read_in_place(x_shard) else x_shard
+    stage = gather.stage_launch(staged_rows, workspace, launch.programs)
     groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
     matmuls = [
         _matmul_launch(
@@ -332,14 +337,27 @@ def all_gather_gemm(
     gather.run(stage)
     if puller and not x_shard.is_cuda:
         puller.run_interpreted()
-    staged = torch.cuda.current_stream(x_shard.device).record_event() if puller and x_shard.is_cuda else None
+        puller = None
+    staged = torch.cuda.current_stream(x_shard.device).record_event() if puller else None
+    if puller and staged and _one_after_another():
+        puller.begin(staged)
+        puller.end()
+        puller = None
     for matmul in matmuls:
         gather.run(matmul)
-    if puller and staged is not None:
+    if puller and staged:
         # Behind the matmul, which has enough to begin with, so that the host's time for all of this is hidden by it.
         puller.begin(staged)
         puller.end()
     return ys, kept if gathered else None
+
+
+def _one_after_another() -> bool:
+    """Whether nothing promises that the matmul and the copies it waits for run at once: then the copies come first.
+
+    That is so for branches of a CUDA graph, and where every launch is waited for.
+    """
+    return torch.cuda.is_current_stream_capturing() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
 
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
@@ -435,6 +453,11 @@ def _matmul_launch(
     return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | _options(config)
 
 
+def _is_read_in_place(x_shard: Tensor) -> bool:
+    """Whether the matmul takes own rows where x lies, and not from the copy that peers read."""
+    return x_shard.stride(1) == 1 and fits_tma(x_shard)
+
+
 def _by_pointers(config: GemmConfig) -> GemmConfig:
     """`config` with tiles that leave registers for operands that come by pointers: 128x256 would spill.
 
@@ -473,19 +496,23 @@ def _key(
     x_shard: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    shards: Shards,
     *rest: Any,
 ) -> tuple[Any, ...]:
-    """Launches of the same key run the same compiled kernels."""
+    """Launches of the same key run the same compiled kernels: Triton compiles for 1, multiples of 16, and others."""
     tensors = [x_shard, *weights, *(bias for bias in biases if bias is not None)]
-    layouts = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
-    return x_shard.dtype, layouts, tuple(bias is None for bias in biases), *rest
+    layouts = tuple(
+        (tuple((size == 1, size % 16) for size in (*t.shape, *t.stride())), t.data_ptr() % 16) for t in tensors
+    )
+    rows = tuple((size == 0, size == 1, size % 16) for size in (shards.rows, shards.rows_per_rank, x_shard.shape[0]))
+    return x_shard.dtype, shards.k, rows, layouts, tuple(bias is None for bias in biases), *rest
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """What `all_gather_gemm` may launch on `arch` with W = 8 and biases.
 
     As the operands lie with every config and dtype, copied and direct; in bf16 the weight transposed too (dX of a
-    row-parallel layer), and three weights.
+    row-parallel layer), three weights, and W = 1.
     """
     for element in ("bf16", "fp16", "fp32"):
         yield from gather.stage_and_relay_variants(arch, element)
@@ -495,10 +522,20 @@ def compile_variants(arch: int) -> Iterator[Variant]:
                 continue
             for layout, weights in (("nt", 1), ("nn", 1), ("nt", 3)) if kind == "bf16" else (("nt", 1),):
                 yield _variant(arch, kind, element, launch, tma, direct, layout == "nn", weights)
+            if kind == "bf16" and tma:
+                yield _variant(arch, kind, element, launch, tma, direct, False, 1, world_size=1)
 
 
 def _variant(
-    arch: int, kind: str, element: str, launch: Launch, tma: bool, direct: bool, w_swapped: bool, weights: int
+    arch: int,
+    kind: str,
+    element: str,
+    launch: Launch,
+    tma: bool,
+    direct: bool,
+    w_swapped: bool,
+    weights: int,
+    world_size: int = 8,
 ) -> Variant:
     config = launch.tma_config if tma else _by_pointers(launch.config)
     assert config is not None
@@ -515,14 +552,14 @@ def _variant(
     arguments["sizes"] = (("i32", 1, "i32") if w_swapped else ("i32", "i32", 1),) * weights
     arguments["gathered_ptr"] = f"*{element}" if direct else None
     plan = LoadPlan(config, tma, "", False, w_swapped)
-    variant = "tma" if tma else "direct" if direct else "pointers"
+    variant = ("tma" if tma else "direct" if direct else "pointers") + (" alone" if world_size == 1 else "")
     return Variant(
         "all_gather_gemm",
         f"{kind} {'nn' if w_swapped else 'nt'} {f'{weights} weights ' if weights > 1 else ''}{variant} {config}",
         arch,
         all_gather_gemm_kernel,
         arguments,
-        _constants(launch, plan, weights, 8, tma) | {"DIRECT": direct, "LAST": True},
+        _constants(launch, plan, weights, world_size, tma) | {"DIRECT": direct, "LAST": True},
         _options(config),
         odd=frozenset({"rank", "rows_per_rank"}),
         matrix_instruction=kind != "ieee",

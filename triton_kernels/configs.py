@@ -210,7 +210,7 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
         "16": [
             FusedConfig(GemmConfig(128, 128, 32, 8, 4)),
             FusedConfig(GemmConfig(64, 64, 64, 4, 3, programs_per_sm=2), speed=0.75),
-            FusedConfig(GemmConfig(16, 64, 128, 4, 4, programs_per_sm=2), speed=0.3),
+            FusedConfig(GemmConfig(16, 64, 128, 4, 3, programs_per_sm=2), speed=0.3),
         ],
         "tf32": [
             FusedConfig(GemmConfig(128, 128, 32, 8, 3)),

@@ -35,6 +35,7 @@ OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rm
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WORLD_SIZE = 63  # the kernels' error record has a bit for each rank
 
+_COLUMNS = 512  # of what is gathered without a matmul
 # Up to this many bytes of gathered x every program reads peers' memory itself: a copy would take longer to set up.
 DIRECT_BYTES = 256 * 1024
 # Up to this many bytes of result every rank sums all of it: one hop of W times the bytes, instead of two hops.
@@ -85,16 +86,19 @@ class FusedKernel:
 
     def _pull(self, flat: Tensor) -> Pending[Tensor]:
         """Everyone's `flat` [n], one after the other: [W * n]. By copy engine, beside what the caller launches next."""
-        count = flat.numel()
+        # As rows, where that is even: a kernel copies blocks of several at a time.
+        columns = _COLUMNS if flat.numel() % _COLUMNS == 0 else flat.numel()
+        shard = flat.view(-1, columns)
+        rows = shard.shape[0]
         module = kernel_module("all_gather_gemm")
-        launch = self._launch(flat.dtype, self.world_size, count, least_margin=1)
-        self._check("all_gather", (count,), flat)
-        nbytes = module.workspace_bytes(1, count, flat.dtype, self.world_size)
+        launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
+        self._check("all_gather", (flat.numel(),), flat)
+        nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
 
         def pull() -> Tensor:
             with self.workspaces.use("gather", nbytes, "all_gather", takes_turn=False) as workspace:
                 _, gathered = module.all_gather_gemm(
-                    flat.view(1, -1), [], workspace=workspace, launch=launch, rows=self.world_size, gathered=True
+                    shard, [], workspace=workspace, launch=launch, rows=rows * self.world_size, gathered=True
                 )
             whole: Tensor = gathered.view(-1)
             return whole
