@@ -28,7 +28,7 @@ from .configs import INTERPRETED as INTERPRETED_CONFIG
 from .configs import KINDS, GemmConfig, gemm_configs
 from .epilogues import activate, add_bias, scale_tile
 from .gemm_checks import DTYPES, check_epilogue, check_operands, check_out, check_scales
-from .operands import arch_of, descriptor, fits_tma, is_swapped, sms_of
+from .operands import arch_of, check_current, descriptor, fits_tma, is_swapped, sms_of
 from .resources import Variant
 from .tiles import INTERPRETED, add_products, halves, rounded, store_tile, tile_at
 
@@ -385,6 +385,7 @@ def _check_device(x: Tensor) -> None:
         return
     if not x.is_cuda:
         raise ValueError(f"x must be on a GPU; it is on {x.device}. (TRITON_INTERPRET=1, set early, runs it on CPU.)")
+    check_current(x.device)
     if not arch_of(x.device):
         raise ValueError("gemm needs a GPU of sm_80 or later.")
 

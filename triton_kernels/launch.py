@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .configs import KINDS, FusedConfig, GemmConfig, fused_configs
 from .gemm_checks import DTYPES
-from .operands import descriptor, fits_tma, is_swapped
+from .operands import check_current, descriptor, fits_tma, is_swapped
 from .resources import Variant
 from .workspace import Workspace
 
@@ -322,6 +322,7 @@ def check_matmul(
             f"{x_name}, {weight_name} and the workspace must be on one device; they are on {x.device}, "
             f"{weight.device} and {workspace.state.device}."
         )
+    check_current(x.device)
 
 
 def check_like(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:

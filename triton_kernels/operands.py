@@ -43,6 +43,15 @@ def descriptor(t: Tensor, block: Sequence[int] = (1, 16)) -> TensorDescriptor:
     return TensorDescriptor(t, [size, length], [stride, 1], block)
 
 
+def check_current(device: torch.device) -> None:
+    """Raises ValueError where `device` is a GPU other than the one that kernels are launched on."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x is on {device}, and kernels are launched on cuda:{torch.cuda.current_device()}, the current device; call "
+            "this inside of torch.cuda.device(x.device)."
+        )
+
+
 def arch_of(device: torch.device) -> int:
     """The architecture whose configs are taken, 80, 90 or 100; 0 under the interpreter, and of a GPU before sm_80."""
     return _arch_of_gpu(device.index) if device.type == "cuda" and not INTERPRETED.value else 0
