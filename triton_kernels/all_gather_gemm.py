@@ -312,9 +312,9 @@ def all_gather_gemm(
                 "(sm_margin=1), where the kernels between the copies run."
             )
 
-    # Alone, nobody reads what would be staged.
-    staged_rows = x_shard[:0] if workspace.world_size == 1 and _is_read_in_place(x_shard) else x_shard
-    stage = gather.stage_launch(staged_rows, workspace, launch.programs)
+    # Of one rank nobody reads what would be staged.
+    read_in_place = workspace.world_size == 1 and _is_read_in_place(x_shard) and not gathered
+    stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
     groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
     matmuls = [
         _matmul_launch(

@@ -47,8 +47,8 @@ def check_current(device: torch.device) -> None:
     """Raises ValueError where `device` is a GPU other than the one that kernels are launched on."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"x is on {device}, and kernels are launched on cuda:{torch.cuda.current_device()}, the current device; call "
-            "this inside of torch.cuda.device(x.device)."
+            f"x is on {device}, and kernels are launched on cuda:{torch.cuda.current_device()}, the current device; "
+            "call this inside of torch.cuda.device(x.device)."
         )
 
 
