@@ -454,7 +454,8 @@ def forced(group: Any) -> str:
 
 def test_forced_schedules_that_cannot_serve() -> None:
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "fastest"}):
-        assert message == "FUSED_TP_SCHEDULE names schedule 'fastest'; there are plain, pipelined, one_sided, fused_kernel."
+        names = "plain, pipelined, one_sided, fused_kernel"
+        assert message == f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {names}."
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_SHM": "0"}):
         assert message == "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off."
 
