@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> dict
                 )  # fmt: skip
 
             name = f"torch._scaled_mm{', fast accumulation' * fast}"
-            made[name] = lambda scaled_mm=scaled_mm: contestant(scaled_mm, str)  # type: ignore[misc]
+            made[name] = partial(contestant, scaled_mm, str)
     else:
         made[CUBLAS] = lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out), str)
     for config in module.plan_gemm(*sets[0]).configs:
@@ -83,7 +84,7 @@ def contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> dict
             with only(config):
                 module.gemm(x, w, out=out, **scales)
 
-        made[f"config {config}"] = lambda fixed=fixed: contestant(fixed, str)  # type: ignore[misc]
+        made[f"config {config}"] = partial(contestant, fixed, str)
     return made
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.layout import from_rank_major, row_sizes, to_rank_major
+from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.torch_dist import TorchDist
@@ -33,7 +33,7 @@ class Collective:
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        sizes = self._shard_sizes(x_shard, gather_dim, gather_size)
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather", (*shape, gather_dim), x_shard)
         return gather_blocks(x_shard, gather_dim, sizes, lambda flat: self.transport.all_gather("all_gather", flat))
@@ -107,11 +107,6 @@ class Collective:
 
     # -- shared with the pipelined schedule ---------------------------------------------------------------------------
 
-    def _shard_sizes(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> list[int]:
-        if gather_size is None:
-            return [x_shard.shape[gather_dim]] * self.world_size
-        return shard_sizes(gather_size, self.world_size)
-
     def _scattered_rows(
         self, products: Sequence[Product], scatter_dim: int
     ) -> tuple[list[Product], list[int], list[int]]:
@@ -127,12 +122,6 @@ class Collective:
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
-
-
-def gathered_shape(x_shard: Tensor, gather_dim: int, sizes: Sequence[int]) -> list[int]:
-    shape = list(x_shard.shape)
-    shape[gather_dim] = sum(sizes)
-    return shape
 
 
 def gather_blocks(

@@ -23,10 +23,10 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
-from fused_tp.schedules.collective import Collective, gather_blocks, gathered_shape
+from fused_tp.schedules.collective import Collective, gather_blocks
 from fused_tp.schedules.kernel_workspaces import Workspaces
 from fused_tp.schedules.kernels import kernel_module
-from fused_tp.schedules.layout import as_rows, from_rank_major, row_sizes, to_rank_major
+from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
@@ -79,7 +79,7 @@ class FusedKernel:
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        sizes = self._sizes(x_shard, gather_dim, gather_size)
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         if x_shard.dtype not in DTYPES or prod(gathered_shape(x_shard, gather_dim, sizes)) == 0:
             return self._movements().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         return gather_blocks(x_shard, gather_dim, sizes, self._pull)
@@ -144,7 +144,7 @@ class FusedKernel:
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = self._sizes(x_shard, gather_dim, gather_size)
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if prod(shape) == 0:  # K = 0: there is nothing to gather, and the products are zero
             return self._movements().all_gather_matmul(
@@ -172,11 +172,6 @@ class FusedKernel:
             )
         outputs = [self._placed(y, shape, gather_dim, counts) for y in outputs]
         return outputs, None if gathered is None else self._placed(gathered, shape, gather_dim, counts)
-
-    def _sizes(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> list[int]:
-        if gather_size is None:
-            return [x_shard.shape[gather_dim]] * self.world_size
-        return shard_sizes(gather_size, self.world_size)
 
     def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
         """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""

@@ -73,7 +73,7 @@ class Workspaces:
         self._kinds = dict(kinds)
         self._slots: dict[str, _Slot] = {}
         self._outgrown: list[_Slot] = []  # those that a CUDA graph may still use
-        self._lost: int | None = None
+        self._lost: list[int] = []  # in the order in which they ended
         self._told = False
         self._on_failure = on_failure
         # Ranks that are threads share a device, but must not wait for each other's turn.
@@ -121,7 +121,7 @@ class Workspaces:
                 f"The group's kernels are unusable since an earlier failure: {self.broken} "
                 "Destroy the process group and make a new one."
             )
-        if self._lost is not None:
+        if self._lost:
             self._fail(self._loss())
             raise PeerLostError(self.broken)
         self._raise_expired()
@@ -131,14 +131,14 @@ class Workspaces:
         if expired is None:
             return
         # A peer's death is the cause where both are there: others may have given up for want of it.
-        if self._lost is not None:
+        if self._lost:
             self._fail(f"{self._loss()} {expired}.")
             raise PeerLostError(self.broken)
         self._fail(f"{expired}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT).")
         raise CollectiveTimeoutError(self.broken)
 
     def _loss(self) -> str:
-        return f"Rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost}: it has ended."
+        return f"Rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost[0]}: it has ended."
 
     def _fail(self, sentence: str) -> None:
         self.broken = sentence
@@ -154,8 +154,7 @@ class Workspaces:
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
     def _peer_lost(self, rank: int) -> None:
-        if self._lost is None:
-            self._lost = rank
+        self._lost.append(rank)
         slots = self._all()
         for slot in slots:
             slot.workspace.stop_waiting(rank)
@@ -196,8 +195,8 @@ class Workspaces:
         if old is not None and old.captured:
             self._outgrown.append(old)
         slot = self._slots[kind] = _Slot(workspace, size)
-        if self._lost is not None:  # meanwhile; the watch has not seen this slot
-            workspace.stop_waiting(self._lost)
+        for rank in self._lost:  # meanwhile; the watch has not seen this slot
+            workspace.stop_waiting(rank)
         return slot
 
 

@@ -14,10 +14,24 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fused_tp.runtime.partition import shard_sizes
+
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:
     """Where each rank's part starts."""
     return [0, *accumulate(sizes)][:-1]
+
+
+def gathered_sizes(x_shard: Tensor, dim: int, gather_size: int | None, world_size: int) -> list[int]:
+    """Lengths of the ranks' shards along `dim`; `gather_size` None says that all are as long as this one."""
+    return [x_shard.shape[dim]] * world_size if gather_size is None else shard_sizes(gather_size, world_size)
+
+
+def gathered_shape(x_shard: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
+    """Shape of the shards, `sizes` of them along `dim`, put together."""
+    shape = list(x_shard.shape)
+    shape[dim] = sum(sizes)
+    return shape
 
 
 def row_sizes(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:

@@ -23,7 +23,7 @@ from fused_tp import _core
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.layout import as_rows, rank_offsets, row_sizes, to_rank_major
+from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, rank_offsets, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
@@ -180,11 +180,8 @@ class OneSided:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _gathered_shape(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> tuple[list[int], list[int]]:
-        length = x_shard.shape[gather_dim]
-        sizes = [length] * self.world_size if gather_size is None else shard_sizes(gather_size, self.world_size)
-        shape = list(x_shard.shape)
-        shape[gather_dim] = sum(sizes)
-        return shape, sizes
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        return gathered_shape(x_shard, gather_dim, sizes), sizes
 
     def _partial(
         self,

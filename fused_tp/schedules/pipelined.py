@@ -17,7 +17,7 @@ from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.layout import as_rows, from_rank_major, rank_offsets
+from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, rank_offsets
 from fused_tp.transport.base import Pending
 
 CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides
@@ -39,9 +39,8 @@ class Pipelined(Collective):
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = self._shard_sizes(x_shard, gather_dim, gather_size)
-        shape = list(x_shard.shape)
-        shape[gather_dim] = sum(sizes)
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
         x_shard = x_shard.contiguous()
         in_order = prod(shape[:gather_dim]) == 1
