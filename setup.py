@@ -25,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE / "csrc"
+CORE_FOLDERS = ("bindings", "shm")
 
 # -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
@@ -87,7 +88,7 @@ class CoreBuild:
         self.link_flags = ["-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
-        found = [CSRC / "bindings.cpp", *sorted(CSRC.glob("shm/*.cpp"))]
+        found = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
         return [source for source in found if self.x86 or not isa_of(source)]
 
     def compile_command(self, source: Path) -> list[str]:
@@ -119,7 +120,7 @@ class CoreBuild:
         lines += ["rule link", f"  command = {compiler} $in {flags} -o $out"]
         objects = []
         for source in self.sources():
-            objects.append(escaped(folder / f"{source.stem}.o"))
+            objects.append(escaped(folder / object_name(source)))
             command = shlex.join(self.compile_command(source)).replace("$", "$$")
             lines += [f"build {objects[-1]}: compile {escaped(source)}", f"  run = {command}"]
         lines += [f"build {escaped(library)}: link {' '.join(objects)}", ""]
@@ -132,12 +133,16 @@ class CoreBuild:
         objects = []
         newest_header = max(header.stat().st_mtime for header in [*CSRC.rglob("*.h"), Path(__file__)])
         for source in self.sources():
-            target = folder / f"{source.stem}.o"
+            target = folder / object_name(source)
             if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
                 check_run([*self.compile_command(source), "-c", str(source), "-o", str(target)])
             objects.append(str(target))
         check_run([*self.compiler, *objects, *self.link_flags, "-o", str(folder / output.name)])
         replace(folder / output.name, output)
+
+
+def object_name(source: Path) -> str:
+    return f"{source.parent.name}_{source.stem}.o"
 
 
 def isa_of(source: Path) -> str:
@@ -213,6 +218,6 @@ def packages() -> list[str]:
 setup(
     packages=packages(),
     package_dir={"fused_tp": "fused_tp", **FOLDED_IN},
-    ext_modules=[Extension("fused_tp._core", sources=["csrc/bindings.cpp"], language="c++")],
+    ext_modules=[Extension("fused_tp._core", sources=["csrc/bindings/module.cpp"], language="c++")],
     cmdclass={"build_ext": BuildCore},
 )

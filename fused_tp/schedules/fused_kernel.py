@@ -24,8 +24,8 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective, gather_blocks
-from fused_tp.schedules.kernel_workspaces import Workspaces
-from fused_tp.schedules.kernels import kernel_module
+from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.kernels import kernel_module
 from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending

@@ -15,7 +15,7 @@ from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.schedules.kernels import has_triton, interpreted
+from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory, known_memory

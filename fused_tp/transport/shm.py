@@ -43,7 +43,7 @@ def _load_core() -> tuple[Any, str]:
 
 _core, _why_no_core = _load_core()
 
-# The numbers of csrc/shm/dtype.h. bool moves as bytes.
+# The numbers of csrc/dtype.h. bool moves as bytes.
 _DTYPE_NUMBERS = {
     torch.float32: 0,
     torch.bfloat16: 1,

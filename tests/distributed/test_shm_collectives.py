@@ -176,7 +176,7 @@ spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
 random = np.random.default_rng(7)
-BYTES = {0: 4, 1: 2, 2: 2, 3: 8, 4: 1, 5: 1, 6: 2, 7: 4, 8: 8}  # csrc/shm/dtype.h
+BYTES = {0: 4, 1: 2, 2: 2, 3: 8, 4: 1, 5: 1, 6: 2, 7: 4, 8: 8}  # csrc/dtype.h
 EXPONENT = {0: ("u4", 0x7F800000), 1: ("u2", 0x7F80), 2: ("u2", 0x7C00), 3: ("u8", 0x7FF << 52)}
 bits = 0
 for dtype, size in BYTES.items():

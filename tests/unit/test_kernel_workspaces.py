@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.schedules import kernel_workspaces
-from fused_tp.schedules.kernel_workspaces import Workspaces
+from fused_tp.transport import kernel_workspaces
+from fused_tp.transport.kernel_workspaces import Workspaces
 
 
 class Memory:

@@ -22,7 +22,7 @@ CSRC = REPOSITORY / "csrc"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "out", "dist", "*.egg-info", "__pycache__", "*.so")
 BUILD = "import sys; from setuptools import build_meta; print('BUILT', getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 FOLDERS = ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks", "tests")
-# Without bindings.cpp: it needs Python's headers, which are those of this machine.
+# Without the bindings: they need Python's headers, which are those of this machine.
 SHM_SOURCES = sorted(CSRC.glob("shm/*.cpp"))
 PORTABLE_SOURCES = [source for source in SHM_SOURCES if "_avx" not in source.stem]
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <unistd.h>
 
-#include "shm/errors.h"
+#include "errors.h"
 #include "shm/segment.h"
 
 namespace fused_tp::shm {

@@ -1,10 +1,10 @@
-// What the native core throws; bindings.cpp turns each into the Python class of the same name.
+// What the native core throws; bindings/module.cpp turns each into the Python class of the same name.
 #pragma once
 
 #include <stdexcept>
 #include <string>
 
-namespace fused_tp::shm {
+namespace fused_tp {
 
 struct GroupError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -22,4 +22,4 @@ struct RankMismatchError : GroupError {
   using GroupError::GroupError;
 };
 
-}  // namespace fused_tp::shm
+}  // namespace fused_tp

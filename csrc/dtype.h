@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace fused_tp::shm {
+namespace fused_tp {
 
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kI8 = 4, kU8 = 5, kI16 = 6, kI32 = 7, kI64 = 8 };
 constexpr int kNumDTypes = 9;
@@ -55,4 +55,4 @@ constexpr const char* dtype_name(DType dtype) {
   return "unknown";
 }
 
-}  // namespace fused_tp::shm
+}  // namespace fused_tp

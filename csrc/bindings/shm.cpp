@@ -1,34 +1,19 @@
-// fused_tp._core. The only file that knows pybind11. Tensors come as addresses, sizes and dtype numbers: the module
-// needs no torch to build or to load, so one wheel serves every torch version.
-#include <pybind11/functional.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+// Ranks of one host: shared memory, signals, collectives.
 #include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
 
-namespace py = pybind11;
+namespace fused_tp::bindings {
+
 using namespace fused_tp::shm;  // NOLINT: this file binds that namespace
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <typename T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-DType to_dtype(int number) {
-  if (number < 0 || number >= kNumDTypes) throw py::value_error("unknown dtype number " + std::to_string(number));
-  return static_cast<DType>(number);
-}
 
 ReduceOp to_reduce_op(int number) {
   if (number < 0 || number >= kNumReduceOps)
@@ -70,11 +55,6 @@ class PooledMemory : public Memory {
   size_t offset_;
 };
 
-void check_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 SegmentAddress to_address(const py::bytes& packed) {
   const std::string text = packed;
   SegmentAddress address;
@@ -95,10 +75,6 @@ Signature to_signature(const std::string& op, int dtype, const std::vector<int64
   signature.n_dims = static_cast<int32_t>(dims.size());
   std::copy(dims.begin(), dims.end(), signature.dims);
   return signature;
-}
-
-void require(bool condition, const char* sentence) {
-  if (!condition) throw py::value_error(sentence);
 }
 
 void bind_group(py::module_& m) {
@@ -310,33 +286,14 @@ void bind_kernels(py::module_& m) {
       "new_residual = residual + sum(partials); normed = new_residual / rms(new_residual) * weight; rows are dense.");
 }
 
-template <typename Error>
-bool translate(const std::exception_ptr& pending, const char* python_class) {
-  try {
-    std::rethrow_exception(pending);
-  } catch (const Error& error) {
-    py::set_error(py::module_::import("fused_tp.runtime.errors").attr(python_class), error.what());
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 }  // namespace
 
-PYBIND11_MODULE(_core, m) {
-  m.doc() = "Native core of fused_tp: CPU shared memory, signals, collectives.";
-  py::register_exception_translator([](std::exception_ptr pending) {
-    if (!pending) return;
-    if (translate<CollectiveTimeoutError>(pending, "CollectiveTimeoutError")) return;
-    if (translate<PeerLostError>(pending, "PeerLostError")) return;
-    if (translate<RankMismatchError>(pending, "RankMismatchError")) return;
-    if (translate<GroupError>(pending, "FusedTPError")) return;
-    std::rethrow_exception(pending);
-  });
+void bind_shm(py::module_& m) {
   bind_group(m);
   bind_collectives(m);
   bind_kernels(m);
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("MAX_CALLS_IN_FLIGHT") = kSlots;
 }
+
+}  // namespace fused_tp::bindings
