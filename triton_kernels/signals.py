@@ -56,26 +56,24 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from . import protocol
 from .clock import now_ns, pause
 
-# Words of a workspace's `state`, int64, in memory of this rank alone.
-EPOCH = tl.constexpr(0)  # calls ended; negative once this rank has given up
-ENDED = tl.constexpr(1)  # programs of this call that have ended
-CLOCK = tl.constexpr(2)  # latest time that a waiting program read
-EXPIRED = tl.constexpr(3)  # the call in which a wait has expired; 0: none
-STOP = tl.constexpr(4)  # bit s: the host knows that rank s will not come, so no wait for it need last any longer
-COUNTERS = tl.constexpr(16)  # from here on: one per row of tiles; zero between calls
-
-# Words of the error record, int64. The host may read them once the first is not 0.
-ERROR_SET = tl.constexpr(0)
-ERROR_OP = tl.constexpr(1)
-ERROR_CALL = tl.constexpr(2)
-ERROR_RANK = tl.constexpr(3)
-ERROR_TILE = tl.constexpr(4)  # -1: not a tile but the beginning of the call
-ERROR_SOURCE = tl.constexpr(5)  # the rank that was waited for
-ERROR_ABSENT = tl.constexpr(6)  # bit s: rank s has not begun the call
-ERROR_GAVE_UP = tl.constexpr(7)  # 1: the source has given up itself
-ERROR_WORDS = 8
+# The words that this file uses, as the compiler wants them.
+EPOCH = tl.constexpr(protocol.EPOCH)
+ENDED = tl.constexpr(protocol.ENDED)
+CLOCK = tl.constexpr(protocol.CLOCK)
+EXPIRED = tl.constexpr(protocol.EXPIRED)
+STOP = tl.constexpr(protocol.STOP)
+COUNTERS = tl.constexpr(protocol.COUNTERS)
+ERROR_SET = tl.constexpr(protocol.ERROR_SET)
+ERROR_OP = tl.constexpr(protocol.ERROR_OP)
+ERROR_CALL = tl.constexpr(protocol.ERROR_CALL)
+ERROR_RANK = tl.constexpr(protocol.ERROR_RANK)
+ERROR_TILE = tl.constexpr(protocol.ERROR_TILE)
+ERROR_SOURCE = tl.constexpr(protocol.ERROR_SOURCE)
+ERROR_ABSENT = tl.constexpr(protocol.ERROR_ABSENT)
+ERROR_GAVE_UP = tl.constexpr(protocol.ERROR_GAVE_UP)
 
 POLLS_PER_CLOCK = tl.constexpr(32)
 

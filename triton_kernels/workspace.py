@@ -9,27 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import signals
+from . import protocol
+from .protocol import BUFFER_ALIGNMENT, DATA_ALIGNMENT, FLAG_SHARE, MAX_WORLD_SIZE, OPS
 from .streams import own_streams
-from .tiles import INTERPRETED
-
-# Launches give their number, so that an error can be named: the index here.
-OPS = ("barrier", "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
-
-# One bit each in a word of the error record.
-MAX_WORLD_SIZE = 63
-
-# Memory that a kernel's address arithmetic takes for aligned must be so on every rank.
-BUFFER_ALIGNMENT = 64
 
 # Rows of tiles that a launch may count, unless more are asked for.
 COUNTERS = 4096
-
-# Data begins at a multiple of it: whole cache lines, and vector stores need 16.
-DATA_ALIGNMENT = 128
-
-# The front of a half that is kept for flags, one part in so many: 8 bytes for each 512 of data, the smallest tile.
-FLAG_SHARE = 64
 
 
 def aligned(nbytes: int) -> int:
@@ -118,6 +103,7 @@ class Workspace:
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = COUNTERS) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
+        self._check_device(buffer)
         offset = _checked_offset(buffer, handle)
         addresses = [address + offset for address in handle.buffer_ptrs]
         multicast = getattr(handle, "multicast_ptr", 0) or 0
@@ -128,13 +114,21 @@ class Workspace:
         device = buffer.device
         self.buffer = buffer  # keeps the memory
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.state = torch.zeros(signals.COUNTERS.value + counters, dtype=torch.int64, device=device)
+        self.state = torch.zeros(protocol.COUNTERS + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
-        self.error = torch.zeros(signals.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
+
+    def _check_device(self, buffer: Tensor) -> None:
+        from .tiles import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
+
+        wanted = "cpu" if INTERPRETED.value else "cuda"
+        if buffer.device.type != wanted:
+            how = "interpreted (TRITON_INTERPRET=1)" if INTERPRETED.value else "compiled"
+            raise ValueError(f"buffer must be on {wanted}, as kernels are {how}; it is on {buffer.device}.")
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
@@ -165,7 +159,9 @@ class Workspace:
 
     def barrier(self) -> None:
         """A kernel that ends once all ranks have launched it."""
-        signals.barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+        from .signals import barrier_kernel
+
+        barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.
@@ -173,7 +169,7 @@ class Workspace:
         For a host that knows of a peer's end. It may be called by another thread than the one that launches.
         """
         self._stopped |= -1 if rank is None else 1 << rank
-        word = self.state[signals.STOP.value : signals.STOP.value + 1]
+        word = self.state[protocol.STOP : protocol.STOP + 1]
         if self._rescue is None:
             word.copy_(self._stopped)
         else:
@@ -186,19 +182,19 @@ class Workspace:
 
         After it, the calls of this workspace give wrong results on some ranks; it is not to be used again.
         """
-        if not int(self.error[signals.ERROR_SET.value]):
+        if not int(self.error[protocol.ERROR_SET]):
             return None
         words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
-        tile = words[signals.ERROR_TILE.value]
-        absent = words[signals.ERROR_ABSENT.value]
+        tile = words[protocol.ERROR_TILE]
+        absent = words[protocol.ERROR_ABSENT]
         return Expired(
-            op=OPS[words[signals.ERROR_OP.value]],
-            call=words[signals.ERROR_CALL.value],
-            rank=words[signals.ERROR_RANK.value],
+            op=OPS[words[protocol.ERROR_OP]],
+            call=words[protocol.ERROR_CALL],
+            rank=words[protocol.ERROR_RANK],
             tile=None if tile < 0 else tile,
-            source=words[signals.ERROR_SOURCE.value],
+            source=words[protocol.ERROR_SOURCE],
             absent=tuple(rank for rank in range(self.world_size) if absent >> rank & 1),
-            gave_up=bool(words[signals.ERROR_GAVE_UP.value]),
+            gave_up=bool(words[protocol.ERROR_GAVE_UP]),
         )
 
 
@@ -210,10 +206,6 @@ def _checked_offset(buffer: Tensor, handle: Handle) -> int:
         raise ValueError(
             f"handle must reach every rank's memory; it reaches {len(handle.buffer_ptrs)} of {handle.world_size}."
         )
-    wanted = "cpu" if INTERPRETED.value else "cuda"
-    if buffer.device.type != wanted:
-        how = "interpreted (TRITON_INTERPRET=1)" if INTERPRETED.value else "compiled"
-        raise ValueError(f"buffer must be on {wanted}, as kernels are {how}; it is on {buffer.device}.")
     if not buffer.is_contiguous():
         raise ValueError(f"buffer must be contiguous; its strides are {buffer.stride()}.")
     # Torch's handle has the address of an allocation, in which tensors of a memory pool begin further in.
