@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE / "csrc"
-CORE_FOLDERS = ("bindings", "shm")
+CORE_FOLDERS = ("bindings", "shm", "driver", "nccl", "copy_engine")
 
 # -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
@@ -85,7 +85,7 @@ class CoreBuild:
         user = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
         self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", f"-I{CSRC}", *includes, *user]
-        self.link_flags = ["-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        self.link_flags = ["-shared", "-pthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
         found = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
