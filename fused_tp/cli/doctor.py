@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
-from fused_tp.schedules.select import no_kernel_on
+from fused_tp.schedules.ways import no_kernel_on
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}

@@ -11,8 +11,8 @@ from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.attention_providers import choose_provider
-from fused_tp.schedules.fused_kernel import MAX_WORLD_SIZE
-from fused_tp.schedules.select import ALONE, Decision, decide, no_kernel_of
+from fused_tp.schedules.select import ALONE, Decision, decide
+from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype
 
 
@@ -121,13 +121,19 @@ def explain_for(
         if world_size == 1:
             return ALONE
         arguments = (name, dtype, m, k, n, world_size, transport, arch)
-        choice = dispatch.choose(*arguments)
-        has_kernel = arch.startswith("sm_") and world_size <= MAX_WORLD_SIZE and no_kernel_of(name, dtype) is None
-        if choice.schedule == "fused_kernel" and not has_kernel:
-            choice = dispatch.choose(*arguments, without="fused_kernel")
+        # What the ranks' links allow nobody knows here; they are taken for good ones.
+        on_gpu = arch.startswith("sm_")
+        lacking = tuple(
+            other
+            for other, way in WAYS.items()
+            if way.lacks(name, dtype)
+            or world_size > (way.most_ranks or world_size)
+            or (way.moves_over is not None and (way.moves_over == "shm") == on_gpu)
+        )
+        choice = dispatch.choose(*arguments, without=lacking)
         # A table may prefer messages where there is shared memory.
         messages = "torch.distributed" if transport == "shm" else transport
-        moves = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(choice.schedule, messages)
+        moves = WAYS[choice.schedule].moves_over or messages
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 

@@ -19,15 +19,22 @@ import torch
 from fused_tp.runtime import settings
 
 SHIPPED = Path(__file__).with_name("dispatch.json")
-_RULE_KEYS = frozenset({"schedule", "max_m", "max_bytes", "dtypes", "world_sizes"})
+_LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
+_RULE_KEYS = _LIMITS | {"schedule", "chunks"}
+CHUNKED = frozenset({"nccl_pipeline"})  # schedules that a rule may give a number of chunks
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule's name and the rule of the table that chose it."""
+    """A schedule's name and the rule of the table that chose it.
+
+    Attributes:
+        chunks: into how many parts the schedule cuts what moves; None leaves it to the schedule.
+    """
 
     schedule: str
     rule: str
+    chunks: int | None = None
 
 
 @cache
@@ -50,7 +57,7 @@ def choose(
     world_size: int,
     transport: str,
     arch: str,
-    without: str | None = None,
+    without: tuple[str, ...] = (),
 ) -> Choice:
     """The table's schedule for one call.
 
@@ -62,7 +69,7 @@ def choose(
         world_size: size of the group.
         transport: "shm", or the torch.distributed backend.
         arch: as `arch_of` says.
-        without: a schedule that cannot serve this call; rules that name it are passed over.
+        without: schedules that cannot serve this call; rules that name them are passed over.
 
     Example:
         >>> choose("matmul_all_reduce", torch.float32, 1, None, 4096, 2, "gloo", "cpu").schedule
@@ -82,7 +89,7 @@ def _choose(
     world_size: int,
     transport: str,
     arch: str,
-    without: str | None,
+    without: tuple[str, ...],
 ) -> Choice:
     columns = n if k is None else k  # of the tensor that is the same on all ranks
     moved = m * (columns or 0) * dtype.itemsize
@@ -97,14 +104,14 @@ def _choose(
     name = str(dtype).removeprefix("torch.")
     for rule in level:
         if (
-            rule["schedule"] != without
+            rule["schedule"] not in without
             and m <= rule.get("max_m", m)
             and moved <= rule.get("max_bytes", moved)
             and name in rule.get("dtypes", (name,))
             and world_size in rule.get("world_sizes", (world_size,))
         ):
-            limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key != "schedule") or "every size"
-            return Choice(rule["schedule"], f"{'/'.join(keys)}: {limits}")
+            limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key in _LIMITS) or "every size"
+            return Choice(rule["schedule"], f"{'/'.join(keys)}: {limits}", rule.get("chunks"))
     raise ValueError(
         f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end it with a rule without limits."
     )
@@ -127,6 +134,12 @@ def load_table(path: str | None = None) -> dict[str, Any]:
                         unknown = set(rule) - _RULE_KEYS
                         if unknown or "schedule" not in rule:
                             raise ValueError(f"rule {rule} needs a schedule and may have {sorted(_RULE_KEYS)}")
+                        if "chunks" in rule and (rule["schedule"] not in CHUNKED or not _is_count(rule["chunks"])):
+                            raise ValueError(f"rule {rule}: chunks is a number from 1 on, for {sorted(CHUNKED)}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
     return dict(table)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

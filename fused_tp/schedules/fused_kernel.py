@@ -24,16 +24,15 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective, gather_blocks
-from fused_tp.transport.kernel_workspaces import Workspaces
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.kernels import kernel_module
 
 OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WORLD_SIZE = 63  # the kernels' error record has a bit for each rank
 
 _COLUMNS = 512  # of what is gathered without a matmul
 # Up to this many bytes of gathered x every program reads peers' memory itself: a copy would take longer to set up.

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import Group
-from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.collective import Collective
-from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.schedules.local import Local
-from fused_tp.schedules.pipelined import Pipelined
-from fused_tp.transport.kernel_memory import GroupMemory, group_memory, known_memory
-from fused_tp.transport.torch_dist import backend_of, torch_dist
+from fused_tp.schedules.ways import WAYS, no_shared_memory, shared_memory
+from fused_tp.transport.torch_dist import backend_of
 
 LOCAL = Local()
 _MOST_REMEMBERED = 4096
-NAMES = ("plain", "pipelined", "one_sided", "fused_kernel")
 
 
 @dataclass(frozen=True)
@@ -69,30 +61,47 @@ def select_schedule(
 def _select(
     op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
 ) -> Schedule:
-    name = settings.forced_schedule()
-    # What has no kernel goes by the table, also where kernels are asked for.
-    if name is None or (name == "fused_kernel" and no_kernel_of(op, dtype) is not None):
-        name = _choose(op, group, dtype, device, m, k, n).schedule
-    schedule: Schedule | None = group.memo.get(("schedule", name, device))
-    # FUSED_TP_SHM may have been turned off since the schedule was made: then `_make` says so.
+    name, chunks = settings.forced_schedule(), None
+    if name is not None and name not in WAYS:
+        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(WAYS)}.")
+    # What a schedule has nothing for goes by the table, also where that schedule is asked for.
+    if name is None or WAYS[name].lacks(op, dtype) is not None:
+        choice = _choose(op, group, dtype, device, m, k, n)
+        name, chunks = choice.schedule, choice.chunks
+    key = ("schedule", name, device) if chunks is None else ("schedule", name, device, chunks)
+    schedule: Schedule | None = group.memo.get(key)
+    # FUSED_TP_SHM may have been turned off since the schedule was made.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
-        schedule = group.memo["schedule", name, device] = _make(name, group, device)
+        obstacle = WAYS[name].obstacle(group, device)
+        if obstacle is not None:
+            raise ValueError(f"Schedule {name!r} cannot serve this group: {obstacle}.")
+        schedule = group.memo[key] = WAYS[name].make(group, device, chunks)
     return schedule
 
 
 def _choose(
     op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
 ) -> dispatch.Choice:
-    transport = "shm" if _shared_memory(group, device) is not None else backend_of(group, device.type)
-    arguments = (op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device))
-    choice = dispatch.choose(*arguments)
-    if choice.schedule == "fused_kernel":
-        # Asked only now, because the ranks must find out together. A table may name it for ops that have no kernel.
-        reason = no_kernel_of(op, dtype) or no_kernel_for(group, device)
-        if reason is not None:
-            choice = dispatch.choose(*arguments, without="fused_kernel")
-            return dispatch.Choice(choice.schedule, f"{choice.rule}; no fused kernel: {reason}")
-    return choice
+    """The first rule of the table whose schedule can serve the call."""
+    transport = "shm" if shared_memory(group, device) is not None else backend_of(group, device.type)
+    reasons: dict[str, str] = {}
+    while True:
+        choice = dispatch.choose(
+            op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device), without=tuple(reasons)
+        )
+        if choice.schedule not in WAYS:
+            raise ValueError(f"The dispatch table names schedule {choice.schedule!r}; there are {', '.join(WAYS)}.")
+        way = WAYS[choice.schedule]
+        # Asked only now, one after the other, because the ranks must find out together.
+        reason = way.lacks(op, dtype) or (None if _made(group, choice, device) else way.obstacle(group, device))
+        if reason is None:
+            notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
+            return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
+        reasons[choice.schedule] = reason
+
+
+def _made(group: Group, choice: dispatch.Choice, device: torch.device) -> bool:
+    return choice.schedule != "one_sided" and ("schedule", choice.schedule, device) in group.memo
 
 
 def decide(
@@ -104,91 +113,14 @@ def decide(
     if device == torch.device("cuda"):  # with its number, as tensors have it
         device = torch.device("cuda", torch.cuda.current_device())
     name = select_schedule(op, group, dtype, device, m, k, n).name
-    transport = {"one_sided": "shm", "fused_kernel": "symmetric memory"}.get(name) or backend_of(group, device.type)
+    transport = WAYS[name].moves_over or backend_of(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
         return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
     rule = _choose(op, group, dtype, device, m, k, n).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced is not None:
-        reason = f"FUSED_TP_SCHEDULE={forced}, but {no_kernel_of(op, dtype)}; {reason}"
-    if device.type == "cpu" and _shared_memory(group, device) is None:
-        reason += f"; no shared memory: {_no_shared_memory(group, device)}"
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {WAYS[forced].lacks(op, dtype)}; {reason}"
+    if device.type == "cpu" and "no one_sided" not in rule and (why := no_shared_memory(group, device)) is not None:
+        reason += f"; no shared memory: {why}"
     return Decision(name, transport, reason)
-
-
-def _make(name: str, group: Group, device: torch.device) -> Schedule:
-    if name == "one_sided":
-        shared = _shared_memory(group, device)
-        if shared is None:
-            raise ValueError(f"Schedule 'one_sided' cannot serve this group: {_no_shared_memory(group, device)}.")
-        one_sided: Schedule = import_module("fused_tp.schedules.one_sided").OneSided(shared)
-        return one_sided
-    if name == "fused_kernel":
-        reason = no_kernel_for(group, device)
-        memory = known_memory(group, device)
-        if not isinstance(memory, GroupMemory):
-            raise ValueError(f"Schedule 'fused_kernel' cannot serve this group: {reason}.")
-        return FusedKernel(memory, Collective(torch_dist(group, device.type)))
-    if name == "plain":
-        return Collective(torch_dist(group, device.type))
-    if name == "pipelined":
-        return Pipelined(torch_dist(group, device.type))
-    source = "FUSED_TP_SCHEDULE" if settings.forced_schedule() == name else "The dispatch table"
-    raise ValueError(f"{source} names schedule {name!r}; there are {', '.join(NAMES)}.")
-
-
-def no_kernel_of(op: str, dtype: torch.dtype) -> str | None:
-    """Why there is no fused kernel for such a call, or None."""
-    if op not in fused_kernel.OPS:
-        return f"there is no fused kernel of {op}"
-    if dtype not in fused_kernel.DTYPES:
-        return f"fused kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    return None
-
-
-def no_kernel_on(device: torch.device) -> str | None:
-    """Why no fused kernel can run on `device`, whatever the group, or None."""
-    if not has_triton():
-        return "Triton is not installed (pip install triton)"
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
-    if device.type == "cuda" and interpreted():
-        return "TRITON_INTERPRET is set, so kernels run on the CPU only"
-    try:
-        FusedKernel.load()
-    except Exception as error:  # whatever a broken Triton may raise
-        return f"the kernels cannot be loaded ({type(error).__name__}: {error})"
-    return None
-
-
-def no_kernel_for(group: Group, device: torch.device) -> str | None:
-    """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
-    most = fused_kernel.MAX_WORLD_SIZE
-    if group.size > most:
-        return f"a kernel's slots serve up to {most} ranks, and the group has {group.size}"
-    memory = known_memory(group, device)
-    if memory is None:
-        # What this rank lacks the others must hear of: they would wait for it.
-        memory = group_memory(group, device, no_kernel_on(device) or "")
-    return memory if isinstance(memory, str) else None
-
-
-def _shared_memory(group: Group, device: torch.device) -> Any:
-    """The group's shared-memory transport, or None."""
-    if device.type != "cpu" or not settings.shared_memory_allowed() or not _HAS_SHM:
-        return None
-    return import_module("fused_tp.transport.shm").shm_transport(group)
-
-
-def _no_shared_memory(group: Group, device: torch.device) -> str:
-    if device.type != "cpu":
-        return f"it moves CPU tensors only, not {device.type}"
-    if not settings.shared_memory_allowed():
-        return "FUSED_TP_SHM=0 turns it off"
-    if not _HAS_SHM:
-        return "this installation has no shared-memory transport"
-    return str(import_module("fused_tp.transport.shm").shm_unavailable_reason(group))
-
-
-_HAS_SHM = find_spec("fused_tp.transport.shm") is not None and find_spec("fused_tp.schedules.one_sided") is not None

@@ -119,12 +119,11 @@ def known_memory(group: Group, device: torch.device) -> GroupMemory | str | None
     return answer
 
 
-def group_memory(group: Group, device: torch.device, problem: str = "") -> GroupMemory | str:
+def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
     """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together.
 
     Args:
         device: a GPU by its index, or the CPU.
-        problem: why this rank cannot run kernels, which the others must know.
 
     Raises:
         RuntimeError: the first time is during the capture of a CUDA graph.
@@ -137,15 +136,13 @@ def group_memory(group: Group, device: torch.device, problem: str = "") -> Group
                 "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
                 "being captured. Run the same ops once before the capture."
             )
-        answer = _agree(group, device, problem)
+        answer = _agree(group, device)
         group.memo["kernel memory", device.type, device.index or 0] = answer
     return answer
 
 
-def _agree(group: Group, device: torch.device, problem: str) -> GroupMemory | str:
-    if problem:
-        mine = Facts(_host(), own_process(), problem=problem)
-    elif device.type == "cpu":
+def _agree(group: Group, device: torch.device) -> GroupMemory | str:
+    if device.type == "cpu":
         mine = Facts(_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)

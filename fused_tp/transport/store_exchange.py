@@ -6,6 +6,7 @@ It works before anything else does, on any backend, and moves no tensor, so a CU
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,6 +34,24 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
     store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
     deadline = time.monotonic() + settings.timeout_seconds()
     return [_get(store, key, rank, group, what, deadline) for rank in range(group.size)]
+
+
+def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | None:
+    """Why not all ranks of `group` can do `what`, or None where all can. The first time, all ranks must ask together.
+
+    Args:
+        problem: why this rank cannot; asked the first time only.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+    """
+    key = ("agreed", what)
+    if key not in group.memo:
+        answers = [text.decode() for text in exchange(group, what, (problem() or "").encode())]
+        # One reason, the same everywhere: ranks that judged for themselves would part ways.
+        group.memo[key] = next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
+    reason: str | None = group.memo[key]
+    return reason
 
 
 def _get(store: dist.Store, key: str, rank: int, group: Group, what: str, deadline: float) -> bytes:

@@ -250,8 +250,8 @@ def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> Non
     table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
     env = {"FUSED_TP_TABLE": str(table), "FUSED_TP_SCHEDULE": None}
     for matmul, moves in run_ranks(2, from_table, env=env):
-        assert "pipelined" in matmul and "no fused kernel: rank 0: kernels run on NVIDIA GPUs" in matmul
-        assert "pipelined" in moves and "no fused kernel: there is no fused kernel of all_reduce" in moves
+        assert "pipelined" in matmul and "no fused_kernel: rank 0: kernels run on NVIDIA GPUs" in matmul
+        assert "pipelined" in moves and "no fused_kernel: there is no fused kernel of all_reduce" in moves
     for outcome in fresh_ranks(2, from_table, env={**INTERPRETED, **env}):
         matmul, moves = outcome.unwrap()
         assert "fused_kernel over symmetric memory" in matmul and "pipelined" in moves
@@ -275,7 +275,7 @@ def test_what_one_rank_lacks_all_go_without(tmp_path: Any) -> None:
     rules = [{"schedule": "fused_kernel"}, {"schedule": "plain"}]
     table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
     for outcome in fresh_ranks(2, one_lacks_it, env={**INTERPRETED, "FUSED_TP_TABLE": str(table)}):
-        assert "no fused kernel: rank 1: Triton is not installed" in outcome.unwrap()
+        assert "no fused_kernel: rank 1: Triton is not installed" in outcome.unwrap()
 
 
 def alone(group: Any) -> None:

@@ -1,0 +1,155 @@
+"""Every schedule by its name: what it can run, where it can, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.group import Group
+from fused_tp.schedules import fused_kernel
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.transport.kernel_memory import GroupMemory, group_memory
+from fused_tp.transport.kernels import has_triton, interpreted
+from fused_tp.transport.store_exchange import agree
+from fused_tp.transport.torch_dist import torch_dist
+
+RING = "ring_attention"
+MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
+_HAS_SHM = find_spec("fused_tp.transport.shm") is not None and find_spec("fused_tp.schedules.one_sided") is not None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A schedule as dispatch sees it.
+
+    Attributes:
+        moves_over: what carries its bytes, for `explain`; None is the group's torch.distributed backend.
+        lacks: why it has nothing of its own for calls of an op in a dtype, whatever the group; None where it has.
+        obstacle: why a group cannot have it on a device, or None. The first time, all ranks must ask together.
+        make: the schedule of a group that has no obstacle; the number is that of chunks, None where it is free.
+        most_ranks: in a group; None: any number.
+    """
+
+    moves_over: str | None
+    lacks: Callable[[str, torch.dtype], str | None]
+    obstacle: Callable[[Group, torch.device], str | None]
+    make: Callable[[Group, torch.device, int | None], Schedule]
+    most_ranks: int | None = None
+
+
+def _lacks_nothing(op: str, dtype: torch.dtype) -> None:
+    return None
+
+
+def _everywhere(group: Group, device: torch.device) -> None:
+    return None
+
+
+def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Collective:
+    return Collective(torch_dist(group, device.type))
+
+
+def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    return Pipelined(torch_dist(group, device.type))
+
+
+# -- one_sided: CPU shared memory -------------------------------------------------------------------------------------
+
+
+def shared_memory(group: Group, device: torch.device) -> Any:
+    """The group's shared-memory transport, or None."""
+    if device.type != "cpu" or not settings.shared_memory_allowed() or not _HAS_SHM:
+        return None
+    return import_module("fused_tp.transport.shm").shm_transport(group)
+
+
+def no_shared_memory(group: Group, device: torch.device) -> str | None:
+    """Why there is none, or None where there is."""
+    if device.type != "cpu":
+        return f"it moves CPU tensors only, not {device.type}"
+    if not settings.shared_memory_allowed():
+        return "FUSED_TP_SHM=0 turns it off"
+    if not _HAS_SHM:
+        return "this installation has no shared-memory transport"
+    if shared_memory(group, device) is not None:
+        return None
+    return str(import_module("fused_tp.transport.shm").shm_unavailable_reason(group))
+
+
+def _one_sided(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    made: Schedule = import_module("fused_tp.schedules.one_sided").OneSided(shared_memory(group, device))
+    return made
+
+
+# -- fused_kernel: Triton over symmetric memory -----------------------------------------------------------------------
+
+
+def no_kernel_of(op: str, dtype: torch.dtype) -> str | None:
+    """Why there is no fused kernel for such a call, or None."""
+    if op not in fused_kernel.OPS:
+        return f"there is no fused kernel of {op}"
+    if dtype not in fused_kernel.DTYPES:
+        return f"fused kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def no_kernel_on(device: torch.device) -> str | None:
+    """Why no fused kernel can run on `device`, whatever the group, or None."""
+    if not has_triton():
+        return "Triton is not installed (pip install triton)"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
+    if device.type == "cuda" and interpreted():
+        return "TRITON_INTERPRET is set, so kernels run on the CPU only"
+    try:
+        FusedKernel.load()
+    except Exception as error:  # whatever a broken Triton may raise
+        return f"the kernels cannot be loaded ({type(error).__name__}: {error})"
+    return None
+
+
+def no_kernel_for(group: Group, device: torch.device) -> str | None:
+    """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
+    return (
+        _too_many(group)
+        or agree(group, f"fused kernels on {device}", lambda: no_kernel_on(device))
+        or _no_memory(group, device)
+    )
+
+
+def _too_many(group: Group) -> str | None:
+    if group.size > MAX_RANKS:
+        return f"a kernel's slots serve up to {MAX_RANKS} ranks, and the group has {group.size}"
+    return None
+
+
+def _no_memory(group: Group, device: torch.device) -> str | None:
+    memory = group_memory(group, device)
+    return memory if isinstance(memory, str) else None
+
+
+def _memory(group: Group, device: torch.device) -> GroupMemory:
+    memory = group_memory(group, device)
+    assert isinstance(memory, GroupMemory), "there is no obstacle"
+    return memory
+
+
+def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    return FusedKernel(_memory(group, device), _plain(group, device))
+
+
+WAYS: dict[str, Way] = {
+    "plain": Way(None, _lacks_nothing, _everywhere, _plain),
+    "pipelined": Way(None, _lacks_nothing, _everywhere, _pipelined),
+    "one_sided": Way("shm", _lacks_nothing, no_shared_memory, _one_sided),
+    "fused_kernel": Way("symmetric memory", no_kernel_of, no_kernel_for, _fused_kernel, MAX_RANKS),
+}
