@@ -260,9 +260,9 @@ def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> Non
 def one_lacks_it(group: Any) -> str:
     os.environ.pop("FUSED_TP_SCHEDULE", None)
     if group.rank() == 1:
-        from fused_tp.schedules import select
+        from fused_tp.schedules import ways
 
-        select.has_triton = lambda: False  # type: ignore[assignment]
+        ways.has_triton = lambda: False  # type: ignore[assignment]
     x = torch.ones(3, 4)
     assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=group), torch.full((3, 5), 8.0))
     return from_table(group)[0]
