@@ -1,0 +1,91 @@
+// The state of what is in flight, apart from threads, clocks and devices: times and answers are given.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <optional>
+#include <utility>
+
+namespace fused_tp::driver {
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+// Ops of one stream, which begin and end in order. Times are nanoseconds of any one clock.
+template <typename Op>
+class Deadlines {
+ public:
+  struct Expired {
+    Op op;
+    int64_t waited_ns;
+  };
+
+  void add(Op op, int64_t timeout_ns) { ops_.push_back({std::move(op), timeout_ns, kNever}); }
+
+  // Drops what has ended; starts the clock of the first that has not, once it has begun. Returns that op when its time
+  // is up, and lets go of all then: who is told once need not be told again.
+  template <typename Begun, typename Ended>
+  std::optional<Expired> poll(int64_t now_ns, Begun&& begun, Ended&& ended) {
+    while (!ops_.empty() && ended(ops_.front().op)) ops_.pop_front();
+    if (ops_.empty()) return std::nullopt;
+    Entry& first = ops_.front();
+    if (first.begun_ns == kNever && begun(first.op)) first.begun_ns = now_ns;
+    if (first.begun_ns == kNever || now_ns - first.begun_ns < first.timeout_ns) return std::nullopt;
+    Expired expired{std::move(first.op), now_ns - first.begun_ns};
+    ops_.clear();
+    return expired;
+  }
+
+  bool empty() const { return ops_.empty(); }
+  void clear() { ops_.clear(); }
+  // The shortest timeout of those in flight, to know how often to look; kNever when nothing is.
+  int64_t shortest_timeout_ns() const {
+    int64_t shortest = kNever;
+    for (const Entry& entry : ops_) shortest = std::min(shortest, entry.timeout_ns);
+    return shortest;
+  }
+
+ private:
+  struct Entry {
+    Op op;
+    int64_t timeout_ns;
+    int64_t begun_ns;  // when it was first seen to have begun; kNever before
+  };
+  std::deque<Entry> ops_;
+};
+
+// What a graph says of its progress through a word (GraphWord): odd inside of an op. A word that was seen is marked by
+// its top bit; whoever writes the word next takes the mark away, be it with the same number.
+class GraphDeadline {
+ public:
+  static constexpr uint64_t kSeen = uint64_t{1} << 63;
+
+  struct Expired {
+    uint64_t op;
+    int64_t waited_ns;
+  };
+
+  std::optional<Expired> poll(int64_t now_ns, std::atomic<uint64_t>& word, int64_t timeout_ns) {
+    uint64_t value = word.load(std::memory_order_acquire);
+    inside_ = value % 2 == 1;
+    if (!inside_) return std::nullopt;
+    if (!(value & kSeen)) {
+      // Should the device write in between, the exchange fails: that is progress, and the next look sees it.
+      word.compare_exchange_strong(value, value | kSeen, std::memory_order_acq_rel);
+      since_ns_ = now_ns;
+      return std::nullopt;
+    }
+    if (now_ns - since_ns_ < timeout_ns) return std::nullopt;
+    return Expired{((value & ~kSeen) - 1) / 2, now_ns - since_ns_};
+  }
+
+  bool inside() const { return inside_; }
+
+ private:
+  bool inside_ = false;
+  int64_t since_ns_ = 0;
+};
+
+}  // namespace fused_tp::driver

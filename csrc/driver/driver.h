@@ -1,0 +1,171 @@
+// The CUDA driver, bound at run time: no CUDA header is needed to build, and none of the driver to load.
+//
+// Streams and events are the driver's own handles, so those of torch (tensor.cuda_stream) are as good as ours. Every
+// call is checked; what goes wrong is thrown as a DriverError that names the call and the driver's error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// As in cuda.h, so that both can be included.
+struct CUctx_st;
+struct CUevent_st;
+struct CUstream_st;
+
+namespace fused_tp::driver {
+
+using Context = CUctx_st*;
+using Event = CUevent_st*;
+using Stream = CUstream_st*;  // null: the default stream
+using DeviceAddress = unsigned long long;
+
+struct Functions;
+
+struct DriverError : std::runtime_error {
+  DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
+  int code;  // a CUresult
+};
+
+// CUdevice_attribute, those that are asked for here.
+enum class Attribute : int {
+  kMultiprocessorCount = 16,
+  kComputeCapabilityMajor = 75,
+  kComputeCapabilityMinor = 76,
+  kStreamPriorities = 78,
+  kStreamMemoryOps64 = 122,  // 64-bit write and wait value
+  kMulticast = 132,
+};
+
+// When a stream that waits for a word of memory goes on.
+enum class Until : unsigned { kAtLeast = 0, kEqual = 1 };
+
+class Driver : public std::enable_shared_from_this<Driver> {
+ public:
+  // Loads the library and initialises the driver; the same path gives the same object again. Throws DriverError where
+  // there is no such library, no device, or the driver is older than CUDA 12.
+  static std::shared_ptr<const Driver> open(const std::string& path = "libcuda.so.1");
+  ~Driver();
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  // As long as it lives, this thread's current context is the primary one of the device, which is the one that torch
+  // and NCCL use. Primary contexts stay retained until the process ends.
+  class Device {
+   public:
+    Device(const Driver& driver, int ordinal);
+    ~Device();
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
+   private:
+    const Driver& driver_;
+  };
+
+  const std::string& path() const { return path_; }
+  int version() const;  // 12040 for CUDA 12.4
+  int device_count() const;
+  int attribute(Attribute attribute, int device) const;
+  // The error's name and what the driver says about it.
+  std::string describe(int code) const;
+
+  // All need a current context (see Device), and none but `synchronize` waits for the device.
+  void record(Event event, Stream stream) const;
+  bool done(Event event) const;  // everything before the last record has ended; never recorded: true
+  bool idle(Stream stream) const;
+  void wait(Stream stream, Event event) const;                                         // the stream does, from here on
+  void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
+  void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
+  void write_value(Stream stream, DeviceAddress word, uint64_t value) const;
+  void wait_value(Stream stream, DeviceAddress word, uint64_t value, Until until) const;
+  bool capturing(Stream stream) const;  // into a CUDA graph
+  // True once all of the stream has ended, false if it has not after that many seconds.
+  bool synchronize(Stream stream, double seconds) const;
+
+  // Lets this thread make any call while another thread captures a CUDA graph. For threads of our own.
+  void ignore_captures() const;
+
+  const Functions& functions() const { return *functions_; }
+  void check(int code, const char* call) const;
+
+ private:
+  explicit Driver(const std::string& path);
+  Context primary_context(int device) const;
+
+  std::string path_;
+  void* library_ = nullptr;
+  std::unique_ptr<Functions> functions_;
+  mutable std::mutex mutex_;
+  mutable std::vector<Context> contexts_;  // by device, null until asked for
+};
+
+// A stream that does not wait for the default stream. `high_priority`: its work goes first where both are ready.
+class OwnStream {
+ public:
+  OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority);
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  Stream get() const { return stream_; }
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  Stream stream_ = nullptr;
+};
+
+// An event without timing.
+class OwnEvent {
+ public:
+  OwnEvent(std::shared_ptr<const Driver> driver, int device);
+  ~OwnEvent();
+  OwnEvent(const OwnEvent&) = delete;
+  OwnEvent& operator=(const OwnEvent&) = delete;
+  Event get() const { return event_; }
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  Event event_ = nullptr;
+};
+
+using SharedEvent = std::shared_ptr<const OwnEvent>;
+
+// Events for a device that are used again once nobody holds them. What waits in a stream for an event does not mind
+// that it is recorded again: a wait is for the last record before it. Any thread may take and give back.
+class EventPool {
+ public:
+  EventPool(std::shared_ptr<const Driver> driver, int device);
+  SharedEvent take();
+
+ private:
+  struct Free;
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  std::shared_ptr<Free> free_;
+};
+
+// Zeroed memory of the host that the device reads and writes in place.
+class PinnedMemory {
+ public:
+  PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  void* data() const { return data_; }
+  DeviceAddress device_address() const { return device_address_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  size_t bytes_;
+  void* data_ = nullptr;
+  DeviceAddress device_address_ = 0;
+};
+
+}  // namespace fused_tp::driver

@@ -1,0 +1,89 @@
+// One thread that looks after everything that waits for peers on a device, and calls back when a deadline has passed.
+//
+// It sleeps while nothing is in flight. It knows nothing of Python: no callback may want the GIL.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver/deadlines.h"
+#include "driver/driver.h"
+
+namespace fused_tp::driver {
+
+// An op in a stream. Its time counts from when it could begin: once `begun` is done and the op before it has ended.
+struct WatchedOp {
+  const char* name;   // for the sentence; lives as long as the program
+  uint64_t number;    // of the call
+  SharedEvent begun;  // null: as soon as the op before it has ended
+  SharedEvent ended;
+  double timeout_seconds;
+};
+
+// Progress of ops that a CUDA graph holds, which no event tells: a word of pinned memory that the graph itself writes,
+// 2n + 1 where op n begins and 2n + 2 where it has ended. The watchdog marks what it has seen by setting the word's top
+// bit, and the graph's next write removes the mark: so a replay that writes the same numbers again is progress too.
+class GraphWord {
+ public:
+  GraphWord(std::shared_ptr<const Driver> driver, int device);
+  // Enqueue the writes on a stream that is being captured. `begin` returns the op's number.
+  uint64_t begin(Stream stream, const char* name, uint64_t call);
+  void end(Stream stream, uint64_t op);
+
+  std::atomic<uint64_t>& word() const { return *static_cast<std::atomic<uint64_t>*>(memory_.data()); }
+  // Which op that is, for a sentence: its name and its call.
+  std::string describe(uint64_t op) const;
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  PinnedMemory memory_;
+  struct Op {
+    const char* name;
+    uint64_t call;
+  };
+  mutable std::mutex mutex_;
+  std::vector<Op> ops_;
+};
+
+// One stream's ops under watch. Ops of a stream end in the order in which they were added.
+class Watch {
+ public:
+  struct Callbacks {
+    // On the watchdog's thread, with no lock held: `what` has waited that many seconds, its deadline has passed. Called
+    // once: the watch lets go of all its ops first. It should see to it that the stream goes on.
+    std::function<void(const std::string& what, double seconds)> expired;
+    // About ten times a second while something is in flight; may be empty.
+    std::function<void()> tick;
+  };
+
+  Watch(std::shared_ptr<const Driver> driver, int device, Callbacks callbacks);
+  // No callback runs after it, and none is running when it returns (but that which calls it).
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void add(WatchedOp op);
+  // From now on also the ops of graphs, with the timeout that is asked for at each look. Once for a watch.
+  void watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds);
+  // Lets go of everything in flight, e.g. because the stream was made to go on by other means.
+  void clear();
+  bool in_flight() const;
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+// How often this process is a fork of another. Nothing of CUDA or of the watchdog works in a forked child.
+uint32_t count_forks();
+
+// Ends the watchdog's thread; what is added later is not watched. Runs by itself when the process exits.
+void stop_watchdog();
+
+}  // namespace fused_tp::driver

@@ -1,0 +1,179 @@
+// A NCCL communicator of our own: its stream, its deadlines, and an end that leaves the process alive.
+//
+// Ops are enqueued and none waits on the host. Every one is watched: past its deadline, or when NCCL reports an error,
+// or when a peer is said to be lost, the communicator is aborted, so that streams go on, and it says why from then on.
+// Outputs of ops in flight are filled with 0xFF bytes (NaN) before that.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver/driver.h"
+#include "driver/watchdog.h"
+#include "dtype.h"
+#include "errors.h"
+#include "nccl/library.h"
+
+namespace fused_tp::nccl {
+
+using driver::Driver;
+using driver::Event;
+using driver::SharedEvent;
+using driver::Stream;
+
+// After what an op begins, besides the communicator's ops before it.
+class After {
+ public:
+  static After stream(Stream stream) { return After(kStream, stream, nullptr); }  // everything that is in it by now
+  static After event(Event event) { return After(kEvent, nullptr, event); }       // its last record before the call
+  static After nothing() { return After(kNothing, nullptr, nullptr); }
+
+ private:
+  friend class Communicator;
+  enum Kind { kNothing, kStream, kEvent };
+  After(Kind kind, Stream stream, Event event) : kind_(kind), stream_(stream), event_(event) {}
+  Kind kind_;
+  Stream stream_;
+  Event event_;
+};
+
+// An op that was enqueued. `ended` may be waited for from any stream, as often as one likes.
+struct Ticket {
+  const char* op = "";
+  uint64_t number = 0;
+  SharedEvent ended;
+  bool captured = false;  // it is part of a CUDA graph: the host cannot wait for it
+};
+
+// One direction between this rank and another (or itself).
+struct Transfer {
+  enum Kind { kSend, kReceive };
+  Kind kind;
+  int peer;
+  void* data;  // only read if it is sent
+  size_t bytes;
+};
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  struct Options {
+    double timeout_seconds = 600;
+    bool zero_cta =
+        false;  // collectives by the copy engines alone, where the library has them and memory is registered
+    std::function<void()> interrupted = [] {};  // asked now and then while the host waits; may throw
+  };
+
+  // Joins the ranks that hold the same id, all of them within the deadline. Throws CollectiveTimeoutError.
+  static std::shared_ptr<Communicator> create(std::shared_ptr<const Library> library,
+                                              std::shared_ptr<const Driver> driver, int device, const UniqueId& id,
+                                              int rank, int size, Options options);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Ranks of one color make a new communicator, ordered by key, then by rank. A negative color takes no part: null.
+  // All ranks call it.
+  std::shared_ptr<Communicator> split(int color, int key);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int device() const { return device_; }
+  Stream stream() const { return stream_.get(); }
+  uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
+  const std::shared_ptr<const Driver>& driver() const { return driver_; }
+  const std::shared_ptr<const Library>& library() const { return library_; }
+
+  // Of the ops that are enqueued from now on; at each look of those in graphs.
+  void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
+  double timeout() const { return timeout_seconds_.load(std::memory_order_relaxed); }
+
+  // Ops. The caller keeps the memory until the op has ended, and its context current. `out` of an in-place all_gather
+  // or reduce_scatter lies as NCCL wants it: in == out + rank * bytes, out == in + rank * count.
+  Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, After after);
+  Ticket reduce_scatter(const void* in, void* out, size_t count_per_rank, DType dtype, ReduceOp op, After after);
+  Ticket all_reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, After after);
+  Ticket broadcast(const void* in, void* out, size_t bytes, int root, After after);
+  // All of them at once: none waits for another of the list. Between two ranks they match in order.
+  Ticket exchange(const std::vector<Transfer>& transfers, After after);
+
+  // `stream` goes on once the op has ended.
+  void wait(const Ticket& ticket, Stream stream);
+  // The host does, for at most the timeout.
+  void wait(const Ticket& ticket);
+
+  // Memory of this device, zero-copy once it is registered. Freed by `free`; forgotten windows end with the
+  // communicator.
+  void* allocate(size_t bytes);
+  void free(void* data);
+  bool registers() const;  // whether the library has windows
+  // All ranks register alike, in the same order, memory from `allocate`. Where the library has none, nothing happens.
+  void register_window(void* data, size_t bytes);
+  void deregister_window(void* data);
+
+  // Throws what the communicator has failed with, if it has.
+  void check() const;
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  std::string failure() const;  // the sentence; empty while all is well
+
+  // That rank's process is known to have ended: nothing will come from it any more.
+  void lose(int rank, const std::string& how);
+  void abort(const std::string& why);
+  // Waits for what is in flight, within the deadline, and gives everything back. Destruction does it too.
+  void close();
+
+ private:
+  struct Making;
+  enum class Kind { kNone, kTimeout, kLost, kOther };
+
+  Communicator(std::shared_ptr<const Library> library, std::shared_ptr<const Driver> driver, int device, int rank,
+               int size, Options options);
+
+  template <typename Enqueue>
+  Ticket enqueue(const char* op, const After& after, std::vector<std::pair<void*, size_t>> outputs, Enqueue&& call);
+  void settle(int result, const char* op, uint64_t number);
+  void fail(Kind kind, const std::string& sentence);
+  void expired(const std::string& what, double seconds);
+  void tick();
+  void poison();
+  void release(bool gracefully);
+  std::string where(const std::string& what) const;
+  void require_open() const;
+
+  std::shared_ptr<const Library> library_;
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  int rank_;
+  int size_;
+  Options options_;
+  std::atomic<double> timeout_seconds_;
+  driver::OwnStream stream_;
+  driver::EventPool events_;
+  std::shared_ptr<driver::GraphWord> graph_word_;
+  std::atomic<uint64_t> calls_{0};
+  uint32_t forks_;
+
+  struct Handle;  // what is left to NCCL: outlives this object where an abort takes its time
+  std::shared_ptr<Handle> handle_;
+
+  struct InFlight {
+    SharedEvent ended;
+    std::vector<std::pair<void*, size_t>> outputs;
+  };
+  std::mutex in_flight_mutex_;
+  std::deque<InFlight> in_flight_;
+
+  mutable std::mutex failure_mutex_;
+  std::atomic<bool> failed_{false};
+  Kind failure_kind_ = Kind::kNone;
+  std::string failure_;
+
+  std::unique_ptr<driver::Watch> watch_;  // last: its callbacks use all of the above
+};
+
+}  // namespace fused_tp::nccl

@@ -1,0 +1,45 @@
+// NCCL, bound at run time: building needs none, and the process has one copy of it, that which torch has loaded.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "nccl/api.h"
+
+namespace fused_tp::nccl {
+
+class Library {
+ public:
+  // The oldest that is taken. 2.19 is the first with ncclMemAlloc; torch 2.10, the oldest that we support, has 2.27.
+  static constexpr int kOldest = 21900;
+
+  // An empty path: the one that this process has loaded already, else what the loader finds as libnccl.so.2. The same
+  // library gives the same object again. Throws GroupError where there is none, or one too old.
+  static std::shared_ptr<const Library> open(const std::string& path = "");
+  ~Library();
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  const std::string& path() const { return path_; }
+  int version() const { return version_; }  // 22703 for 2.27.3
+  std::string version_text() const;
+
+  bool has_windows() const { return version_ >= 22700; }
+  bool has_zero_cta() const { return version_ >= 22800; }
+  bool has_revoke() const { return version_ >= 22900; }
+  bool has_shared_devices() const { return version_ >= 23000; }  // several ranks on one GPU
+
+  const Functions& functions() const { return functions_; }
+  // What NCCL calls the result, and what it says about the last error.
+  std::string describe(Result result, Comm comm = nullptr) const;
+
+ private:
+  explicit Library(const std::string& path);
+
+  std::string path_;
+  void* library_ = nullptr;
+  int version_ = 0;
+  Functions functions_{};
+};
+
+}  // namespace fused_tp::nccl
