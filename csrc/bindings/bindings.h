@@ -32,5 +32,6 @@ void check_signals();
 
 // Each adds one part of the native core to the module.
 void bind_shm(py::module_& m);
+void bind_pipeline(py::module_& m);
 
 }  // namespace fused_tp::bindings
