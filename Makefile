@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILD_TOOLS := setuptools wheel pybind11 ninja
 
 .PHONY: all install demo test lint format bench soak clean
@@ -24,7 +24,7 @@ install: $(STAMP)
 
 # --no-build-isolation: no build environment can then take another torch than the pinned one, and compiler flags name
 # the same include folders each time, so that only what changed compiles.
-$(STAMP): setup.py pyproject.toml constraints.txt $(CSRC)
+$(STAMP): setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
@@ -55,6 +55,6 @@ soak: $(STAMP)
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info fused_tp/_core*.so
+	rm -rf $(VENV) build dist out *.egg-info fused_tp/_c*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +

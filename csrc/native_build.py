@@ -1,0 +1,328 @@
+"""Compiles what is in csrc, for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
+
+Both are lists of commands, which ninja runs where it is there: what has not changed, headers and flags included, is not
+compiled again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+CORE_FOLDERS = ("bindings", "shm", "driver", "nccl", "copy_engine")
+
+# -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
+COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
+X86_FLAGS = {
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512": [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")] + ["-mavx2", "-mfma", "-mf16c"],
+}
+
+# -Xptxas -v: registers and spills go to the log beside each object, where tests and tables read them.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
+NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+DEFAULT_ARCHS = "80;90a;100a+PTX"
+TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installers put it
+
+
+class NotBuiltError(Exception):
+    """It cannot be built here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a build, which writes `output`."""
+
+    output: Path
+    inputs: Sequence[Path]
+    command: Sequence[str]
+    headers_too: bool = False  # the command writes the headers that it read to `output`.d
+    log: Path | None = None  # where what it prints goes; shown if it fails
+
+    @property
+    def shell(self) -> str:
+        line = shlex.join(self.command)
+        if self.log is None:
+            return line
+        log = shlex.quote(str(self.log))
+        return f"{line} > {log} 2>&1 || {{ cat {log}; exit 1; }}"
+
+
+def compile_step(output: Path, source: Path, command: Sequence[str], log: Path | None = None) -> Step:
+    files = ["-MMD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
+    return Step(output, [source], [*command, *files], headers_too=True, log=log)
+
+
+class CoreBuild:
+    """The compile and link commands of the core."""
+
+    def __init__(self, include_dirs: list[str]) -> None:
+        self.compiler = find_compiler()
+        extra = [flag for flags in X86_FLAGS.values() for flag in flags]
+        self.x86 = target_is_x86_64(self.compiler) and compiles(self.compiler, extra)
+        if target_is_x86_64(self.compiler) and not self.x86:
+            print("fused_tp: this compiler lacks AVX-512 BF16 (GCC 10 and Clang 9 have it): building portable kernels.")
+        user = shlex.split(os.environ.get("CXXFLAGS", ""))
+        includes = [flag for path in include_dirs for flag in ("-isystem", path)]
+        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", f"-I{CSRC}", *includes, *user]
+        self.link_flags = ["-shared", "-pthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
+
+    def sources(self) -> list[Path]:
+        found = [source for folder in CORE_FOLDERS for source in sorted(CSRC.glob(f"{folder}/*.cpp"))]
+        return [source for source in found if self.x86 or not isa_of(source)]
+
+    def run(self, output: Path, folder: Path) -> None:
+        """Compiles what has changed into `folder` and links `output`."""
+        steps = []
+        for source in self.sources():
+            command = [*self.compiler, *self.flags, *X86_FLAGS.get(isa_of(source), [])]
+            steps.append(compile_step(folder / f"{source.parent.name}_{source.stem}.o", source, command))
+        objects = [step.output for step in steps]
+        library = folder / output.name
+        command = [*self.compiler, *map(str, objects), *self.link_flags, "-o", str(library)]
+        run_steps([*steps, Step(library, objects, command)], folder)
+        replace(library, output)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A GPU architecture as nvcc calls it: 80, 90a. With `ptx` later GPUs can use what is built for it, too."""
+
+    name: str
+    ptx: bool = False
+
+    @property
+    def number(self) -> int:
+        return int(self.name.rstrip("af"))
+
+    @property
+    def flags(self) -> list[str]:
+        real = f"arch=compute_{self.name},code=sm_{self.name}"
+        if not self.ptx:
+            return ["-gencode", real]
+        # PTX of an architecture with a letter runs nowhere else.
+        return ["-gencode", real, "-gencode", f"arch=compute_{self.number},code=compute_{self.number}"]
+
+
+class CudaBuild:
+    """The compile and link commands of the library of device kernels.
+
+    Args:
+        archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default, less what this nvcc does not know.
+    """
+
+    def __init__(self, archs: str = "") -> None:
+        self.sources = sorted(CSRC.glob("cuda/*.cu"))
+        if not self.sources:
+            raise NotBuiltError(f"there are no sources in {CSRC / 'cuda'}")
+        self.nvcc = find_nvcc()
+        self.compiler = find_compiler()
+        self.version = nvcc_version(self.nvcc)
+        self.archs = parse_archs(archs) if archs else self.default_archs()
+        for arch in self.archs:
+            if not self.knows(arch):
+                raise NotBuiltError(
+                    f"nvcc {self.version} does not know sm_{arch.name}, which FUSED_TP_CUDA_ARCHS names"
+                )
+
+    def default_archs(self) -> list[Arch]:
+        wanted = parse_archs(DEFAULT_ARCHS)
+        known = [arch for arch in wanted if self.knows(arch)]
+        unknown = [f"sm_{arch.name}" for arch in wanted if arch not in known]
+        if unknown:
+            print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: no device kernels for them.")
+        if not known:
+            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}")
+        return [*known[:-1], Arch(known[-1].name, ptx=True)]
+
+    def knows(self, arch: Arch) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cu")
+            source.touch()
+            command = [str(self.nvcc), "--dryrun", *arch.flags, "-c", str(source)]
+            return subprocess.run(command, capture_output=True, check=False, cwd=folder).returncode == 0
+
+    @property
+    def built_for(self) -> str:
+        """What the library says about itself; `fused_tp.transport.native_kernels` reads it."""
+        names = [f"sm_{arch.name}" for arch in self.archs]
+        names += [f"compute_{arch.number}" for arch in self.archs if arch.ptx]
+        return f"{' '.join(names)}, nvcc {self.version}"
+
+    @property
+    def host_compiler(self) -> list[str]:
+        """nvcc takes one program. Where the user has not named one, it looks for one that it supports."""
+        chosen = os.environ.get("CXX") and not os.environ.get("NVCC_CCBIN") and len(self.compiler) == 1
+        return ["-ccbin", self.compiler[0]] if chosen else []
+
+    def logs(self, folder: Path) -> list[Path]:
+        """What nvcc and ptxas said about each source, once `run` has compiled it into `folder`."""
+        return [folder / f"{source.stem}.o.log" for source in self.sources]
+
+    def run(self, output: Path, folder: Path) -> None:
+        """Compiles what has changed into `folder` and links `output`."""
+        codes = [flag for arch in self.archs for flag in arch.flags]
+        # A source is compiled for all architectures one after the other, unless there are more processors than sources.
+        threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
+        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, f"-I{CSRC}", *codes, "--threads", str(threads)]
+        steps = []
+        for source, log in zip(self.sources, self.logs(folder), strict=True):
+            steps.append(compile_step(log.with_suffix(""), source, command, log))
+        says = [f'-DFUSED_TP_BUILT_FOR="{self.built_for}"', *COMPILE_FLAGS]
+        steps.append(compile_step(folder / "built_for.o", CSRC / "cuda" / "built_for.cpp", [*self.compiler, *says]))
+        objects = [step.output for step in steps]
+        exports = CSRC / "cuda" / "exports.map"
+        library = folder / output.name
+        command = [str(self.nvcc), *self.host_compiler, "-shared", "--cudart", "static", *map(str, objects)]
+        command += ["-Xlinker", f"--version-script={exports}", "-o", str(library)]
+        run_steps([*steps, Step(library, [*objects, exports], command)], folder)
+        replace(library, output)
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler: $CXX, else c++, g++ or clang++; one that cannot compile a trivial file counts as none."""
+    if os.environ.get("CXX"):
+        candidates = [shlex.split(os.environ["CXX"])]
+    else:
+        candidates = [[name] for name in ("c++", "g++", "clang++")]
+    for command in candidates:
+        if shutil.which(command[0]) and compiles(command, []):
+            return command
+    tried = ", ".join(shlex.join(command) for command in candidates)
+    raise NotBuiltError(f"no working C++17 compiler was found (tried {tried})")
+
+
+def compiles(compiler: list[str], flags: list[str]) -> bool:
+    """Whether the compiler takes these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <cstddef>\nint main() { return 0; }\n")
+        command = [*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def target_is_x86_64(compiler: list[str]) -> bool:
+    """Asks the compiler, not this machine: it may be a cross compiler."""
+    answer = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
+    machine = answer.stdout.split("-")[0] if answer.returncode == 0 else platform.machine()
+    return machine in ("x86_64", "amd64", "AMD64")
+
+
+def isa_of(source: Path) -> str:
+    return next((isa for isa in X86_FLAGS if source.stem.endswith(isa)), "")
+
+
+def find_nvcc() -> Path:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    in_path = shutil.which("nvcc")
+    candidates = [Path(home, "bin", "nvcc") for home in homes]
+    candidates += [Path(in_path)] if in_path else []
+    candidates += [Path(TOOLKIT, "bin", "nvcc")]
+    for nvcc in candidates:
+        if nvcc_version(nvcc):
+            return nvcc
+    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})")
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """Such as 13.0.88; empty where this is no nvcc that runs."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    found = re.search(r"release [\d.]+, V([\d.]+)", done.stdout)
+    return found[1] if found else ""
+
+
+def parse_archs(text: str) -> list[Arch]:
+    """`80;90a;100a+PTX`, as FUSED_TP_CUDA_ARCHS has it."""
+    archs = []
+    for word in re.split(r"[;,\s]+", text.strip()):
+        found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+PTX)?", word)
+        if found is None:
+            raise NotBuiltError(
+                f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}, +PTX at those that "
+                "later GPUs shall be able to use"
+            )
+        archs.append(Arch(found[1] + found[2], ptx=bool(found[3])))
+    return archs
+
+
+def jobs() -> int:
+    """How many commands may run at once."""
+    if os.environ.get("MAX_JOBS", "").isdecimal():
+        return int(os.environ["MAX_JOBS"])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_steps(steps: Sequence[Step], folder: Path) -> None:
+    """Runs those whose inputs or commands have changed since they last ran; all of their files are in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ninja = find_ninja()
+    if ninja is None:
+        for step in steps:
+            run_if_changed(step)
+        return
+    (folder / "build.ninja").write_text(ninja_file(steps))
+    limit = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+    check_run([*ninja, "-C", str(folder), *limit])
+
+
+def ninja_file(steps: Sequence[Step]) -> str:
+    def names(paths: Sequence[Path]) -> str:
+        return " ".join(str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in paths)
+
+    lines = ["rule run", "  command = $run"]
+    lines += ["rule compile", "  command = $run", "  depfile = $out_file.d", "  deps = gcc"]
+    for step in steps:
+        outputs = names([step.output]) + (f" | {names([step.log])}" if step.log else "")
+        rule = "compile" if step.headers_too else "run"
+        lines += [f"build {outputs}: {rule} {names(step.inputs)}", f"  run = {step.shell.replace('$', '$$')}"]
+        lines += [f"  out_file = {str(step.output).replace('$', '$$')}"]
+    return "\n".join(lines) + "\n"
+
+
+def run_if_changed(step: Step) -> None:
+    said = step.output.with_name(step.output.name + ".command")
+    inputs = [*step.inputs]
+    if step.headers_too:
+        inputs += [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
+    newest = max(file.stat().st_mtime for file in inputs)
+    same = said.exists() and said.read_text() == step.shell and step.output.exists()
+    if not same or step.output.stat().st_mtime < newest:
+        check_run(["sh", "-c", step.shell])
+        said.write_text(step.shell)
+
+
+def find_ninja() -> list[str] | None:
+    """The `ninja` program, or the PyPI package of that name, which an isolated build environment has."""
+    try:
+        from ninja import BIN_DIR
+    except ImportError:
+        found = shutil.which("ninja")
+        return [found] if found else None
+    return [str(Path(BIN_DIR, "ninja"))]
+
+
+def check_run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(done.stdout, end="")
+    if done.returncode != 0:
+        raise NotBuiltError(f"`{shlex.join(command)}` failed:\n{done.stdout[-4000:]}")
+
+
+def replace(source: Path, destination: Path) -> None:
+    """A copy, not the file itself, and put in place at once: a process that has the old one mapped keeps it."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(destination.name + ".new")
+    shutil.copy2(source, temporary)
+    temporary.replace(destination)
