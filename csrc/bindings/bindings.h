@@ -31,6 +31,7 @@ void require(bool condition, const char* sentence);
 void check_signals();
 
 // Each adds one part of the native core to the module.
+void bind_cuda(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_pipeline(py::module_& m);
 
