@@ -150,8 +150,21 @@ def all_gather_matmul(
     return (result, outputs[-1]) if return_gathered else result
 
 
-def _schedule(group: str, x: Tensor, rows: int, k: int | None, n: int | None, op: str) -> Schedule:
-    return select_schedule(op, group_by_name(group), x.dtype, x.device, rows, k, n)
+def _schedule(
+    x_shard: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    has_bias: list[bool],
+    group: str,
+    gather_dim: int,
+    gather_size: int,
+    return_gathered: bool,
+) -> Schedule:
+    shape = _gathered_shape(x_shard, gather_dim, gather_size)
+    rows = prod(shape[:-1])
+    return select_schedule(
+        "all_gather_matmul", group_by_name(group), x_shard.dtype, x_shard.device, rows, shape[-1], None
+    )
 
 
 def _forward(
@@ -164,8 +177,9 @@ def _forward(
     gather_size: int,
     return_gathered: bool,
 ) -> list[Tensor]:
-    shape = _gathered_shape(x_shard, gather_dim, gather_size)
-    schedule = _schedule(group, x_shard, prod(shape[:-1]), shape[-1], None, "all_gather_matmul")
+    schedule = _schedule(
+        x_shard, weights, biases, has_bias, group, gather_dim, gather_size, return_gathered
+    )  # fmt: skip
     given = iter(biases)
     outputs, gathered = schedule.all_gather_matmul(
         x_shard,
@@ -231,6 +245,24 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return d_x if needs_x else None, weight_grads, bias_grads, None, None, None, None, None
 
 
+def _grads_schedule(
+    d_outputs: list[Tensor],
+    d_gathered: Tensor | None,
+    x_shard: Tensor,
+    weights: list[Tensor],
+    needs_weight: list[bool],
+    needs_x: bool,
+    group: str,
+    gather_dim: int,
+    gather_size: int,
+) -> Schedule:
+    shape = _gathered_shape(x_shard, gather_dim, gather_size)
+    rows = prod(shape[:-1])
+    return select_schedule(
+        "matmul_reduce_scatter", group_by_name(group), x_shard.dtype, x_shard.device, rows, None, shape[-1]
+    )
+
+
 def _compute_grads(
     d_outputs: list[Tensor],
     d_gathered: Tensor | None,
@@ -243,8 +275,9 @@ def _compute_grads(
     gather_size: int,
 ) -> list[Tensor]:
     """[dx_shard (empty where not needed), *dW of the weights that need one]."""
-    shape = _gathered_shape(x_shard, gather_dim, gather_size)
-    schedule = _schedule(group, x_shard, prod(shape[:-1]), None, shape[-1], "matmul_reduce_scatter")
+    schedule = _grads_schedule(
+        d_outputs, d_gathered, x_shard, weights, needs_weight, needs_x, group, gather_dim, gather_size
+    )
     d_weights: list[Tensor] = []
     gathering = (
         schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size) if any(needs_weight) else None
@@ -293,6 +326,7 @@ ALL_GATHER_MATMUL_BACKWARD = CustomOp(
     "bool[] needs_weight, bool needs_x, str group, int gather_dim, SymInt gather_size) -> Tensor[]",
     _compute_grads,
     _grads_fake,
+    schedule=_grads_schedule,
 )
 
 ALL_GATHER_MATMUL = CustomOp(
@@ -302,4 +336,5 @@ ALL_GATHER_MATMUL = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

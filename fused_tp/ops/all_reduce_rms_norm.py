@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.norm import rms_norm_backward
 from fused_tp.schedules.select import select_schedule
 
@@ -67,12 +68,16 @@ def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_wei
         raise ValueError(f"eps is {eps}; it must be positive, or a row of zeros would be divided by zero.")
 
 
-def _forward(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
+def _schedule(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> Schedule:
     columns = partial.shape[-1]
     rows = partial.numel() // max(1, columns)
-    schedule = select_schedule(
+    return select_schedule(
         "all_reduce_rms_norm", group_by_name(group), partial.dtype, partial.device, rows, None, columns
     )
+
+
+def _forward(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
+    schedule = _schedule(partial, residual, norm_weight, eps, group)
     return schedule.all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
 
@@ -101,4 +106,5 @@ ALL_REDUCE_RMS_NORM = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

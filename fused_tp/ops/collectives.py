@@ -130,8 +130,12 @@ def _schedule(op: str, x: Tensor, shape: Sequence[int], group: str) -> Schedule:
     return select_schedule(op, group_by_name(group), x.dtype, x.device, rows, None, columns)
 
 
+def _all_gather_schedule(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Schedule:
+    return _schedule("all_gather", x_shard, _gathered_shape(x_shard, dim, gather_size), group)
+
+
 def _all_gather(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Tensor:
-    schedule = _schedule("all_gather", x_shard, _gathered_shape(x_shard, dim, gather_size), group)
+    schedule = _all_gather_schedule(x_shard, dim, gather_size, group)
     x = schedule.all_gather(x_shard, gather_dim=dim, gather_size=gather_size).wait()
     return x_shard.clone() if x is x_shard else x
 
@@ -154,8 +158,12 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return REDUCE_SCATTER(grad, ctx.dim, ctx.group), None, None, None
 
 
+def _reduce_scatter_schedule(x: Tensor, dim: int, group: str) -> Schedule:
+    return _schedule("reduce_scatter", x, x.shape, group)
+
+
 def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
-    return _schedule("reduce_scatter", x, x.shape, group).reduce_scatter(x, scatter_dim=dim)
+    return _reduce_scatter_schedule(x, dim, group).reduce_scatter(x, scatter_dim=dim)
 
 
 def _reduce_scatter_fake(x: Tensor, dim: int, group: str) -> Tensor:
@@ -174,8 +182,12 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return ALL_GATHER(grad, ctx.dim, ctx.size, ctx.group), None, None
 
 
+def _all_reduce_schedule(x: Tensor, group: str) -> Schedule:
+    return _schedule("all_reduce", x, x.shape, group)
+
+
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    return _schedule("all_reduce", x, x.shape, group).all_reduce(x)
+    return _all_reduce_schedule(x, group).all_reduce(x)
 
 
 def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
@@ -196,6 +208,7 @@ ALL_GATHER = CustomOp(
     _all_gather_fake,
     _all_gather_setup,
     _all_gather_backward,
+    _all_gather_schedule,
 )
 
 REDUCE_SCATTER = CustomOp(
@@ -204,6 +217,7 @@ REDUCE_SCATTER = CustomOp(
     _reduce_scatter_fake,
     _reduce_scatter_setup,
     _reduce_scatter_backward,
+    _reduce_scatter_schedule,
 )
 
 ALL_REDUCE = CustomOp(
@@ -212,6 +226,7 @@ ALL_REDUCE = CustomOp(
     _all_reduce_fake,
     _all_reduce_setup,
     _all_reduce_backward,
+    _all_reduce_schedule,
 )
 
 

@@ -14,6 +14,7 @@ from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.select import select_schedule
 
 
@@ -117,6 +118,15 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return d_x if needs_x else None, weight_grads, bias_grads, None, None
 
 
+def _grads_schedule(
+    d_outputs: list[Tensor], x: Tensor, weights: list[Tensor], needs_weight: list[bool], needs_x: bool, group: str
+) -> Schedule | None:
+    if not needs_x:
+        return None
+    rows = prod(x.shape[:-1])
+    return select_schedule("matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1])
+
+
 def _compute_grads(
     d_outputs: list[Tensor], x: Tensor, weights: list[Tensor], needs_weight: list[bool], needs_x: bool, group: str
 ) -> list[Tensor]:
@@ -126,11 +136,10 @@ def _compute_grads(
     def compute_weight_grads() -> None:
         d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
 
-    if not needs_x:
+    schedule = _grads_schedule(d_outputs, x, weights, needs_weight, needs_x, group)
+    if schedule is None:
         compute_weight_grads()
         return [x.new_empty(0), *d_weights]
-    rows = prod(x.shape[:-1])
-    schedule = select_schedule("matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1])
     products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
     d_x = schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads)
     return [d_x, *d_weights]
@@ -148,6 +157,7 @@ COLUMN_PARALLEL_MATMUL_BACKWARD = CustomOp(
     "bool needs_x, str group) -> Tensor[]",
     _compute_grads,
     _grads_fake,
+    schedule=_grads_schedule,
 )
 
 COLUMN_PARALLEL_MATMUL = CustomOp(

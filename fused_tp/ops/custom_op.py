@@ -11,16 +11,24 @@ whole decode-sized `F.linear`. So plain tensors in eager mode go straight to the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from fused_tp.runtime.tracing import recording, span
+
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 
 _PLAIN = frozenset({Tensor, Parameter})
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
 class CustomOp:
@@ -28,7 +36,9 @@ class CustomOp:
 
     `implementation`, `fake`, `setup_context` and `backward` are what `torch.library.register_*` ask for: arguments and
     results follow the schema, `setup_context(ctx, inputs, output)`, `backward(ctx, *grads)` gives one gradient per
-    argument (a list for a list). An op without `backward` is itself (part of) a backward.
+    argument (a list for a list). An op without `backward` is itself (part of) a backward. `schedule`, of the arguments
+    of `implementation`, is what that is going to select, for profilers; None where it selects nothing (the first time,
+    ranks select together).
 
     Returned tensors must not share memory with arguments: the compiler counts on that.
     """
@@ -40,17 +50,21 @@ class CustomOp:
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
+        schedule: Callable[..., _Named | None] | None = None,
     ) -> None:
         self.name = schema[: schema.index("(")]
         self.qualified_name = f"fused_tp::{self.name}"
         self.implementation = implementation
         self.setup_context = setup_context
         self.backward = backward
+        self.schedule = schedule
         LIBRARY.define(schema)
-        LIBRARY.impl(self.name, implementation, "CompositeExplicitAutograd")
+        LIBRARY.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.qualified_name, fake, lib=LIBRARY)
         if backward is not None:
-            torch.library.register_autograd(self.qualified_name, backward, setup_context=setup_context, lib=LIBRARY)
+            torch.library.register_autograd(
+                self.qualified_name, self.run_backward, setup_context=setup_context, lib=LIBRARY
+            )
         self.returns_list = schema.endswith("[]")
         self.overload = getattr(torch.ops.fused_tp, self.name).default
 
@@ -73,10 +87,28 @@ class CustomOp:
         differentiable = needs_grad and torch.is_grad_enabled()
         if differentiable and self.backward is None:
             raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")
-        if torch.autograd.profiler._is_profiler_enabled:
-            with torch.profiler.record_function(self.qualified_name):
+        if recording():
+            with _as_dispatched(self.qualified_name), self._range(args):
                 return self._with_grad(args) if differentiable else self.implementation(*args)
         return self._with_grad(args) if differentiable else self.implementation(*args)
+
+    def run_backward(self, ctx: Any, *grads: Any) -> Any:
+        """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
+        assert self.backward is not None
+        if not recording() or torch._C._len_torch_dispatch_stack():
+            return self.backward(ctx, *grads)
+        with span(f"{self.name} backward", grads):
+            return self.backward(ctx, *grads)
+
+    def _dispatched(self, *args: Any) -> Any:
+        if not recording():
+            return self.implementation(*args)
+        with self._range(args):
+            return self.implementation(*args)
+
+    def _range(self, args: Sequence[Any]) -> AbstractContextManager[object]:
+        schedule = None if self.schedule is None else self.schedule(*args)
+        return span(self.name, args, None if schedule is None else schedule.name)
 
     def _with_grad(self, args: Sequence[Any]) -> Any:
         flat: list[Any] = []
@@ -90,6 +122,11 @@ class CustomOp:
                 flat.append(arg)
         outputs = _Eager.apply(self, lengths, *flat)
         return list(outputs) if self.returns_list else outputs
+
+
+def _as_dispatched(name: str) -> AbstractContextManager[object]:
+    """The range in which torch's profiler shows an op that comes through torch's own door."""
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 class _Eager(torch.autograd.Function):
@@ -107,7 +144,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         op = ctx.op
-        result = op.backward(ctx, list(grads)) if op.returns_list else op.backward(ctx, *grads)
+        result = op.run_backward(ctx, list(grads)) if op.returns_list else op.run_backward(ctx, *grads)
         flat: list[Any] = [None, None]
         for value, length in zip(result, ctx.lengths, strict=True):
             if length < 0:

@@ -13,6 +13,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.ops.repeated_call import repeated_call
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import linear
 from fused_tp.schedules.select import select_schedule
 
@@ -52,11 +53,14 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     return result
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    schedule = select_schedule(
+def _schedule(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Schedule:
+    return select_schedule(
         "matmul_all_reduce", group_by_name(group), x.dtype, x.device, prod(x.shape[:-1]), None, weight.shape[0]
     )
-    return schedule.matmul_all_reduce([(x, weight)], bias)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    return _schedule(x, weight, bias, group).matmul_all_reduce([(x, weight)], bias)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
@@ -87,4 +91,5 @@ MATMUL_ALL_REDUCE = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

@@ -14,6 +14,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import weight_grad
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.norm import add_rms_norm, rms_norm_backward
 from fused_tp.schedules.select import select_schedule
 
@@ -63,13 +64,17 @@ def matmul_all_reduce_rms_norm(
     return normed, new_residual
 
 
+def _schedule(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> Schedule:
+    rows = prod(x.shape[:-1])
+    return select_schedule(
+        "matmul_all_reduce_rms_norm", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
+    )
+
+
 def _forward(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    rows = prod(x.shape[:-1])
-    schedule = select_schedule(
-        "matmul_all_reduce_rms_norm", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
-    )
+    schedule = _schedule(x, weight, residual, norm_weight, eps, group)
     return schedule.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
 
@@ -108,4 +113,5 @@ MATMUL_ALL_REDUCE_RMS_NORM = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

@@ -13,6 +13,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import Group, GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.select import select_schedule
 
 
@@ -57,11 +58,15 @@ def matmul_reduce_scatter(
     return result
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
+def _schedule(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Schedule:
     rows = prod(x.shape[:-1])
-    schedule = select_schedule(
+    return select_schedule(
         "matmul_reduce_scatter", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
     )
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
+    schedule = _schedule(x, weight, bias, group, scatter_dim)
     return schedule.matmul_reduce_scatter([(x, weight)], bias, scatter_dim=scatter_dim)
 
 
@@ -86,16 +91,20 @@ def _backward(ctx: Any, d_shard: Tensor) -> tuple[Any, ...]:
     return d_x, d_weight, d_bias, None, None
 
 
+def _grads_schedule(
+    d_shard: Tensor, x: Tensor, weight: Tensor, needs: list[bool], group: str, scatter_dim: int
+) -> Schedule:
+    rows = prod(x.shape[:-1])
+    return select_schedule("all_gather_matmul", group_by_name(group), x.dtype, x.device, rows, weight.shape[0], None)
+
+
 def _compute_grads(
     d_shard: Tensor, x: Tensor, weight: Tensor, needs: list[bool], group: str, scatter_dim: int
 ) -> list[Tensor]:
     """Those of dx, dW, db that are needed."""
     needs_x, needs_weight, needs_bias = needs
     gather_size = x.shape[scatter_dim]
-    rows = prod(x.shape[:-1])
-    schedule = select_schedule(
-        "all_gather_matmul", group_by_name(group), x.dtype, x.device, rows, weight.shape[0], None
-    )
+    schedule = _grads_schedule(d_shard, x, weight, needs, group, scatter_dim)
     grads: list[Tensor] = []
     if needs_x:
         grads, d_output = schedule.all_gather_matmul(
@@ -135,6 +144,7 @@ MATMUL_REDUCE_SCATTER_BACKWARD = CustomOp(
     "int scatter_dim) -> Tensor[]",
     _compute_grads,
     _grads_fake,
+    schedule=_grads_schedule,
 )
 
 MATMUL_REDUCE_SCATTER = CustomOp(
@@ -143,4 +153,5 @@ MATMUL_REDUCE_SCATTER = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

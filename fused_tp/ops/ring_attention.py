@@ -233,7 +233,17 @@ def _prepare(
     # one of them.
     keywords = zlib.crc32(_keywords(causal, scale, layout).encode())
     dims = (q.shape[0], seq_len, *q.shape[2:], k.shape[2], v.shape[3], keywords)
-    return select_ring(group, k, v, seq_len), RingCall(plan, group.rank, provider_for(q, v), scale), dims
+    return (
+        _ring(q, k, v, causal, scale, layout, seq_len, group_name),
+        RingCall(plan, group.rank, provider_for(q, v), scale),
+        dims,
+    )
+
+
+def _ring(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, layout: str, seq_len: int, group_name: str
+) -> Ring:
+    return select_ring(group_by_name(group_name), k, v, seq_len)
 
 
 def _keywords(causal: bool, scale: float, layout: str) -> str:
@@ -299,6 +309,10 @@ def _backward_op(
         return ring.backward(call, grad_out, q, k, v, out, lse, dims)
 
 
+def _backward_ring(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any) -> Ring:
+    return _ring(q, k, v, *how)
+
+
 def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -320,6 +334,7 @@ RING_ATTENTION_BACKWARD = CustomOp(
     f"{_HOW}) -> (Tensor, Tensor, Tensor)",
     _backward_op,
     _backward_fake,
+    schedule=_backward_ring,
 )
 
 RING_ATTENTION = CustomOp(
@@ -328,4 +343,5 @@ RING_ATTENTION = CustomOp(
     _forward_fake,
     _setup_context,
     _backward,
+    _ring,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.ring_plan import check_layout, local_length, position_ranges
 from fused_tp.schedules.select import select_schedule
 
@@ -145,19 +147,30 @@ def _shard_fake(x: Tensor, dim: int, layout: str, group_name: str) -> Tensor:
     return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
 
+def _unshard_schedule(x_shard: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Schedule | None:
+    group = group_by_name(group_name)
+    row = prod(x_shard.shape[:dim]) * prod(x_shard.shape[dim + 1 :])
+    if row * seq_len == 0:
+        return None
+    dtype = x_shard.dtype
+    if dtype not in _MOVED_AS_THEY_ARE:
+        dtype, row = torch.uint8, row * dtype.itemsize
+    rows = max(local_length(seq_len, group.size, rank, layout) for rank in range(group.size))
+    return select_schedule("all_gather", group, dtype, x_shard.device, rows * group.size, None, row)
+
+
 def _unshard(x_shard: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
     group = group_by_name(group_name)
     lengths = [local_length(seq_len, group.size, rank, layout) for rank in range(group.size)]
     out = x_shard.new_empty((*x_shard.shape[:dim], seq_len, *x_shard.shape[dim + 1 :]))
-    if out.numel() == 0:
+    schedule = _unshard_schedule(x_shard, dim, layout, seq_len, group_name)
+    if schedule is None:
         return out
     # Shards differ by a token or two; padded to the longest, one plain all-gather moves them.
     rows = max(lengths)
     padded = x_shard.new_zeros((rows, *x_shard.shape[:dim], *x_shard.shape[dim + 1 :]))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
-    row = bits.numel() // rows
-    schedule = select_schedule("all_gather", group, bits.dtype, bits.device, rows * group.size, None, row)
     everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     whole = out.movedim(dim, 0)
@@ -204,4 +217,5 @@ UNSHARD_SEQUENCE = CustomOp(
     _unshard_fake,
     _unshard_setup,
     _unshard_backward,
+    _unshard_schedule,
 )

@@ -11,11 +11,13 @@ from fused_tp.ops.arguments import check_int, check_tensor, total_size
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.layout import as_rows
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
+_STATISTICS = 4  # numbers of each token that ranks exchange: see _local_stats
 
 
 def vocab_parallel_cross_entropy(
@@ -88,6 +90,15 @@ def _check_target(target: Any, logits_shard: Tensor) -> None:
         raise ValueError(f"target is on {target.device}, but logits_shard on {logits_shard.device}; move one of them.")
 
 
+def _schedule(
+    logits_shard: Tensor, target: Tensor, group: str, vocab_size: int, label_smoothing: float, ignore_index: int
+) -> Schedule:
+    dtype = accumulate_dtype(logits_shard.dtype)
+    return select_schedule(
+        "vocab_parallel_cross_entropy", group_by_name(group), dtype, target.device, target.numel(), None, _STATISTICS
+    )
+
+
 def _forward(
     logits_shard: Tensor, target: Tensor, group: str, vocab_size: int, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -103,11 +114,9 @@ def _forward(
             )
     stats = _local_stats(logits_shard, target, shard_range(vocab_size, known.size, known.rank), label_smoothing != 0.0)
     rows = target.numel()
-    schedule = select_schedule(
-        "vocab_parallel_cross_entropy", known, stats.dtype, stats.device, rows, None, stats.shape[-1]
-    )
+    schedule = _schedule(logits_shard, target, group, vocab_size, label_smoothing, ignore_index)
     everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait()
-    maximum, exp_sum, target_logit, logit_sum = everyone.view(known.size, rows, 4).unbind(-1)
+    maximum, exp_sum, target_logit, logit_sum = everyone.view(known.size, rows, _STATISTICS).unbind(-1)
     top = maximum.amax(0)
     # exp(-inf - -inf) is NaN: a rank (or all of them) may have nothing but -inf to offer.
     shift = torch.where(top.isinf(), torch.zeros_like(top), top)
@@ -126,7 +135,7 @@ def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smo
     """[tokens, 4] of this rank's part: maximum, sum of exp(logit - maximum), the target's logit or 0, sum of logits."""
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
-    stats = logits.new_zeros((logits.shape[0], 4))
+    stats = logits.new_zeros((logits.shape[0], _STATISTICS))
     if logits.shape[-1] == 0:
         stats[:, 0] = -torch.inf
         return stats
@@ -193,4 +202,5 @@ VOCAB_PARALLEL_CROSS_ENTROPY = CustomOp(
     _fake,
     _setup_context,
     _backward,
+    _schedule,
 )

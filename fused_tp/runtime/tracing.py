@@ -1,24 +1,145 @@
-"""What the ops show to a profiler, and how long this process has waited for its peers."""
+"""What the ops show to a profiler, and how long this process has waited for its peers.
+
+Ranges go to `torch.profiler` while one records, and to NVTX, which Nsight Systems and Nsight Compute read, while such a
+tool has injected itself into the process. `FUSED_TP_NVTX=1` makes NVTX ranges for any other tool, `=0` never makes any.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from types import TracebackType
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.autograd import profiler as _profiler
+
+from fused_tp.runtime import settings
+
+_LOG = logging.getLogger("fused_tp")
+
+_raw = getattr(os.environ, "_data", os.environ)
+_NVTX = getattr(os.environ, "encodekey", str)("FUSED_TP_NVTX")
+# Set before the process starts, by the tool that starts it.
+_TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+# NVTX comes with torch's CUDA builds. A build without CUDA launches nothing that a timeline of it would show.
+_HAS_NVTX = hasattr(torch._C, "_nvtx")
+
+_SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float8_e4m3fn: "f8e4m3",
+}
 
 _waited = 0.0
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakKeyDictionary()
-_NOTHING = nullcontext()
 
 
-def span(name: str) -> AbstractContextManager[object]:
-    """A named range in `torch.profiler` when one is recording; free when none is."""
-    if torch.autograd.profiler._is_profiler_enabled:
-        return torch.profiler.record_function(name)
-    return _NOTHING
+class _Nothing:
+    """A range that nobody sees. Entered and left in C (a Python method each way would double what it costs)."""
+
+    __enter__ = __exit__ = "".format  # takes whatever comes and returns something false
+
+
+_NOTHING = cast(AbstractContextManager[object], _Nothing())
+
+
+def span(name: str, *parts: object) -> AbstractContextManager[object]:
+    """A range that profilers show, named `name` and `parts`; costs some tens of nanoseconds where nothing records.
+
+    Args:
+        name: what is done.
+        parts: what it is done with, put in words only where something records: a tensor by its shape, a list with
+            tensors by the shapes of the matrices among them and the dtype, None not at all, anything else by `str`.
+
+    Example:
+        with span("chunk", number, "of", chunks): ...
+        with span("matmul_all_reduce", (x, weight), schedule.name): ...  # matmul_all_reduce [8, 64]x[32, 64] bf16 plain
+    """
+    if not _profiler._is_profiler_enabled and not (_raw.get(_NVTX) or _TOOL):
+        return _NOTHING
+    return _range(name, parts) if recording() else _NOTHING
+
+
+def recording() -> bool:
+    """Whether anybody would see a range now: to prepare what only its name needs."""
+    return bool(_profiler._is_profiler_enabled or ((_raw.get(_NVTX) or _TOOL) and _nvtx()))
+
+
+def _nvtx() -> bool:
+    """Whether NVTX ranges are wanted and can be had."""
+    wanted = settings._switch("FUSED_TP_NVTX", default=_TOOL)
+    if wanted and not _HAS_NVTX:
+        _say_there_is_no_nvtx()
+    return wanted and _HAS_NVTX
+
+
+@cache
+def _say_there_is_no_nvtx() -> None:
+    _LOG.warning("NVTX ranges are wanted, but this torch has no NVTX, as it is built without CUDA; there will be none.")
+
+
+def _range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
+    profiled = bool(_profiler._is_profiler_enabled)
+    # torch's emit_nvtx makes NVTX ranges of what its profiler is told: not twice.
+    twice = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
+    return _Range(label(name, *parts), profiled, not twice and _nvtx())
+
+
+class _Range:
+    """One range, in torch's profiler and in NVTX. Begins and ends on one thread."""
+
+    def __init__(self, text: str, profiled: bool, nvtx: bool) -> None:
+        self._text = text
+        self._record = torch.profiler.record_function(text) if profiled else None
+        self._nvtx = nvtx
+
+    def __enter__(self) -> None:
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(self._text)
+        if self._record is not None:
+            self._record.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._record is not None:
+            self._record.__exit__(kind, error, trace)
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def label(name: str, *parts: object) -> str:
+    """What `span(name, *parts)` calls its range."""
+    return " ".join([name, *(_text(part) for part in parts if part is not None)]).rstrip()
+
+
+def _text(part: object) -> str:
+    if isinstance(part, Tensor):
+        return str(list(part.shape))
+    if isinstance(part, (list, tuple)):
+        tensors = list(_tensors(part))
+        shown = [t for t in tensors if t.ndim > 1] or tensors  # biases and norm weights say nothing new
+        if not shown:
+            return str(part)
+        dtype = shown[0].dtype
+        return f"{'x'.join(map(_text, shown))} {_SHORT.get(dtype, str(dtype).removeprefix('torch.'))}"
+    return str(part)
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
 
 
 def add_wait(seconds: float) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
+from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import linear, sum_of_products
@@ -53,8 +54,9 @@ class Pipelined(Collective):
             source = (self.rank - step) % self.world_size
             shard = shards[source] = arriving[step - 1].wait() if step else x_shard
             start = rank_offsets(sizes)[source]
-            for output, w, b in zip(outputs, weights, biases, strict=True):
-                _linear_into(output.narrow(gather_dim, start, sizes[source]), shard, w, b)
+            with span("chunk of rank", source, shard):
+                for output, w, b in zip(outputs, weights, biases, strict=True):
+                    _linear_into(output.narrow(gather_dim, start, sizes[source]), shard, w, b)
         if not return_gathered:
             return outputs, None
         if gathered is None:
@@ -73,12 +75,13 @@ class Pipelined(Collective):
     ) -> Tensor:
         rows, counts, shape = self._scattered_rows(products, scatter_dim)
         columns = self._columns(sum(counts), shape[-1], rows[0][0])
-        moving = [
-            self.transport.reduce_scatter(
-                "matmul_reduce_scatter", sum_of_products(_columns_of(rows, cut)), counts, _slice(bias, cut)
-            )
-            for cut in columns
-        ]
+        moving: list[Pending[Tensor]] = []
+        for cut in columns:
+            with span("chunk of columns", cut):
+                partial = sum_of_products(_columns_of(rows, cut))
+                moving.append(
+                    self.transport.reduce_scatter("matmul_reduce_scatter", partial, counts, _slice(bias, cut))
+                )
         if meanwhile is not None:
             meanwhile()
         return _join([chunk.wait() for chunk in moving]).view(shape)
@@ -92,11 +95,12 @@ class Pipelined(Collective):
         first: list[Pending[Pending[Tensor]]] = []
         second: list[Pending[Tensor]] = []
         for cut in self._columns(prod(shape[:-1]), shape[-1], x):
-            partial = sum_of_products(_columns_of(products, cut))
-            first.append(self.transport.all_reduce_steps("matmul_all_reduce", partial, _slice(bias, cut)))
-            if len(first) > 1:
-                # The chunk before has had a whole matmul's time to move: its second step starts behind this one.
-                second.append(first[-2].wait())
+            with span("chunk of columns", cut):
+                partial = sum_of_products(_columns_of(products, cut))
+                first.append(self.transport.all_reduce_steps("matmul_all_reduce", partial, _slice(bias, cut)))
+                if len(first) > 1:
+                    # The chunk before has had a whole matmul's time to move: its second step starts behind this one.
+                    second.append(first[-2].wait())
         if meanwhile is not None:
             meanwhile()
         second.append(first[-1].wait())

@@ -73,7 +73,7 @@ class RingForward:
         if step.empty:
             return
         q, k, v = self._q[:, :, step.q_start :], k[:, :, : step.kv_stop], v[:, :, : step.kv_stop]
-        with span(f"ring_attention step {t}"):
+        with span("ring_attention step", t):
             out, lse = call.provider.forward(q, k, v, causal=step.causal, scale=call.scale)
             if self._out is None or self._lse is None:  # step 0, which has all queries: its results become the state
                 self._out, self._lse = out.to(accumulate_dtype(q.dtype)), lse
@@ -105,7 +105,7 @@ class RingBackward:
         if step.empty:
             return None
         rows = slice(step.q_start, None)
-        with span(f"ring_attention backward step {t}"):
+        with span("ring_attention backward step", t):
             dq, dk, dv = call.provider.backward(
                 self._grad_out[:, :, rows],
                 self._q[:, :, rows],
