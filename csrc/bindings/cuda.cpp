@@ -1,11 +1,13 @@
 // The library of device kernels, which is loaded by its path when it is asked for.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 
 #include "bindings/bindings.h"
 #include "cuda/launchers.h"
+#include "cuda/plan.h"
 #include "cuda/protocol.h"
 
 namespace fused_tp::bindings {
@@ -42,7 +44,7 @@ class DeviceKernels {
     if (launchers_->abi_version != kAbiVersion)
       throw std::runtime_error("The device kernels in " + path + " have interface version " +
                                std::to_string(launchers_->abi_version) + " and this fused_tp needs version " +
-                               std::to_string(kAbiVersion) + ". Install fused_tp again, so that both are built alike.");
+                               std::to_string(kAbiVersion) + ": install fused_tp again, so that both are built alike.");
   }
 
   // Runs launch(launchers) without the GIL and throws what CUDA says. A launch waits for no other rank, but may wait
@@ -187,11 +189,64 @@ void bind_kernels(py::module_& m) {
           py::arg("word"), py::arg("stream"));
 }
 
+// An op on data of one size. `count` and `chunk` are those of its launcher: elements where something is summed, else
+// bytes. For all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
+struct Size {
+  std::string op;
+  Algorithm algorithm;
+  int64_t count;
+  int64_t chunk;
+  int64_t element_bytes;  // 1: `count` is bytes
+
+  Size(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world)
+      : op(op), algorithm(to_algorithm(algorithm)), count(count), chunk(chunk) {
+    require(1 <= world && world <= kMaxWorldSize, "world must be 1 to 63 ranks");
+    require(count >= 0 && chunk >= 0, "count and chunk must not be negative");
+    const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
+    require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier", "op is none of the device kernels'");
+    require(op != "all_reduce_rms_norm" || chunk > 0, "chunk must be the columns of a row, one or more");
+    element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
+  }
+
+  int64_t workspace_bytes(int world, int blocks) const {
+    if (op == "barrier") return Plan{world, blocks}.workspace_bytes();
+    if (op == "all_reduce") return all_reduce_plan(algorithm, count, element_bytes, world, blocks).workspace_bytes();
+    if (op != "all_reduce_rms_norm") return exchange_plan(chunk * element_bytes, world, blocks).workspace_bytes();
+    // For any dtype of the norm, so that calls which differ in nothing else take the same workspace.
+    int64_t most = 0;
+    for (const NormOutput output : {NormOutput::kSameDtype, NormOutput::kFp8StaticScale, NormOutput::kFp8RowScale})
+      most = std::max(
+          most, all_reduce_rms_norm_plan(algorithm, ceil_div(count, chunk), chunk, element_bytes, output, world, blocks)
+                    .workspace_bytes());
+    return most;
+  }
+};
+
+void bind_plans(py::module_& m) {
+  m.def(
+      "device_workspace_bytes",
+      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int blocks) {
+        require(blocks > 0, "blocks must be 1 or more");
+        return Size(op, algorithm, count, chunk, dtype, world).workspace_bytes(world, blocks);
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("count"), py::arg("chunk"), py::arg("dtype"), py::arg("world"),
+      py::arg("blocks"), "The smallest workspace that a launch can take.");
+  m.def(
+      "device_suggested_blocks",
+      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int most) {
+        const Size size(op, algorithm, count, chunk, dtype, world);
+        return suggested_blocks(size.count * size.element_bytes, most);
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("count"), py::arg("chunk"), py::arg("dtype"), py::arg("world"),
+      py::arg("most"), "How many blocks to launch, at most `most`. The same on all ranks.");
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
   bind_workspace(m);
   bind_kernels(m);
+  bind_plans(m);
   m.attr("DEVICE_KERNELS_ABI") = kAbiVersion;
 }
 

@@ -1,0 +1,163 @@
+"""The library of device kernels (csrc/cuda): whether this process can use it, and loading it once.
+
+It is a file beside this package, built where there was nvcc. Nothing is loaded, and CUDA not touched, before somebody
+asks for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_tp.transport import cuda_driver
+
+LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.so"
+HOW_TO_BUILD = "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp"
+
+
+@dataclass(frozen=True)
+class BuiltFor:
+    """What a library of device kernels was compiled for.
+
+    Attributes:
+        archs: sm_90a is code for that GPU; compute_100 is PTX, for GPUs from there on.
+        toolkit: version of the CUDA toolkit.
+    """
+
+    archs: tuple[str, ...]
+    toolkit: tuple[int, ...]
+
+    def runs_on(self, arch: int) -> bool:
+        """Whether a GPU of compute capability `arch`, as 90, is served."""
+        return any(_serves(name, arch) for name in self.archs)
+
+
+_lock = threading.Lock()
+_chosen: Path | None = None  # by use_library
+_loaded: dict[Path, Any] = {}
+
+
+def native_kernels() -> Any:
+    """The device kernels, a `_core.DeviceKernels`; the library is loaded the first time.
+
+    Raises:
+        RuntimeError: they cannot be used here; says why.
+    """
+    kernels = _loaded.get(_chosen or LIBRARY)
+    if kernels is not None:
+        return kernels
+    reason = no_native_kernels()
+    if reason is not None:
+        raise RuntimeError(f"The device kernels cannot be used: {reason}.")
+    return _loaded[_chosen or LIBRARY]
+
+
+def no_native_kernels(arch: int = 0) -> str | None:
+    """Why this process cannot use the device kernels, as the part of a sentence, or None.
+
+    Args:
+        arch: compute capability of the GPU in question, as 90; 0: any, or the CPU where `use_library` gave a library
+            for that.
+    """
+    path = _chosen or LIBRARY
+    if path == LIBRARY:
+        reason = _not_here(arch)
+        if reason is not None:
+            return reason
+    try:
+        core = import_module("fused_tp._core")
+        with _lock:
+            if path not in _loaded:
+                _loaded[path] = core.DeviceKernels(str(path))
+    except (ImportError, RuntimeError) as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def use_library(path: str | os.PathLike[str] | None) -> None:
+    """Takes the device kernels from `path` from now on; None: from this installation again. For tests.
+
+    The same sources compiled for the CPU are such a library.
+    """
+    global _chosen
+    _chosen = None if path is None else Path(path).resolve()
+
+
+@cache
+def built_for(path: Path = LIBRARY) -> BuiltFor | None:
+    """What the library at `path` says of itself, without loading it; None where it is not there, or says nothing."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
+    except (OSError, ValueError):
+        return None
+    if found is None:
+        return None
+    return BuiltFor(tuple(found[1].decode().split()), tuple(int(part) for part in found[2].split(b".")))
+
+
+def workspace_bytes(op: str, algorithm: int, count: int, chunk: int, dtype: int, world: int, blocks: int) -> int:
+    """The smallest workspace that a launch can take.
+
+    Args:
+        op: all_reduce, reduce_scatter, all_gather, all_to_all, all_reduce_rms_norm or barrier.
+        algorithm: of sums, as csrc/cuda/launchers.h numbers them.
+        count: elements of the whole where something is summed, else bytes.
+        chunk: how many of them belong to a rank; for all_reduce_rms_norm, to a row.
+        dtype: its number, where something is summed.
+        world: ranks.
+        blocks: of the launch.
+    """
+    core = import_module("fused_tp._core")
+    return int(core.device_workspace_bytes(op, algorithm, count, chunk, dtype, world, blocks))
+
+
+def suggested_blocks(op: str, algorithm: int, count: int, chunk: int, dtype: int, world: int, most: int) -> int:
+    """How many blocks to launch, at most `most`, which all ranks must agree on; the other arguments as above."""
+    core = import_module("fused_tp._core")
+    return int(core.device_suggested_blocks(op, algorithm, count, chunk, dtype, world, most))
+
+
+def _not_here(arch: int) -> str | None:
+    """What this machine lacks for the library of this installation."""
+    if not LIBRARY.exists():
+        return f"they were not built when fused_tp was installed; {HOW_TO_BUILD}"
+    if not torch.cuda.is_available():
+        why = "no GPU or no driver for it" if torch.version.cuda else "a torch that was built without CUDA"
+        return f"torch finds no GPU here ({why})"
+    built = built_for(LIBRARY)
+    if built is None:
+        return None  # nothing speaks against it
+    if arch and not built.runs_on(arch):
+        return (
+            f"they were built for {', '.join(built.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
+            f"FUSED_TP_CUDA_ARCHS={arch}"
+        )
+    driver = cuda_driver.cuda_version()
+    if driver is not None and driver[0] < built.toolkit[0]:
+        return (
+            f"they were built by CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver serves CUDA {driver[0]}."
+            f"{driver[1]}; update the driver, or reinstall fused_tp with a CUDA toolkit of that version"
+        )
+    return None
+
+
+def _serves(name: str, arch: int) -> bool:
+    found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
+    if found is None:
+        return False
+    number, letter = int(found[2]), found[3]
+    if found[1] == "compute":
+        return number <= arch
+    if letter == "a":
+        return number == arch
+    return number <= arch and number // 10 == arch // 10  # code runs on what has the same major number
