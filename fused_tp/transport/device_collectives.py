@@ -1,0 +1,402 @@
+"""Collectives of tensors by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
+
+Tensors are on the group's device; those that are not contiguous are copied first. Ranks call alike: same op, shapes,
+dtypes and algorithm, in the same order. Sums are taken in float32 in the order of the ranks (multimem: in the switch's)
+and rounded once, so every rank has the same bits.
+
+On a GPU the host waits for nothing: what a kernel reports is raised by a later call (see `kernel_workspaces`), and what
+did not arrive is NaN. The CPU build of the kernels, which tests use, blocks, and raises at once.
+
+CUDA graphs: run the same ops once before the capture, so that their workspace is there and large enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_tp.transport.all_to_all_layout import (
+    AllToAllLayout,
+    heads_to_sequence,
+    sequence_to_heads,
+    with_dense_heads,
+)
+from fused_tp.transport.device_plans import ALGORITHMS, Plans, check_like
+from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.kernels import kernel_module
+from fused_tp.transport.native_kernels import native_kernels
+
+MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
+
+_SAME_DTYPE, _FP8_STATIC_SCALE, _FP8_ROW_SCALE = range(3)  # NormOutput of csrc/cuda/launchers.h
+_NOTHING = nullcontext()
+
+
+class NormedSum(NamedTuple):
+    """normed and new_residual, [..., n]; the scale of each row, float32 [..., 1], where normed has one."""
+
+    normed: Tensor
+    new_residual: Tensor
+    scale: Tensor | None
+
+
+class DeviceCollectives:
+    """The collectives of one group on one device.
+
+    Args:
+        memory: of the group.
+        on_failure: is told why these kernels, and with them the group, are unusable from now on.
+
+    Raises:
+        ValueError: the group has more than 63 ranks.
+        RuntimeError: the library of kernels cannot be loaded.
+
+    Every method raises TypeError or ValueError where an argument does not fit, before anything is sent, and what
+    `Workspaces.use` raises.
+
+    Example:
+        total = DeviceCollectives(memory).all_reduce(partial, "one_shot")
+    """
+
+    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], None] = lambda sentence: None) -> None:
+        if memory.world_size > MAX_WORLD_SIZE:
+            raise ValueError(
+                f"The device kernels serve up to {MAX_WORLD_SIZE} ranks, and the group has {memory.world_size}."
+            )
+        self.rank = memory.rank
+        self.world_size = memory.world_size
+        self.device = memory.device
+        self._kernels = native_kernels()
+        self._plans = Plans(memory)
+        self._workspaces = Workspaces(memory, {"device": _workspace_class()}, on_failure)
+
+    # -- sums over ranks ----------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: Tensor, algorithm: str = "one_shot", bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The sum of `x` over ranks, plus `bias`.
+
+        Args:
+            x: [..., n], the same shape on all ranks; float32, bfloat16 or float16.
+            algorithm: one of `device_plans.ALGORITHMS`.
+            bias: [n], the same values on all ranks; rounded together with the sum.
+            out: where to put it, contiguous; may be `x` itself.
+
+        Raises:
+            ValueError: "multimem" on memory that has no multicast address.
+
+        Example:
+            y = collectives.all_reduce(x_shard_k @ w_shard_k.t(), "two_shot", bias)
+        """
+        plan = self._plans.all_reduce(x, algorithm, bias)
+        terms = x.contiguous()
+        if out is None:
+            out = torch.empty_like(terms)
+        else:
+            _check_out(out, x)
+        if plan.count:
+            bias = None if bias is None else bias.contiguous()
+            with self._workspaces.use("device", plan.nbytes, "all_reduce") as workspace:
+                self._kernels.all_reduce(
+                    workspace.native_for(algorithm),
+                    ALGORITHMS[algorithm],
+                    terms.data_ptr(),
+                    out.data_ptr(),
+                    plan.count,
+                    plan.dtype,
+                    *_bias(bias),
+                    plan.blocks,
+                    self._stream(),
+                )
+        return out
+
+    def reduce_scatter(self, rows: Tensor, counts: Sequence[int] | None = None, bias: Tensor | None = None) -> Tensor:
+        """This rank's rows of the sum of `rows` over ranks, plus `bias`.
+
+        Args:
+            rows: [M, ..., n], the same shape on all ranks; float32, bfloat16 or float16.
+            counts: how many rows each rank gets: equally many, and the last ones what is left. None: ceil(M / W).
+            bias: [n], the same values on all ranks; rounded together with the sum.
+
+        Example:
+            y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())
+        """
+        plan = self._plans.reduce_scatter(rows, counts, bias)
+        rows = rows.contiguous()
+        out = rows.new_empty(plan.shape)
+        if plan.count:
+            bias = None if bias is None else bias.contiguous()
+            with self._workspaces.use("device", plan.nbytes, "reduce_scatter") as workspace:
+                self._kernels.reduce_scatter(
+                    workspace.native,
+                    rows.data_ptr(),
+                    out.data_ptr(),
+                    plan.count,
+                    plan.chunk,
+                    plan.dtype,
+                    *_bias(bias),
+                    plan.blocks,
+                    self._stream(),
+                )
+        return out
+
+    def all_reduce_rms_norm(
+        self,
+        partial: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        algorithm: str = "one_shot",
+        fp8: Tensor | Literal["row"] | None = None,
+    ) -> NormedSum:
+        """RMS norm of new_residual = residual + sum of `partial` over ranks.
+
+        The norm is taken of the rounded new_residual, in float32, and rounded once.
+        Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+        Args:
+            partial: [..., n], the same shape on all ranks; float32, bfloat16 or float16.
+            residual: [..., n], the same values on all ranks.
+            norm_weight: [n].
+            eps: is added to the mean of squares.
+            algorithm: as for `all_reduce`.
+            fp8: None: normed has the dtype of `partial`. A float32 tensor of one element: normed is float8_e4m3fn, of
+                normed / fp8, saturated. "row": normed is float8_e4m3fn, of normed / scale, where the scale of a row is
+                max |normed| / 448.
+
+        Raises:
+            ValueError: "multimem" on memory that has no multicast address.
+
+        Example:
+            normed, residual, _ = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
+        """
+        plan = self._plans.all_reduce_rms_norm(partial, algorithm)
+        check_like("residual", residual, partial.shape, partial)
+        check_like("norm_weight", norm_weight, partial.shape[-1:], partial)
+        output, scale = _norm_output(fp8, partial)
+        partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
+        new_residual = torch.empty_like(partial)
+        normed = torch.empty_like(partial, dtype=None if fp8 is None else torch.float8_e4m3fn)
+        if plan.count:
+            with self._workspaces.use("device", plan.nbytes, "all_reduce_rms_norm") as workspace:
+                self._kernels.all_reduce_rms_norm(
+                    workspace.native_for(algorithm),
+                    ALGORITHMS[algorithm],
+                    partial.data_ptr(),
+                    residual.data_ptr(),
+                    norm_weight.data_ptr(),
+                    normed.data_ptr(),
+                    new_residual.data_ptr(),
+                    0 if scale is None else scale.data_ptr(),
+                    plan.count // plan.chunk,
+                    plan.chunk,
+                    eps,
+                    output,
+                    plan.dtype,
+                    plan.blocks,
+                    self._stream(),
+                )
+        return NormedSum(normed, new_residual, scale if output == _FP8_ROW_SCALE else None)
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """The ranks' shards along dim 0, one after the other.
+
+        Args:
+            shard: [m_r, ...] of any dtype; all dims but the first are the same on all ranks.
+            counts: how many rows each rank has: equally many, and the last ones what is left. None: all as many as
+                this one.
+
+        Example:
+            x = collectives.all_gather(x_shard_m, shard_sizes(m, world_size))
+        """
+        plan = self._plans.all_gather(shard, counts)
+        shard = shard.contiguous()
+        out = shard.new_empty(plan.shape)
+        if plan.count:
+            with self._workspaces.use("device", plan.nbytes, "all_gather") as workspace:
+                self._kernels.all_gather(
+                    workspace.native,
+                    shard.data_ptr(),
+                    out.data_ptr(),
+                    plan.count,
+                    plan.chunk,
+                    plan.blocks,
+                    self._stream(),
+                )
+        return out
+
+    def all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: Sequence[int]) -> Tensor:
+        """Part p of `x` goes to rank p; returns what came from all ranks.
+
+        Args:
+            x: any dtype and strides; `layout` speaks of its memory, from its first element on.
+            layout: equally large parts on all ranks; see `all_to_all_layout` for one.
+            out_shape: of the result, which is contiguous.
+
+        Raises:
+            ValueError: `layout` reaches beyond `x` or beyond the result.
+        """
+        plan = self._plans.all_to_all(x, layout, out_shape)
+        out = x.new_empty(plan.shape)
+        if plan.count:
+            with self._workspaces.use("device", plan.nbytes, "all_to_all") as workspace:
+                self._kernels.all_to_all(
+                    workspace.native, x.data_ptr(), out.data_ptr(), tuple(layout), plan.blocks, self._stream()
+                )
+        return out
+
+    def sequence_to_heads(self, x: Tensor) -> Tensor:
+        """[B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads.
+
+        Raises:
+            ValueError: H is not a multiple of the number of ranks.
+        """
+        x = with_dense_heads(x)
+        return self.all_to_all(x, *sequence_to_heads(x, self.world_size))
+
+    def heads_to_sequence(self, x: Tensor) -> Tensor:
+        """[B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence.
+
+        Raises:
+            ValueError: S is not a multiple of the number of ranks.
+        """
+        x = with_dense_heads(x)
+        return self.all_to_all(x, *heads_to_sequence(x, self.world_size))
+
+    def barrier(self) -> None:
+        """What follows in this rank's stream runs once the streams of all ranks have come here."""
+        with self._workspaces.use("device", 1, "barrier") as workspace:
+            self._kernels.barrier(workspace.native, self._stream())
+
+    # -- this rank alone ----------------------------------------------------------------------------------------------
+
+    def sum_terms(self, terms: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sum of `terms` [t, ..., n] over dim 0 in its order, plus `bias` [n], rounded together. Nothing is sent.
+
+        Example:
+            total = collectives.sum_terms(received.view(world_size, -1, n), bias)
+        """
+        plan = self._plans.sum_terms(terms, bias)
+        if not terms[0].is_contiguous():
+            terms = terms.contiguous()
+        out = terms.new_empty(plan.shape)
+        if plan.count:
+            bias = None if bias is None else bias.contiguous()
+            with torch.cuda.device(self.device) if terms.is_cuda else _NOTHING:
+                self._kernels.sum_terms(
+                    terms.data_ptr(),
+                    terms.shape[0],
+                    terms.stride(0),
+                    out.data_ptr(),
+                    plan.count,
+                    plan.dtype,
+                    *_bias(bias),
+                    self._stream(),
+                )
+        return out
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def raise_if_expired(self) -> None:
+        """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
+        self._workspaces.raise_if_expired()
+
+    def has_multicast(self) -> bool:
+        """Whether one store reaches all ranks here. The first time, all ranks must ask together."""
+        with self._workspaces.use("device", 1, "multicast") as workspace:
+            return bool(workspace.multicast_address)
+
+    def _stream(self) -> int:
+        # By number: an object of torch.cuda.Stream takes a microsecond to make.
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+
+
+def _bias(bias: Tensor | None) -> tuple[int, int]:
+    """Address and length."""
+    return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+
+
+def _check_out(out: Tensor, x: Tensor) -> None:
+    check_like("out", out, x.shape, x)
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous; its strides are {out.stride()}.")
+
+
+def _norm_output(fp8: Tensor | str | None, partial: Tensor) -> tuple[int, Tensor | None]:
+    """The number of what normed is to be, and its scale: given, or to be filled in."""
+    if fp8 is None:
+        return _SAME_DTYPE, None
+    if isinstance(fp8, Tensor):
+        if fp8.dtype != torch.float32 or fp8.numel() != 1 or fp8.device != partial.device:
+            raise ValueError(
+                f"fp8 must be a float32 tensor of one element on {partial.device}; it is {tuple(fp8.shape)} of "
+                f"{fp8.dtype} on {fp8.device}."
+            )
+        return _FP8_STATIC_SCALE, fp8
+    if fp8 != "row":
+        raise ValueError(f"fp8 is {fp8!r}; it must be None, a float32 tensor of one element, or 'row'.")
+    return _FP8_ROW_SCALE, partial.new_empty((*partial.shape[:-1], 1), dtype=torch.float32)
+
+
+@cache
+def _workspace_class() -> Any:
+    """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
+    from fused_tp import _core
+
+    base: Any = kernel_module("workspace").Workspace
+
+    class DeviceWorkspace(base):
+        """What `Workspaces` asks of a workspace, in few steps: every call does."""
+
+        def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
+            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0)
+            self.native = _core.DeviceWorkspace(
+                self.addresses.data_ptr(),
+                self.state.data_ptr(),
+                self.error.data_ptr(),
+                self.half_bytes,
+                self.timeout_ns,
+                self.multicast_address,
+                self.rank,
+                self.world_size,
+            )
+            self._error_set = ctypes.c_int64.from_address(self.error.data_ptr())
+
+        def _check_device(self, buffer: Tensor) -> None:
+            if buffer.device.type not in ("cuda", "cpu"):
+                raise ValueError(f"buffer must be on a GPU or on the CPU; it is on {buffer.device}.")
+
+        @property
+        def timeout_ns(self) -> int:
+            return self._timeout_ns
+
+        @timeout_ns.setter
+        def timeout_ns(self, timeout_ns: int) -> None:
+            self._timeout_ns = timeout_ns
+            native = self.__dict__.get("native")  # which is not there while the constructor runs
+            if native is not None:
+                native.timeout_ns = timeout_ns
+
+        def native_for(self, algorithm: str) -> Any:
+            """`native`, where `algorithm` can run in it."""
+            if algorithm == "multimem" and not self.multicast_address:
+                raise ValueError(
+                    "algorithm is 'multimem', which needs memory with a multicast address (NVLink switches with SHARP, "
+                    "Hopper or later); these ranks have none. Use 'one_shot' or 'two_shot'."
+                )
+            return self.native
+
+        def expired(self) -> Any:
+            return super().expired() if self._error_set.value else None
+
+    return DeviceWorkspace

@@ -1,0 +1,217 @@
+"""What a launch of a device kernel needs beside addresses, and whether its arguments fit: worked out once a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.partition import shard_sizes
+from fused_tp.transport.all_to_all_layout import AllToAllLayout
+from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.native_kernels import suggested_blocks, workspace_bytes
+from fused_tp.transport.shm import dtype_number
+
+# All-reduces by name, as csrc/cuda/launchers.h numbers them. one_shot: every rank sums all terms; one hop, W times the
+# bytes. two_shot: every rank sums its part and tells the others; two hops (Thakur et al., "Optimization of Collective
+# Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA, multimem.ld_reduce).
+ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MOST_KEPT = 4096  # lengths may keep changing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The same for all calls of one shape, and on all ranks.
+
+    Attributes:
+        nbytes: of the workspace.
+        blocks: of the launch.
+        count: of elements, or of bytes where nothing is summed; 0: there is nothing to do.
+        chunk: how many of them a rank has, or a row.
+        dtype: its number.
+        shape: of the result.
+    """
+
+    nbytes: int
+    blocks: int
+    count: int
+    chunk: int
+    dtype: int
+    shape: tuple[int, ...]
+
+
+class Plans:
+    """The plans of one group's calls. Methods raise TypeError or ValueError where the arguments do not fit."""
+
+    def __init__(self, memory: KernelMemory) -> None:
+        self._memory = memory
+        self._device = memory.device
+        self._rank = memory.rank
+        self._world_size = memory.world_size
+        self._kept: dict[Hashable, Plan] = {}
+
+    def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None) -> Plan:
+        def make() -> Plan:
+            self._check_summed("x", x)
+            _check_algorithm(algorithm)
+            _check_bias(bias, x, "x")
+            return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape)
+
+        return self._of(("all_reduce", algorithm, *_traits(x), bias is not None and _traits(bias)), make)
+
+    def reduce_scatter(self, rows: Tensor, counts: Sequence[int] | None, bias: Tensor | None) -> Plan:
+        cut = None if counts is None else tuple(counts)
+
+        def make() -> Plan:
+            self._check_summed("rows", rows)
+            self._check_dims("rows", rows)
+            _check_bias(bias, rows, "rows")
+            sizes = self._checked_counts(cut or shard_sizes(rows.shape[0], self._world_size))
+            if sum(sizes) != rows.shape[0]:
+                raise ValueError(f"counts {sizes} add up to {sum(sizes)}; rows has {rows.shape[0]}.")
+            shape = (sizes[self._rank], *rows.shape[1:])
+            return self._plan("reduce_scatter", "", rows.numel(), sizes[0] * prod(rows.shape[1:]), rows, shape)
+
+        return self._of(("reduce_scatter", cut, *_traits(rows), bias is not None and _traits(bias)), make)
+
+    def all_reduce_rms_norm(self, partial: Tensor, algorithm: str) -> Plan:
+        def make() -> Plan:
+            self._check_summed("partial", partial)
+            self._check_dims("partial", partial)
+            _check_algorithm(algorithm)
+            columns = partial.shape[-1]
+            return self._plan("all_reduce_rms_norm", algorithm, partial.numel(), columns, partial, partial.shape)
+
+        return self._of(("all_reduce_rms_norm", algorithm, *_traits(partial)), make)
+
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None) -> Plan:
+        cut = None if counts is None else tuple(counts)
+
+        def make() -> Plan:
+            self._check_place("shard", shard)
+            self._check_dims("shard", shard)
+            sizes = self._checked_counts(cut or [shard.shape[0]] * self._world_size)
+            if sizes[self._rank] != shard.shape[0]:
+                raise ValueError(
+                    f"counts {sizes} give rank {self._rank} {sizes[self._rank]} rows; shard has {shard.shape[0]}."
+                )
+            row = prod(shard.shape[1:]) * shard.element_size()
+            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, (sum(sizes), *shard.shape[1:]))
+
+        return self._of(("all_gather", cut, *_traits(shard)), make)
+
+    def all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: Sequence[int]) -> Plan:
+        shape = tuple(out_shape)
+
+        def make() -> Plan:
+            self._check_place("x", x)
+            spans = _span(x) * x.element_size(), prod(shape) * x.element_size()
+            for name, reach, has in zip(("x", "the result"), layout.reach(self._world_size), spans, strict=True):
+                if reach > has:
+                    raise ValueError(f"layout reaches over {reach} bytes of {name}, which has {has}: {layout}.")
+            return self._plan("all_to_all", "", self._world_size * layout.part_bytes, layout.part_bytes, None, shape)
+
+        return self._of(("all_to_all", layout, shape, x.stride(), *_traits(x)), make)
+
+    def sum_terms(self, terms: Tensor, bias: Tensor | None) -> Plan:
+        def make() -> Plan:
+            self._check_summed("terms", terms)
+            if terms.ndim == 0 or terms.shape[0] == 0:
+                raise ValueError(f"terms must have a term in dim 0 at least; its shape is {tuple(terms.shape)}.")
+            _check_bias(bias, terms[0], "terms")
+            shape = tuple(terms.shape[1:])
+            return Plan(0, 0, prod(shape), 0, dtype_number(terms.dtype), shape)
+
+        return self._of(("sum_terms", *_traits(terms), bias is not None and _traits(bias)), make)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _of(self, key: tuple[Hashable, ...], make: Callable[[], Plan]) -> Plan:
+        key = (settings.sm_margin(), *key)
+        plan = self._kept.get(key)
+        if plan is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            plan = self._kept[key] = make()
+        return plan
+
+    def _plan(
+        self, op: str, algorithm: str, count: int, chunk: int, summed: Tensor | None, shape: Sequence[int]
+    ) -> Plan:
+        number = 0 if summed is None else dtype_number(summed.dtype)
+        if count == 0:
+            return Plan(0, 0, 0, chunk, number, tuple(shape))
+        # On the CPU it is threads that are counted, and none are spared.
+        sms = self._memory.sms - (settings.sm_margin() if self._device.type == "cuda" else 0)
+        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
+        blocks = suggested_blocks(*arguments, max(1, sms))
+        return Plan(workspace_bytes(*arguments, blocks), blocks, count, chunk, number, tuple(shape))
+
+    def _check_place(self, name: str, x: Tensor) -> None:
+        if x.device != self._device:
+            raise ValueError(f"{name} is on {x.device}; this group's kernels work on {self._device}.")
+
+    def _check_summed(self, name: str, x: Tensor) -> None:
+        self._check_place(name, x)
+        if x.dtype not in SUMMED_DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; sums take float32, bfloat16 and float16.")
+
+    def _check_dims(self, name: str, x: Tensor) -> None:
+        if x.ndim == 0:
+            raise ValueError(f"{name} must have at least one dim.")
+
+    def _checked_counts(self, counts: Sequence[int]) -> list[int]:
+        """Whether all ranks but the last ones have equally much, as kernels take for granted."""
+        if len(counts) != self._world_size:
+            raise ValueError(f"counts is {list(counts)}; one number is needed for each of {self._world_size} ranks.")
+        left = sum(counts)
+        for count in counts:
+            if count != min(counts[0], left):
+                raise ValueError(
+                    f"counts is {list(counts)}; rows must be cut as torch.chunk does: equally many for each rank, and "
+                    "what is left for the last ones."
+                )
+            left -= count
+        return list(counts)
+
+
+def check_like(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+    """Raises where `tensor` has not this shape, or not the dtype and device of `like`."""
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; {like.dtype} is needed.")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; {tuple(shape)} is needed.")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}; {like.device} is needed.")
+
+
+def _check_algorithm(algorithm: str) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}; it must be one of {', '.join(ALGORITHMS)}.")
+
+
+def _check_bias(bias: Tensor | None, x: Tensor, name: str) -> None:
+    if bias is None:
+        return
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have a dim for bias to run along.")
+    check_like("bias", bias, x.shape[-1:], x)
+
+
+def _traits(x: Tensor) -> tuple[Hashable, ...]:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"A tensor is needed, not {type(x).__name__}.")
+    return x.shape, x.dtype, x.device
+
+
+def _span(x: Tensor) -> int:
+    """Elements from the first to the last of `x`, in memory."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
