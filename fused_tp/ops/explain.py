@@ -117,18 +117,17 @@ def explain_for(
         'plain'
     """
 
+    device_type = "cuda" if arch.startswith("sm_") else arch
+
     def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
         if world_size == 1:
             return ALONE
         arguments = (name, dtype, m, k, n, world_size, transport, arch)
         # What the ranks' links allow nobody knows here; they are taken for good ones.
-        on_gpu = arch.startswith("sm_")
         lacking = tuple(
             other
             for other, way in WAYS.items()
-            if way.lacks(name, dtype)
-            or world_size > (way.most_ranks or world_size)
-            or (way.moves_over is not None and (way.moves_over == "shm") == on_gpu)
+            if way.lacks(name, dtype) or device_type not in way.devices or world_size > (way.most_ranks or world_size)
         )
         choice = dispatch.choose(*arguments, without=lacking)
         # A table may prefer messages where there is shared memory.
@@ -137,7 +136,6 @@ def explain_for(
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    device_type = "cuda" if arch.startswith("sm_") else arch
     return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask)
 
 

@@ -67,6 +67,11 @@ def sm_margin() -> int:
     return int(text)
 
 
+def host_name() -> str | None:
+    """A name for this host (`FUSED_TP_HOST`), where the ranks of one machine do not share memory or GPUs; or None."""
+    return os.environ.get("FUSED_TP_HOST") or None
+
+
 def routing() -> tuple[object, object, object]:
     """Whatever decides between schedules, unread: equal values mean equal choices. Every op call asks.
 

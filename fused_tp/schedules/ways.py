@@ -16,7 +16,9 @@ from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.transport.hosts import Hosts, hosts_of
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.transport.store_exchange import agree
@@ -36,6 +38,7 @@ class Way:
         lacks: why it has nothing of its own for calls of an op in a dtype, whatever the group; None where it has.
         obstacle: why a group cannot have it on a device, or None. The first time, all ranks must ask together.
         make: the schedule of a group that has no obstacle; the number is that of chunks, None where it is free.
+        devices: types of devices that it is for.
         most_ranks: in a group; None: any number.
     """
 
@@ -43,11 +46,16 @@ class Way:
     lacks: Callable[[str, torch.dtype], str | None]
     obstacle: Callable[[Group, torch.device], str | None]
     make: Callable[[Group, torch.device, int | None], Schedule]
+    devices: tuple[str, ...] = ("cpu", "cuda")
     most_ranks: int | None = None
 
 
 def _lacks_nothing(op: str, dtype: torch.dtype) -> None:
     return None
+
+
+def _no_ring(op: str, dtype: torch.dtype) -> str | None:
+    return f"it has no {RING}" if op == RING else None
 
 
 def _everywhere(group: Group, device: torch.device) -> None:
@@ -147,9 +155,50 @@ def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Sch
     return FusedKernel(_memory(group, device), _plain(group, device))
 
 
+# -- hierarchical: two levels -----------------------------------------------------------------------------------------
+
+# The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
+INSIDE = ("one_sided", "fused_kernel")
+
+
+def _no_hosts(group: Group, device: torch.device) -> str | None:
+    hosts = hosts_of(group)
+    if isinstance(hosts, str):
+        return hosts
+    reasons = [f"{name}: {why}" for name in INSIDE if (why := WAYS[name].obstacle(hosts.inside, device)) is not None]
+    mine = f"its ranks have no fast links inside of a host ({'; '.join(reasons)})"
+    return agree(
+        group, f"fast links inside of hosts on {device}", lambda: mine if len(reasons) == len(INSIDE) else None
+    )
+
+
+def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    hosts = hosts_of(group)
+    assert isinstance(hosts, Hosts), "there is no obstacle"
+    inside: dict[Any, Schedule] = {}
+
+    def among_host(op: str, dtype: torch.dtype) -> Schedule:
+        if (op, dtype) not in inside:
+            usable = (way for name in INSIDE if _usable(way := WAYS[name], op, dtype, hosts.inside, device))
+            way = next(usable, WAYS["plain"])
+            if way not in made:
+                made[way] = way.make(hosts.inside, device, None)
+            inside[op, dtype] = made[way]
+        return inside[op, dtype]
+
+    made: dict[Way, Schedule] = {}
+    across = torch_dist(hosts.across, device.type)
+    return Hierarchical(hosts, among_host, across, _plain(group, device))
+
+
+def _usable(way: Way, op: str, dtype: torch.dtype, group: Group, device: torch.device) -> bool:
+    return way.lacks(op, dtype) is None and way.obstacle(group, device) is None
+
+
 WAYS: dict[str, Way] = {
     "plain": Way(None, _lacks_nothing, _everywhere, _plain),
     "pipelined": Way(None, _lacks_nothing, _everywhere, _pipelined),
-    "one_sided": Way("shm", _lacks_nothing, no_shared_memory, _one_sided),
-    "fused_kernel": Way("symmetric memory", no_kernel_of, no_kernel_for, _fused_kernel, MAX_RANKS),
+    "one_sided": Way("shm", _lacks_nothing, no_shared_memory, _one_sided, ("cpu",)),
+    "fused_kernel": Way("symmetric memory", no_kernel_of, no_kernel_for, _fused_kernel, ("cuda",), MAX_RANKS),
+    "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical),
 }

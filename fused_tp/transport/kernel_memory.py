@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group
+from fused_tp.transport.hosts import own_host
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
 from fused_tp.transport.store_exchange import exchange
@@ -143,7 +142,7 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
 
 def _agree(group: Group, device: torch.device) -> GroupMemory | str:
     if device.type == "cpu":
-        mine = Facts(_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
+        mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
     facts = [Facts.from_bytes(text) for text in exchange(group, "kernel memory", mine.to_bytes())]
@@ -251,10 +250,10 @@ def _facts_of_gpu(device: torch.device) -> Facts:
             if not (torch.cuda.can_device_access_peer(index, other) and _atomics_reach(index, other))
         )
     except RuntimeError as error:
-        return Facts(_host(), own_process(), problem=str(error).splitlines()[0])
+        return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
     return Facts(
-        _host(),
+        own_host(),
         own_process(),
         str(properties.uuid),
         arch,
@@ -278,11 +277,3 @@ def _atomics_reach(index: int, other: int) -> bool:
     except (OSError, AttributeError):
         return False
     return status == 0 and value.value == 1
-
-
-def _host() -> str:
-    """Names the running host, not its address: containers of one host may share GPUs, or not see each other's."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()

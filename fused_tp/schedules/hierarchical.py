@@ -1,0 +1,231 @@
+"""Two levels: the fast links inside of each host by one schedule, the network between hosts by messages.
+
+Of a group of H hosts with L ranks each, all that leaves a rank for the network is what no other rank of its host sends:
+its own shard, or its own slice of what the host's ranks have added up. That is 1/L of what a flat exchange sends.
+
+    gather:   shards from the ranks of the same place on the other hosts arrive one after the other, and each is
+              gathered inside (multiplied there, where a matmul follows) while the next one is under way
+    scatter:  the rows of the farthest host first: summed inside, then sent there while the next host's are computed
+    reduce:   scatter inside, sum across, gather inside
+
+Sums are taken inside of a host in rank order, rounded to the tensor's dtype as every partial result is, and then across
+hosts in their order, in float32: the same bits on all ranks. Shards that are not equally long go flat.
+
+Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.partition import shard_range
+from fused_tp.schedules.base import Product, Schedule
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
+from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.transport.base import After, Pending, sum_in_rank_order
+from fused_tp.transport.hosts import Hosts
+from fused_tp.transport.torch_dist import TorchDist
+
+# Sums of at least two such parts are cut: one crosses the network while the next one is computed.
+CHUNK_BYTES = 2 << 20
+MAX_CHUNKS = 4
+
+
+class Hierarchical:
+    """Every op over one group of several hosts.
+
+    Args:
+        hosts: of the group.
+        inside: the schedule for an op in a dtype among the ranks of this host.
+        across: between the ranks of this rank's place on all hosts.
+        flat: what runs where shards are not equally long; over the whole group.
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Collective
+    ) -> None:
+        self._hosts = hosts
+        self._inside = inside
+        self._across = across
+        self._flat = flat
+        self.rank, self.world_size = flat.rank, flat.world_size
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
+        if not _even(sizes) or prod(shape) == 0:
+            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        self._check("all_gather", (*shape, gather_dim), x_shard)
+        inside = self._inside("all_gather", x_shard.dtype)
+        moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
+
+        def finish() -> Tensor:
+            by_host = inside.all_gather(moving.wait(), gather_dim=gather_dim + 1, gather_size=None).wait()
+            return by_host.movedim(0, gather_dim).reshape(shape)
+
+        return After(finish)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        length = partial.shape[scatter_dim]
+        if length % self.world_size or partial.numel() == 0:
+            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
+        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        inside = self._inside("reduce_scatter", partial.dtype)
+        part = length // self._hosts.count
+        return self._to_hosts(
+            "reduce_scatter",
+            lambda host: inside.reduce_scatter(partial.narrow(scatter_dim, host * part, part), scatter_dim=scatter_dim),
+        )
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if partial.numel() == 0:
+            return partial.clone()
+        self._check("all_reduce", partial.shape, partial)
+        flat = partial.reshape(-1)
+        own = self._inside("reduce_scatter", flat.dtype).reduce_scatter(flat, scatter_dim=0)
+        return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
+        if not _even(sizes) or prod(shape) == 0:
+            return self._flat.all_gather_matmul(
+                x_shard, weights, biases,
+                gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
+            )  # fmt: skip
+        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
+        inside = self._inside("all_gather_matmul", x_shard.dtype)
+        x_shard = x_shard.contiguous()
+        count, own = self._hosts.count, self._hosts.own
+        arriving = [
+            self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
+            for step in range(1, count)
+        ]
+        outputs: list[list[Tensor]] = [[] for _ in range(count)]
+        gathered: list[Tensor | None] = [None] * count
+        for step in range(count):
+            host = (own - step) % count
+            shard = arriving[step - 1].wait() if step else x_shard
+            outputs[host], gathered[host] = inside.all_gather_matmul(
+                shard, weights, biases, gather_dim=gather_dim, gather_size=None, return_gathered=return_gathered
+            )
+        # A copy of the outputs, a small part of the time of a matmul that is worth cutting over hosts.
+        joined = [torch.cat(blocks, dim=gather_dim) for blocks in zip(*outputs, strict=True)]
+        kept = [block for block in gathered if block is not None]
+        return joined, torch.cat(kept, dim=gather_dim) if return_gathered else None
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        length = shape[scatter_dim]
+        if length % self.world_size or prod(shape) == 0:
+            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
+        inside = self._inside("matmul_reduce_scatter", x.dtype)
+        part = length // self._hosts.count
+
+        def of_host(host: int) -> Tensor:
+            rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
+            return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+
+        return self._to_hosts("matmul_reduce_scatter", of_host, bias, meanwhile)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        if prod(shape) == 0:
+            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        self._check("matmul_all_reduce", shape, x)
+        rows = [(as_rows(x), w) for x, w in products]
+        m, n = rows[0][0].shape[0], w.shape[0]
+        inside = self._inside("matmul_reduce_scatter", x.dtype)
+        moving = []
+        # By columns: rows are cut already, over the ranks of a host.
+        for start, stop in self._columns(m, n, x):
+            partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
+            part = None if bias is None else bias[start:stop]
+            moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
+        if meanwhile is not None:
+            meanwhile()
+        chunks = [self._everywhere(chunk, m) for chunk in moving]
+        return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _to_hosts(
+        self,
+        op: str,
+        of_host: Callable[[int], Tensor],
+        bias: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """The sum over hosts of what each makes for this one: `of_host` sums inside what a host is to get."""
+        count, own = self._hosts.count, self._hosts.own
+        sent, arriving = [], []
+        for step in range(1, count):
+            sent.append(of_host((own + step) % count).contiguous())  # kept until it has been received
+            arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
+        terms = {own: of_host(own)}
+        if meanwhile is not None:
+            meanwhile()
+        for step, moving in enumerate(arriving, 1):
+            terms[(own - step) % count] = moving.wait()
+        return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
+
+    def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
+        """The slices along dim 0 that the ranks of this host have of a sum, as all of it."""
+        total = moving.wait()
+        inside = self._inside("all_gather", total.dtype)
+        return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
+
+    def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
+        chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
+        cuts = [shard_range(n, chunks, i) for i in range(chunks)]
+        return [cut for cut in cuts if cut[0] < cut[1]]
+
+    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        self._flat.transport.check(op, dims, x.dtype, x.device)
+
+
+def _even(sizes: Sequence[int]) -> bool:
+    return len(set(sizes)) == 1
