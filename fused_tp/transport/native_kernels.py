@@ -98,11 +98,10 @@ def built_for(path: Path = LIBRARY) -> BuiltFor | None:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
+            archs, toolkit = (text.decode() for text in found.groups()) if found else ("", "")
     except (OSError, ValueError):
         return None
-    if found is None:
-        return None
-    return BuiltFor(tuple(found[1].decode().split()), tuple(int(part) for part in found[2].split(b".")))
+    return BuiltFor(tuple(archs.split()), tuple(map(int, toolkit.split(".")))) if archs else None
 
 
 def workspace_bytes(op: str, algorithm: int, count: int, chunk: int, dtype: int, world: int, blocks: int) -> int:

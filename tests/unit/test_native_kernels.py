@@ -1,0 +1,266 @@
+"""Loading the library of device kernels, and whether arguments arrive as its C interface has them.
+
+The library here is a double that writes down what it was given; what real kernels do is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.transport import cuda_driver, native_kernels
+from fused_tp.transport.native_kernels import (
+    BuiltFor,
+    no_native_kernels,
+    suggested_blocks,
+    use_library,
+    workspace_bytes,
+)
+from tests.workers import REPOSITORY
+
+_core = pytest.importorskip("fused_tp._core")
+
+DOUBLE = REPOSITORY / "tests" / "native" / "doubles" / "device_kernels.cpp"
+
+
+def compiled(folder: Path, source: Path, *flags: str) -> Path:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    library = folder / "double.so"
+    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{REPOSITORY / 'csrc'}", *flags]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=120)
+    return library
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("double"), DOUBLE, "-DABI=kAbiVersion")
+
+
+@pytest.fixture
+def kernels(double: Path) -> Iterator[Any]:
+    use_library(double)
+    yield native_kernels.native_kernels()
+    use_library(None)
+
+
+def words(count: int = 16) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
+def workspace(error: torch.Tensor, timeout_ns: int = 5) -> Any:
+    return _core.DeviceWorkspace(101, 102, error.data_ptr(), 4096, timeout_ns, 103, 2, 3)
+
+
+def test_it_is_loaded_once_by_whichever_thread_comes_first(double: Path) -> None:
+    use_library(double)
+    try:
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(native_kernels.native_kernels())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8 and len(set(map(id, found))) == 1
+        assert no_native_kernels(80) is None, "the arch of a GPU does not matter to a library that was chosen"
+    finally:
+        use_library(None)
+
+
+def test_every_argument_arrives_at_its_place(kernels: Any) -> None:
+    out = words()
+    place = out.data_ptr()
+
+    def wrote(*expected: int) -> None:
+        assert out.tolist()[: len(expected)] == list(expected)
+
+    space = workspace(out)
+    kernels.barrier(space, 0)
+    wrote(101, 102, 4096, 5, 103, 2, 3)
+    space.timeout_ns = 77
+    kernels.barrier(space, 0)
+    wrote(101, 102, 4096, 77, 103, 2, 3)
+    kernels.all_reduce(space, 1, 11, place, 12, 2, 13, 14, 15, 16)
+    wrote(2, 1, 11, 12, 2, 13, 14, 15, 16)
+    kernels.reduce_scatter(space, 11, place, 12, 6, 2, 13, 14, 15, 16)
+    wrote(2, 11, 12, 6, 2, 13, 14, 15, 16)
+    kernels.all_gather(space, 11, place, 12, 6, 15, 16)
+    wrote(2, 11, 12, 6, 15, 16)
+    kernels.all_to_all(space, 11, place, tuple(range(21, 30)), 15, 16)
+    wrote(2, 11, *range(21, 30), 15, 16)
+    kernels.all_reduce_rms_norm(space, 2, 11, 12, 13, place, 14, 15, 16, 17, 1e-5, 1, 2, 18, 19)
+    wrote(2, 2, 11, 12, 13, 14, 15, 16, 17, 10, 1, 2, 18, 19)
+    kernels.sum_terms(11, 3, 12, place, 13, 2, 14, 15, 16)
+    wrote(11, 3, 12, 13, 2, 14, 15, 16)
+
+
+def test_what_cuda_says_names_the_op(kernels: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"^barrier could not be launched: an illegal memory access \(CUDA"):
+        kernels.barrier(workspace(words()), 1)
+
+
+def test_other_threads_run_while_a_launch_waits(kernels: Any) -> None:
+    word = words(1)
+
+    def release() -> None:
+        time.sleep(0.05)
+        word[0] = 1
+
+    other = threading.Thread(target=release)
+    other.start()
+    kernels.count_up(word.data_ptr(), 0)
+    other.join()
+
+
+def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
+    space = workspace(words())
+    with pytest.raises(ValueError, match="algorithm number 3"):
+        kernels.all_reduce(space, 3, 0, 0, 0, 0, 0, 0, 1, 0)
+    with pytest.raises(ValueError, match="norm output number -1"):
+        kernels.all_reduce_rms_norm(space, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1e-5, -1, 0, 1, 0)
+    with pytest.raises(ValueError, match="63 ranks"):
+        _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)
+    with pytest.raises(ValueError, match="op is none"):
+        workspace_bytes("gather", 0, 1, 1, 0, 2, 1)
+
+
+def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
+    source = tmp_path / "empty.cpp"
+    source.write_text("int nothing;\n")
+    empty = compiled(tmp_path, source)
+    other = tmp_path / "other"
+    other.mkdir()
+    newer = compiled(other, DOUBLE, "-DABI=kAbiVersion+1")
+    expected = {
+        tmp_path / "nowhere.so": "could not be loaded: .*nowhere.so",
+        empty: "is no library of device kernels: .*fused_tp_launchers",
+        newer: f"interface version {_core.DEVICE_KERNELS_ABI + 1} and this fused_tp needs version",
+    }
+    for path, sentence in expected.items():
+        use_library(path)
+        try:
+            with pytest.raises(RuntimeError, match=f"^The device kernels cannot be used: .*{sentence}"):
+                native_kernels.native_kernels()
+            assert not str(no_native_kernels()).endswith(".")
+        finally:
+            use_library(None)
+
+
+# -- the library of this installation --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A library, built for Hopper and Blackwell by CUDA 13.0, beside a torch that sees a GPU."""
+    library = compiled(tmp_path, DOUBLE, "-DABI=kAbiVersion", '-DBUILT_FOR="sm_90a compute_100, nvcc 13.0.88"')
+    monkeypatch.setattr(native_kernels, "LIBRARY", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 1))
+    return library
+
+
+def test_a_gpu_that_was_built_for(installed: Path) -> None:
+    assert native_kernels.built_for(installed) == BuiltFor(("sm_90a", "compute_100"), (13, 0, 88))
+    assert no_native_kernels() is None
+    assert no_native_kernels(90) is None and no_native_kernels(120) is None
+    assert native_kernels.native_kernels() is native_kernels.native_kernels()
+
+
+def test_a_gpu_that_was_not_built_for(installed: Path) -> None:
+    reason = no_native_kernels(80)
+    assert reason == (
+        "they were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with FUSED_TP_CUDA_ARCHS=80"
+    )
+
+
+def test_a_driver_older_than_the_toolkit(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
+    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in str(no_native_kernels(90))
+
+
+def test_no_gpu_to_use_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert no_native_kernels() == "torch finds no GPU here (no GPU or no driver for it)"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert no_native_kernels() == "torch finds no GPU here (a torch that was built without CUDA)"
+
+
+def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native_kernels, "LIBRARY", tmp_path / "_cuda.so")
+    reason = str(no_native_kernels())
+    assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
+    assert native_kernels.built_for(tmp_path / "_cuda.so") is None
+    with pytest.raises(RuntimeError, match="The device kernels cannot be used: they were not built"):
+        native_kernels.native_kernels()
+
+
+def test_no_core_to_load_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
+    assert "_core" in str(no_native_kernels())
+
+
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("sm_80", [80, 86, 89]),
+        ("sm_86", [86, 89]),
+        ("sm_90", [90]),
+        ("sm_90a", [90]),
+        ("sm_100a", [100]),
+        ("sm_100f", [100, 103]),
+        ("compute_90", [90, 100, 103, 120]),
+    ],
+)
+def test_which_gpus_code_serves(name: str, served: list[int]) -> None:
+    gpus = (75, 80, 86, 89, 90, 100, 103, 120)
+    assert [gpu for gpu in gpus if BuiltFor((name,), (13,)).runs_on(gpu)] == served
+
+
+def test_a_process_without_driver_has_none() -> None:
+    if cuda_driver.cuda_version() is not None:
+        pytest.skip("this machine has a driver")
+    assert cuda_driver.device_attribute(cuda_driver.MULTICAST, 0) is None
+    assert cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, 0, 1) is None
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 63])
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) -> None:
+    """The host lays workspaces out once, for Triton and for these kernels: they must agree on what fits."""
+    needed_bytes = importlib.import_module("triton_kernels.workspace").needed_bytes
+
+    def one_slot_of_each_rank(nbytes: int) -> int:
+        # A rank alone sends nothing.
+        return needed_bytes(world, [(world, -(-nbytes // 128) * 128), ((blocks - 1) * world, 0)] if world > 1 else [])
+
+    count = 1000003
+    chunk = -(-count // world)
+    for dtype, size in ((0, 4), (1, 2)):
+        needed = one_slot_of_each_rank(count * size)
+        assert workspace_bytes("all_reduce", 0, count, 0, dtype, world, blocks) == needed
+        needed = one_slot_of_each_rank(chunk * size)
+        assert workspace_bytes("reduce_scatter", 0, count, chunk, dtype, world, blocks) == needed
+    for op in ("all_gather", "all_to_all"):
+        assert workspace_bytes(op, 0, world * 1000, 1000, 0, world, blocks) == one_slot_of_each_rank(1000)
+
+
+def test_blocks_grow_with_the_bytes_up_to_what_fits() -> None:
+    def blocks(count: int, most: int = 132) -> int:
+        return suggested_blocks("all_reduce", 0, count, 0, 1, 8, most)
+
+    assert [blocks(1), blocks(8192), blocks(8193), blocks(1 << 30), blocks(1 << 30, 8)] == [1, 1, 2, 132, 8]
+    assert suggested_blocks("all_gather", 0, 8 * 16384, 16384, 0, 8, 132) == 8
