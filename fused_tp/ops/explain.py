@@ -127,7 +127,9 @@ def explain_for(
         lacking = tuple(
             other
             for other, way in WAYS.items()
-            if way.lacks(name, dtype) or device_type not in way.devices or world_size > (way.most_ranks or world_size)
+            if way.lacks(name, dtype)
+            or (way.devices and device_type not in way.devices)
+            or world_size > (way.most_ranks or world_size)
         )
         choice = dispatch.choose(*arguments, without=lacking)
         # A table may prefer messages where there is shared memory.

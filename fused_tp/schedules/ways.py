@@ -38,7 +38,7 @@ class Way:
         lacks: why it has nothing of its own for calls of an op in a dtype, whatever the group; None where it has.
         obstacle: why a group cannot have it on a device, or None. The first time, all ranks must ask together.
         make: the schedule of a group that has no obstacle; the number is that of chunks, None where it is free.
-        devices: types of devices that it is for.
+        devices: types of devices that it is for; none: any that torch.distributed moves.
         most_ranks: in a group; None: any number.
     """
 
@@ -46,7 +46,7 @@ class Way:
     lacks: Callable[[str, torch.dtype], str | None]
     obstacle: Callable[[Group, torch.device], str | None]
     make: Callable[[Group, torch.device, int | None], Schedule]
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = ()
     most_ranks: int | None = None
 
 
@@ -200,5 +200,5 @@ WAYS: dict[str, Way] = {
     "pipelined": Way(None, _lacks_nothing, _everywhere, _pipelined),
     "one_sided": Way("shm", _lacks_nothing, no_shared_memory, _one_sided, ("cpu",)),
     "fused_kernel": Way("symmetric memory", no_kernel_of, no_kernel_for, _fused_kernel, ("cuda",), MAX_RANKS),
-    "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical),
+    "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
 }
