@@ -1,0 +1,215 @@
+"""One case under a profiler, on the ranks that torchrun starts: what `benchmarks/profile.sh` runs.
+
+    torchrun --nproc-per-node 2 -m benchmarks.profile_case CASE [--trace DIR] [--steps 5] [--warmup 3] ...
+    python -m benchmarks.profile_case --merge OUT FILE [FILE ...]      # one Chrome trace of those of several ranks
+
+With --trace every rank writes a Chrome trace of its steps. Without, the steps lie between cudaProfilerStart and -Stop,
+which `nsys --capture-range=cudaProfilerApi` looks for, and those of rank 0 in the NVTX range "profiled", for `ncu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_tp
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Step = Callable[[], object]
+
+
+class Sizes:
+    """The tensors of a case, the same on every rank where they should be."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, world_size: int, rank: int) -> None:
+        self.tokens, self.hidden = options.tokens, options.hidden
+        self.inner = 4 * self.hidden // world_size
+        self.world_size = world_size
+        self._dtype, self._device = DTYPES[options.dtype], device
+        self._random = torch.Generator(device).manual_seed(rank)
+
+    def leaf(self, *shape: int) -> Tensor:
+        x = torch.randn(shape, generator=self._random, device=self._device, dtype=torch.float32)
+        return (x / 8).to(self._dtype).requires_grad_()
+
+
+def all_gather_matmul(sizes: Sizes) -> Step:
+    x_shard, w = sizes.leaf(sizes.tokens // sizes.world_size, sizes.hidden), sizes.leaf(sizes.inner, sizes.hidden)
+    return lambda: fused_tp.all_gather_matmul(x_shard, w, group=None).sum().backward()
+
+
+def matmul_reduce_scatter(sizes: Sizes) -> Step:
+    x, w = sizes.leaf(sizes.tokens, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
+    return lambda: fused_tp.matmul_reduce_scatter(x, w, group=None).sum().backward()
+
+
+def matmul_all_reduce(sizes: Sizes) -> Step:
+    x, w = sizes.leaf(sizes.tokens, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
+    return lambda: fused_tp.matmul_all_reduce(x, w, group=None).sum().backward()
+
+
+def ring_attention(sizes: Sizes) -> Step:
+    heads = max(1, sizes.hidden // 64)
+    q, k, v = (sizes.leaf(1, sizes.tokens // sizes.world_size, heads, 64) for _ in range(3))
+    return lambda: fused_tp.ring_attention(q, k, v, group=None, causal=True).sum().backward()
+
+
+def mlp(sizes: Sizes) -> Step:
+    """A gated MLP of a block, forward and backward, under sequence parallelism."""
+    x_shard = sizes.leaf(sizes.tokens // sizes.world_size, sizes.hidden)
+    gate, up = (sizes.leaf(sizes.inner, sizes.hidden) for _ in range(2))
+    down = sizes.leaf(sizes.hidden, sizes.inner)
+
+    def step() -> None:
+        gated, wide = fused_tp.all_gather_matmul(x_shard, [gate, up], group=None)
+        fused_tp.matmul_reduce_scatter(F.silu(gated) * wide, down, group=None).sum().backward()
+
+    return step
+
+
+def decode(sizes: Sizes) -> Step:
+    """The row-parallel half of one token of 16 sequences, with the norm behind it."""
+    x, w = sizes.leaf(16, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
+    residual, norm_weight = sizes.leaf(16, sizes.hidden), sizes.leaf(sizes.hidden)
+
+    @torch.no_grad()
+    def step() -> object:
+        return fused_tp.matmul_all_reduce_rms_norm(x, w, residual, norm_weight, 1e-6, group=None)
+
+    return step
+
+
+CASES = {
+    case.__name__: case
+    for case in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, ring_attention, mlp, decode)
+}
+
+
+def run(options: argparse.Namespace) -> None:
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    if world_size > 1:
+        # Ranks that share a GPU meet over gloo: NCCL refuses them.
+        shared = device.type == "cuda" and world_size > torch.cuda.device_count()
+        backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=options.seconds))
+    step = CASES[options.case](Sizes(options, device, world_size, rank))
+    for _ in range(options.warmup):
+        step()
+    _together(device)
+    with _watched(options.trace, options.case, rank, device):
+        for number in range(options.steps):
+            with fused_tp.runtime.tracing.span("step", number):
+                step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    _together(device)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _together(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _watched(folder: Path | None, case: str, rank: int, device: torch.device) -> Iterator[None]:
+    """The steps that the profiler is to see."""
+    if folder is not None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds) as profile:
+            yield
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"{case}.rank{rank}.json"))
+        return
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.profiler.start()
+    if rank == 0:
+        torch.cuda.nvtx.range_push("profiled")
+    try:
+        yield
+    finally:
+        if rank == 0:
+            torch.cuda.nvtx.range_pop()
+        torch.cuda.profiler.stop()
+
+
+def merge(out: Path, files: Sequence[Path]) -> None:
+    """One Chrome trace of those of several ranks of one host: on one clock, each rank's processes named after it."""
+    events: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
+    processes: dict[tuple[int, object], int] = {}  # new numbers: GPUs are numbered alike by all ranks
+    for rank, file in enumerate(files):
+        trace = json.loads(file.read_text())
+        first = first or trace
+        # Times are microseconds since a base that each trace tells in nanoseconds.
+        shift = (trace.get("baseTimeNanoseconds", 0) - first.get("baseTimeNanoseconds", 0)) / 1e3
+        for event in trace["traceEvents"]:
+            if "pid" in event:
+                event["pid"] = processes.setdefault((rank, event["pid"]), len(processes) + 1)
+            if "ts" in event:
+                event["ts"] += shift
+            if "id" in event:
+                event["id"] = f"{rank}.{event['id']}"  # arrows from launches to kernels
+            if event.get("name") == "process_name":
+                event["args"]["name"] = f"rank {rank}: {event['args']['name']}"
+            if event.get("name") == "process_sort_index":
+                event["args"]["sort_index"] = event["pid"]
+            events.append(event)
+    out.write_text(json.dumps({**first, "traceEvents": events}))
+
+
+def from_command_line(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.profile_case", description=__doc__)
+    parser.add_argument("case", nargs="?", choices=sorted(CASES), help="what to run")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="for the traces of torch.profiler")
+    parser.add_argument("--steps", type=int, default=5, help="that the profiler sees (5)")
+    parser.add_argument("--warmup", type=int, default=3, help="before them (3)")
+    on_gpu = torch.cuda.is_available()
+    tokens, hidden = (4096, 4096) if on_gpu else (256, 512)
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"of all ranks ({tokens})")
+    parser.add_argument("--hidden", type=int, default=hidden, help=f"features of the model ({hidden})")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--seconds", type=float, default=300.0, help="longest wait of a rank for another (300)")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="OUT and the traces of the ranks")
+    options = parser.parse_args(arguments)
+    if options.merge:
+        if len(options.merge) < 2:
+            parser.error("--merge needs the file to write and at least one trace.")
+        merge(options.merge[0], options.merge[1:])
+    elif options.case is None:
+        parser.error(f"name a case: {', '.join(sorted(CASES))}.")
+    else:
+        run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(from_command_line())
