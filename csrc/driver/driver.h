@@ -19,6 +19,10 @@ struct CUstream_st;
 
 namespace fused_tp::driver {
 
+// How often this process is a fork of another. Nothing of CUDA works in a forked child: what it has inherited is left
+// alone there, also by destructors.
+uint32_t count_forks();
+
 using Context = CUctx_st*;
 using Event = CUevent_st*;
 using Stream = CUstream_st*;  // null: the default stream
@@ -91,12 +95,15 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
   const Functions& functions() const { return *functions_; }
   void check(int code, const char* call) const;
+  // This process is a forked child of the one that opened the driver.
+  bool forked() const { return forks_ != count_forks(); }
 
  private:
   explicit Driver(const std::string& path);
   Context primary_context(int device) const;
 
   std::string path_;
+  uint32_t forks_;
   void* library_ = nullptr;
   std::unique_ptr<Functions> functions_;
   mutable std::mutex mutex_;

@@ -57,6 +57,8 @@ class Watch {
     // On the watchdog's thread, with no lock held: `what` has waited that many seconds, its deadline has passed. Called
     // once: the watch lets go of all its ops first. It should see to it that the stream goes on.
     std::function<void(const std::string& what, double seconds)> expired;
+    // Likewise: the driver itself reports an error, which is sticky: nothing on the device works any more.
+    std::function<void(const std::string& why)> broken;
     // About ten times a second while something is in flight; may be empty.
     std::function<void()> tick;
   };
@@ -68,7 +70,8 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   void add(WatchedOp op);
-  // From now on also the ops of graphs, with the timeout that is asked for at each look. Once for a watch.
+  // From now on also the ops of graphs, with the timeout that is asked for at each look; once for a watch. A graph may
+  // run whenever its owner likes, so the word is looked at now and then for as long as the watch lives.
   void watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds);
   // Lets go of everything in flight, e.g. because the stream was made to go on by other means.
   void clear();
@@ -79,9 +82,6 @@ class Watch {
  private:
   std::shared_ptr<State> state_;
 };
-
-// How often this process is a fork of another. Nothing of CUDA or of the watchdog works in a forked child.
-uint32_t count_forks();
 
 // Ends the watchdog's thread; what is added later is not watched. Runs by itself when the process exits.
 void stop_watchdog();

@@ -79,6 +79,8 @@ struct Functions {
   Result (*comm_finalize)(Comm comm);
   Result (*comm_destroy)(Comm comm);
   Result (*comm_abort)(Comm comm);
+  Result (*comm_count)(Comm comm, int* count);
+  Result (*comm_user_rank)(Comm comm, int* rank);
   Result (*comm_get_async_error)(Comm comm, Result* error);
   const char* (*get_error_string)(Result result);
   const char* (*get_last_error)(Comm comm);

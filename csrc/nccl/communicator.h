@@ -85,6 +85,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size() const { return size_; }
   int device() const { return device_; }
   Stream stream() const { return stream_.get(); }
+  bool zero_cta() const { return options_.zero_cta && library_->has_zero_cta(); }
   uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
   const std::shared_ptr<const Library>& library() const { return library_; }
@@ -111,7 +112,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // communicator.
   void* allocate(size_t bytes);
   void free(void* data);
-  bool registers() const;  // whether the library has windows
+  bool registers() const { return library_->has_windows(); }
   // All ranks register alike, in the same order, memory from `allocate`. Where the library has none, nothing happens.
   void register_window(void* data, size_t bytes);
   void deregister_window(void* data);
@@ -124,26 +125,36 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // That rank's process is known to have ended: nothing will come from it any more.
   void lose(int rank, const std::string& how);
   void abort(const std::string& why);
-  // Waits for what is in flight, within the deadline, and gives everything back. Destruction does it too.
+  // Waits for what is in flight, within the deadline, and gives everything back; throws what went wrong. Destruction
+  // does it too, without a word.
   void close();
+  // Closes all that there are, without a word: before the interpreter, and with it the driver, goes away.
+  static void close_all();
 
  private:
-  struct Making;
   enum class Kind { kNone, kTimeout, kLost, kOther };
+  struct Handle;  // what is left to NCCL; outlives this object where an abort takes its time
+  struct Range {
+    void* data;
+    size_t bytes;
+  };
 
   Communicator(std::shared_ptr<const Library> library, std::shared_ptr<const Driver> driver, int device, int rank,
-               int size, Options options);
+               int size, Options options, std::shared_ptr<Handle> handle);
 
-  template <typename Enqueue>
-  Ticket enqueue(const char* op, const After& after, std::vector<std::pair<void*, size_t>> outputs, Enqueue&& call);
-  void settle(int result, const char* op, uint64_t number);
+  template <typename Call>
+  Ticket enqueue(const char* op, const After& after, std::vector<Range> outputs, Call&& call);
+  template <typename Call>
+  void perform(const std::string& what, Call&& call);
+  void settle(Result result, const std::string& what);
+  std::unique_lock<std::timed_mutex> lock_handle() const;
+  void remember(const Ticket& ticket, std::vector<Range> outputs);
+  void require_open() const;
   void fail(Kind kind, const std::string& sentence);
   void expired(const std::string& what, double seconds);
   void tick();
-  void poison();
-  void release(bool gracefully);
+  void end();
   std::string where(const std::string& what) const;
-  void require_open() const;
 
   std::shared_ptr<const Library> library_;
   std::shared_ptr<const Driver> driver_;
@@ -152,26 +163,27 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size_;
   Options options_;
   std::atomic<double> timeout_seconds_;
+  std::shared_ptr<Handle> handle_;
   driver::OwnStream stream_;
   driver::EventPool events_;
   std::shared_ptr<driver::GraphWord> graph_word_;
-  std::atomic<uint64_t> calls_{0};
-  uint32_t forks_;
+  bool captured_ = false;  // some op is part of a graph
 
-  struct Handle;  // what is left to NCCL: outlives this object where an abort takes its time
-  std::shared_ptr<Handle> handle_;
+  std::mutex order_mutex_;  // one op after the other, from its first wait to its event
+  std::atomic<uint64_t> calls_{0};
+  std::atomic<bool> closed_{false};
 
   struct InFlight {
     SharedEvent ended;
-    std::vector<std::pair<void*, size_t>> outputs;
+    std::vector<Range> outputs;
   };
   std::mutex in_flight_mutex_;
   std::deque<InFlight> in_flight_;
 
-  mutable std::mutex failure_mutex_;
-  std::atomic<bool> failed_{false};
+  mutable std::mutex failure_mutex_;  // of the next two
   Kind failure_kind_ = Kind::kNone;
   std::string failure_;
+  std::atomic<bool> failed_{false};
 
   std::unique_ptr<driver::Watch> watch_;  // last: its callbacks use all of the above
 };

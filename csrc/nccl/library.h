@@ -13,9 +13,10 @@ class Library {
   // The oldest that is taken. 2.19 is the first with ncclMemAlloc; torch 2.10, the oldest that we support, has 2.27.
   static constexpr int kOldest = 21900;
 
-  // An empty path: the one that this process has loaded already, else what the loader finds as libnccl.so.2. The same
-  // library gives the same object again. Throws GroupError where there is none, or one too old.
-  static std::shared_ptr<const Library> open(const std::string& path = "");
+  // An empty path: the one that this process has loaded already, else the one at `otherwise`, if that is given, else
+  // what the loader finds as libnccl.so.2. The same library gives the same object again. Throws GroupError where there
+  // is none, or one too old.
+  static std::shared_ptr<const Library> open(const std::string& path = "", const std::string& otherwise = "");
   ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
@@ -30,14 +31,16 @@ class Library {
   bool has_shared_devices() const { return version_ >= 23000; }  // several ranks on one GPU
 
   const Functions& functions() const { return functions_; }
+  // For one rank to make and all ranks to get. Opens a socket that listens for them in this process.
+  UniqueId make_id() const;
   // What NCCL calls the result, and what it says about the last error.
   std::string describe(Result result, Comm comm = nullptr) const;
 
  private:
-  explicit Library(const std::string& path);
+  explicit Library(void* library);
 
+  void* library_;
   std::string path_;
-  void* library_ = nullptr;
   int version_ = 0;
   Functions functions_{};
 };

@@ -1,0 +1,66 @@
+// What we use of cuda.h, declared by us: no CUDA is needed to build. A test compares it with the real header.
+//
+// Functions are looked up by the exact names below. Where cuda.h maps a name to a newer version (`#define cuX cuX_v2`)
+// the version is spelt out: it is part of the binary interface and stays what it is in later drivers, while what
+// cuGetProcAddress gives for a plain name depends on the version that one asks for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "driver/driver.h"
+
+namespace fused_tp::driver {
+
+constexpr int kSuccess = 0;
+constexpr int kErrorDeinitialized = 4;  // the driver is shutting down with the process
+constexpr int kErrorNotReady = 600;
+
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kHostPortable = 1;
+constexpr unsigned kHostDeviceMap = 2;
+constexpr int kCaptureNone = 0;
+constexpr int kCaptureModeRelaxed = 2;
+constexpr int kOldestDriver = 12000;
+
+// name, version in the symbol, parameters
+#define FUSED_TP_DRIVER_FUNCTIONS(X)                                                                                \
+  X(cuInit, cuInit, (unsigned flags))                                                                               \
+  X(cuDriverGetVersion, cuDriverGetVersion, (int* version))                                                         \
+  X(cuGetErrorName, cuGetErrorName, (int error, const char** name))                                                 \
+  X(cuGetErrorString, cuGetErrorString, (int error, const char** text))                                             \
+  X(cuDeviceGetCount, cuDeviceGetCount, (int* count))                                                               \
+  X(cuDeviceGet, cuDeviceGet, (int* device, int ordinal))                                                           \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute, (int* value, int attribute, int device))                            \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context * context, int device))                            \
+  X(cuCtxPushCurrent, cuCtxPushCurrent_v2, (Context context))                                                       \
+  X(cuCtxPopCurrent, cuCtxPopCurrent_v2, (Context * context))                                                       \
+  X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                          \
+  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode))                              \
+  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, (Stream * made, unsigned flags, int priority))          \
+  X(cuStreamDestroy, cuStreamDestroy_v2, (Stream stream))                                                           \
+  X(cuStreamQuery, cuStreamQuery, (Stream stream))                                                                  \
+  X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* status))                                         \
+  X(cuStreamWaitEvent, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                             \
+  X(cuStreamWriteValue64, cuStreamWriteValue64_v2,                                                                  \
+    (Stream stream, DeviceAddress address, uint64_t value, unsigned flags))                                         \
+  X(cuStreamWaitValue64, cuStreamWaitValue64_v2,                                                                    \
+    (Stream stream, DeviceAddress address, uint64_t value, unsigned flags))                                         \
+  X(cuEventCreate, cuEventCreate, (Event * made, unsigned flags))                                                   \
+  X(cuEventDestroy, cuEventDestroy_v2, (Event event))                                                               \
+  X(cuEventRecord, cuEventRecord, (Event event, Stream stream))                                                     \
+  X(cuEventQuery, cuEventQuery, (Event event))                                                                      \
+  X(cuMemcpyAsync, cuMemcpyAsync, (DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream))              \
+  X(cuMemsetD8Async, cuMemsetD8Async, (DeviceAddress to, unsigned char byte, size_t bytes, Stream stream))          \
+  X(cuMemHostAlloc, cuMemHostAlloc, (void** made, size_t bytes, unsigned flags))                                    \
+  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (DeviceAddress * address, void* host, unsigned flags)) \
+  X(cuMemFreeHost, cuMemFreeHost, (void* host))
+
+struct Functions {
+#define FUSED_TP_MEMBER(name, symbol, parameters) int(*name) parameters = nullptr;
+  FUSED_TP_DRIVER_FUNCTIONS(FUSED_TP_MEMBER)
+#undef FUSED_TP_MEMBER
+};
+
+}  // namespace fused_tp::driver

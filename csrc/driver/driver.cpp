@@ -1,0 +1,265 @@
+#include "driver/driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "driver/api.h"
+
+namespace fused_tp::driver {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+template <typename Function>
+void bind(void* library, const std::string& path, const char* symbol, Function& function) {
+  void* found = ::dlsym(library, symbol);
+  if (found == nullptr)
+    throw DriverError(path + " has no " + symbol + ": this CUDA driver is too old, 12.0 or later is needed", -1);
+  function = reinterpret_cast<Function>(found);
+}
+
+}  // namespace
+
+uint32_t count_forks() {
+  static std::atomic<uint32_t> forks{0};
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  (void)registered;
+  return forks.load(std::memory_order_relaxed);
+}
+
+std::shared_ptr<const Driver> Driver::open(const std::string& path) {
+  // Never destroyed: streams and events may outlive static objects. A library stays loaded for the same reason.
+  static auto* opened = new std::map<std::string, std::shared_ptr<const Driver>>();
+  static auto* mutex = new std::mutex();
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::shared_ptr<const Driver>& driver = (*opened)[path];
+  if (!driver) driver.reset(new Driver(path));
+  return driver;
+}
+
+Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), functions_(new Functions()) {
+  library_ = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library_ == nullptr) {
+    const char* why = ::dlerror();
+    throw DriverError(std::string("the CUDA driver could not be loaded: ") + (why ? why : path.c_str()), -1);
+  }
+#define FUSED_TP_BIND(name, symbol, parameters) bind(library_, path_, #symbol, functions_->name);
+  FUSED_TP_DRIVER_FUNCTIONS(FUSED_TP_BIND)
+#undef FUSED_TP_BIND
+  check(functions_->cuInit(0), "cuInit");
+  if (version() < kOldestDriver)
+    throw DriverError("the CUDA driver is of version " + std::to_string(version() / 1000) + "." +
+                          std::to_string(version() % 1000 / 10) + ", 12.0 or later is needed",
+                      -1);
+  contexts_.resize(static_cast<size_t>(device_count()), nullptr);
+}
+
+Driver::~Driver() = default;
+
+Driver::Device::Device(const Driver& driver, int ordinal) : driver_(driver) {
+  driver.check(driver.functions_->cuCtxPushCurrent(driver.primary_context(ordinal)), "cuCtxPushCurrent");
+}
+
+Driver::Device::~Device() {
+  Context context = nullptr;
+  driver_.functions_->cuCtxPopCurrent(&context);
+}
+
+Context Driver::primary_context(int device) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (device < 0 || static_cast<size_t>(device) >= contexts_.size())
+    throw DriverError(
+        "there is no device " + std::to_string(device) + ", this process sees " + std::to_string(contexts_.size()), -1);
+  Context& context = contexts_[static_cast<size_t>(device)];
+  if (context == nullptr) {
+    int handle = 0;
+    check(functions_->cuDeviceGet(&handle, device), "cuDeviceGet");
+    check(functions_->cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
+}
+
+std::string Driver::describe(int code) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (functions_->cuGetErrorName(code, &name) != kSuccess || name == nullptr) name = "unknown error";
+  if (functions_->cuGetErrorString(code, &text) != kSuccess || text == nullptr) text = "no description";
+  return std::string(name) + " (" + std::to_string(code) + "): " + text;
+}
+
+void Driver::check(int code, const char* call) const {
+  if (code != kSuccess) throw DriverError(std::string(call) + " failed with " + describe(code), code);
+}
+
+int Driver::version() const {
+  int version = 0;
+  check(functions_->cuDriverGetVersion(&version), "cuDriverGetVersion");
+  return version;
+}
+
+int Driver::device_count() const {
+  int count = 0;
+  check(functions_->cuDeviceGetCount(&count), "cuDeviceGetCount");
+  return count;
+}
+
+int Driver::attribute(Attribute attribute, int device) const {
+  int handle = 0;
+  int value = 0;
+  check(functions_->cuDeviceGet(&handle, device), "cuDeviceGet");
+  check(functions_->cuDeviceGetAttribute(&value, static_cast<int>(attribute), handle), "cuDeviceGetAttribute");
+  return value;
+}
+
+void Driver::record(Event event, Stream stream) const {
+  check(functions_->cuEventRecord(event, stream), "cuEventRecord");
+}
+
+bool Driver::done(Event event) const {
+  const int code = functions_->cuEventQuery(event);
+  if (code == kErrorNotReady) return false;
+  check(code, "cuEventQuery");
+  return true;
+}
+
+bool Driver::idle(Stream stream) const {
+  const int code = functions_->cuStreamQuery(stream);
+  if (code == kErrorNotReady) return false;
+  check(code, "cuStreamQuery");
+  return true;
+}
+
+void Driver::wait(Stream stream, Event event) const {
+  check(functions_->cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
+}
+
+void Driver::copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const {
+  if (bytes > 0) check(functions_->cuMemcpyAsync(to, from, bytes, stream), "cuMemcpyAsync");
+}
+
+void Driver::fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const {
+  if (bytes > 0) check(functions_->cuMemsetD8Async(to, byte, bytes, stream), "cuMemsetD8Async");
+}
+
+void Driver::write_value(Stream stream, DeviceAddress word, uint64_t value) const {
+  check(functions_->cuStreamWriteValue64(stream, word, value, 0), "cuStreamWriteValue64");
+}
+
+void Driver::wait_value(Stream stream, DeviceAddress word, uint64_t value, Until until) const {
+  check(functions_->cuStreamWaitValue64(stream, word, value, static_cast<unsigned>(until)), "cuStreamWaitValue64");
+}
+
+bool Driver::capturing(Stream stream) const {
+  int status = kCaptureNone;
+  check(functions_->cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  return status != kCaptureNone;
+}
+
+bool Driver::synchronize(Stream stream, double seconds) const {
+  // Not cuStreamSynchronize, which would wait for ever for a peer that never comes.
+  const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+  for (auto nap = std::chrono::microseconds(10);; nap = std::min(2 * nap, std::chrono::microseconds(1000))) {
+    if (idle(stream)) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(nap);
+  }
+}
+
+void Driver::ignore_captures() const {
+  int mode = kCaptureModeRelaxed;
+  check(functions_->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+}
+
+OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority)
+    : driver_(std::move(driver)), device_(device) {
+  Driver::Device guard(*driver_, device_);
+  const Functions& f = driver_->functions();
+  int least = 0;
+  int greatest = 0;
+  driver_->check(f.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  driver_->check(f.cuStreamCreateWithPriority(&stream_, kStreamNonBlocking, high_priority ? greatest : least),
+                 "cuStreamCreateWithPriority");
+}
+
+// The three below ignore errors: at the end of the process the driver may be gone already, and takes them with it.
+OwnStream::~OwnStream() {
+  if (driver_->forked()) return;
+  try {
+    Driver::Device guard(*driver_, device_);
+    driver_->functions().cuStreamDestroy(stream_);
+  } catch (const DriverError&) {
+  }
+}
+
+OwnEvent::OwnEvent(std::shared_ptr<const Driver> driver, int device) : driver_(std::move(driver)), device_(device) {
+  Driver::Device guard(*driver_, device_);
+  driver_->check(driver_->functions().cuEventCreate(&event_, kEventDisableTiming), "cuEventCreate");
+}
+
+OwnEvent::~OwnEvent() {
+  if (driver_->forked()) return;
+  try {
+    Driver::Device guard(*driver_, device_);
+    driver_->functions().cuEventDestroy(event_);
+  } catch (const DriverError&) {
+  }
+}
+
+PinnedMemory::PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes)
+    : driver_(std::move(driver)), device_(device), bytes_(bytes) {
+  Driver::Device guard(*driver_, device_);
+  const Functions& f = driver_->functions();
+  driver_->check(f.cuMemHostAlloc(&data_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
+  std::memset(data_, 0, bytes);
+  const int code = f.cuMemHostGetDevicePointer(&device_address_, data_, 0);
+  if (code != kSuccess) {
+    f.cuMemFreeHost(data_);
+    driver_->check(code, "cuMemHostGetDevicePointer");
+  }
+}
+
+PinnedMemory::~PinnedMemory() {
+  if (driver_->forked()) return;
+  try {
+    Driver::Device guard(*driver_, device_);
+    driver_->functions().cuMemFreeHost(data_);
+  } catch (const DriverError&) {
+  }
+}
+
+struct EventPool::Free {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<const OwnEvent>> events;
+};
+
+EventPool::EventPool(std::shared_ptr<const Driver> driver, int device)
+    : driver_(std::move(driver)), device_(device), free_(std::make_shared<Free>()) {}
+
+SharedEvent EventPool::take() {
+  std::unique_ptr<const OwnEvent> event;
+  {
+    std::lock_guard<std::mutex> lock(free_->mutex);
+    if (!free_->events.empty()) {
+      event = std::move(free_->events.back());
+      free_->events.pop_back();
+    }
+  }
+  if (!event) event = std::make_unique<const OwnEvent>(driver_, device_);
+  // Whoever lets go of it last gives it back, be it after the pool is gone.
+  return SharedEvent(event.release(), [free = std::weak_ptr<Free>(free_)](const OwnEvent* used) {
+    std::unique_ptr<const OwnEvent> owned(used);
+    if (const std::shared_ptr<Free> pool = free.lock()) {
+      std::lock_guard<std::mutex> lock(pool->mutex);
+      pool->events.push_back(std::move(owned));
+    }
+  });
+}
+
+}  // namespace fused_tp::driver

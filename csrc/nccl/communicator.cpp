@@ -1,0 +1,642 @@
+#include "nccl/communicator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace fused_tp::nccl {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kPoisonSeconds = 1;  // an idle GPU fills memory in far less; a broken one never
+constexpr double kLockSeconds = 5;    // how long an abort waits for a thread that is inside of NCCL
+constexpr double kGraphFinalizeSeconds = 2;
+constexpr double kAbortsAtExitSeconds = 2;
+constexpr size_t kKeptInFlight = 16;
+
+double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
+
+std::string in_seconds(double seconds) {
+  std::ostringstream text;
+  text.precision(3);
+  text << seconds << " s";
+  return text.str();
+}
+
+DataType to_nccl(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return DataType::kFloat32;
+    case DType::kBF16:
+      return DataType::kBfloat16;
+    case DType::kF16:
+      return DataType::kFloat16;
+    case DType::kF64:
+      return DataType::kFloat64;
+    case DType::kI8:
+      return DataType::kInt8;
+    case DType::kU8:
+      return DataType::kUint8;
+    case DType::kI32:
+      return DataType::kInt32;
+    case DType::kI64:
+      return DataType::kInt64;
+    case DType::kI16:
+      break;
+  }
+  throw std::invalid_argument(std::string("NCCL does not reduce ") + dtype_name(dtype));
+}
+
+RedOp to_nccl(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kMax:
+      return RedOp::kMax;
+    case ReduceOp::kMin:
+      return RedOp::kMin;
+    case ReduceOp::kSum:
+      break;
+  }
+  return RedOp::kSum;
+}
+
+// Waits ever longer, from a few hundred nanoseconds on: most of what one waits for here takes NCCL microseconds.
+class Backoff {
+ public:
+  explicit Backoff(const std::function<void()>& interrupted) : interrupted_(interrupted) {}
+
+  void step() {
+    if (++rounds_ < 200) {
+      std::this_thread::yield();
+      return;
+    }
+    std::this_thread::sleep_for(nap_);
+    nap_ = std::min(2 * nap_, std::chrono::microseconds(1000));
+    const auto now = Clock::now();
+    if (now < next_question_) return;
+    next_question_ = now + std::chrono::milliseconds(5);
+    interrupted_();
+  }
+
+ private:
+  const std::function<void()>& interrupted_;
+  int rounds_ = 0;
+  std::chrono::microseconds nap_{10};
+  Clock::time_point next_question_{};
+};
+
+// Aborts that are under way. Never destroyed: their threads may outlive static objects.
+struct Aborts {
+  std::mutex mutex;
+  std::condition_variable fewer;
+  int under_way = 0;
+};
+
+Aborts& aborts() {
+  static auto* all = new Aborts();
+  return *all;
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Communicator>> all;
+};
+
+Registry& registry() {
+  static auto* all = new Registry();
+  return *all;
+}
+
+}  // namespace
+
+// NCCL's communicator. NCCL lets only one thread at a time use it, but for ncclCommAbort.
+struct Communicator::Handle {
+  Handle(std::shared_ptr<const Library> its_library, std::shared_ptr<const Driver> its_driver, int its_device)
+      : library(std::move(its_library)),
+        driver(std::move(its_driver)),
+        device(its_device),
+        side_stream(driver, device, /*high_priority=*/true) {}
+
+  std::shared_ptr<const Library> library;
+  std::shared_ptr<const Driver> driver;
+  int device;
+  driver::OwnStream side_stream;  // not behind what is stuck
+  std::timed_mutex mutex;         // of what follows
+  Comm comm = nullptr;
+  std::map<void*, Window> windows;
+  std::shared_ptr<Handle> child;  // NCCL writes into it while a split is under way
+
+  Result async_error() {
+    std::lock_guard<std::timed_mutex> lock(mutex);
+    if (comm == nullptr) return Result::kSuccess;
+    Result error = Result::kSuccess;
+    const Result asked = library->functions().comm_get_async_error(comm, &error);
+    return asked == Result::kSuccess ? error : asked;
+  }
+
+  // What is in flight will not end well, so its outputs become NaN; then everything that waits is made to go on.
+  void abort(const std::vector<Range>& outputs) {
+    driver->ignore_captures();
+    Driver::Device guard(*driver, device);
+    // Before the abort: nothing can read the outputs while the op that writes them has not ended, and afterwards the
+    // memory may be somebody else's.
+    for (const Range& output : outputs)
+      driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
+    if (!outputs.empty()) driver->synchronize(side_stream.get(), kPoisonSeconds);
+    std::unique_lock<std::timed_mutex> lock(mutex, std::chrono::duration<double>(kLockSeconds));
+    if (!lock.owns_lock() && library->has_revoke()) {
+      // Some thread hangs inside of NCCL, most likely in a launch that finds the queue full of kernels that wait. To
+      // revoke makes these end and frees nothing that the thread still uses.
+      library->functions().comm_revoke(comm, 0);
+      lock.try_lock_for(std::chrono::duration<double>(kLockSeconds));
+    }
+    // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
+    // nothing before all kernels have ended.
+    const Comm dead = std::exchange(comm, nullptr);
+    windows.clear();
+    if (dead != nullptr) library->functions().comm_abort(dead);
+  }
+};
+
+std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<const Library> library,
+                                                   std::shared_ptr<const Driver> driver, int device, const UniqueId& id,
+                                                   int rank, int size, Options options) {
+  if (size < 1 || rank < 0 || rank >= size)
+    throw std::invalid_argument("a communicator has ranks 0 to size - 1, not rank " + std::to_string(rank) + " of " +
+                                std::to_string(size));
+  auto handle = std::make_shared<Handle>(library, driver, device);
+  std::shared_ptr<Communicator> made(new Communicator(library, driver, device, rank, size, std::move(options), handle));
+  made->perform("joining the communicator", [&] {
+    Config config = config_for(library->version());
+    config.blocking = 0;
+    if (made->zero_cta()) config.cta_policy = kCtaPolicyZero;
+    return library->functions().comm_init_rank_config(&handle->comm, size, id, rank, &config);
+  });
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().all.push_back(made);
+  return made;
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  require_open();
+  std::lock_guard<std::mutex> order(order_mutex_);
+  auto handle = std::make_shared<Handle>(library_, driver_, device_);
+  perform("splitting the communicator", [&] {
+    handle_->child = handle;
+    Config config = config_for(library_->version());
+    config.blocking = 0;
+    if (zero_cta()) config.cta_policy = kCtaPolicyZero;
+    return library_->functions().comm_split(handle_->comm, color < 0 ? kSplitNoColor : color, key, &handle->comm,
+                                            &config);
+  });
+  {
+    const auto lock = lock_handle();
+    handle_->child = nullptr;
+  }
+  if (color < 0) return nullptr;
+  int rank = 0;
+  int size = 0;
+  const Functions& f = library_->functions();
+  if (f.comm_user_rank(handle->comm, &rank) != Result::kSuccess ||
+      f.comm_count(handle->comm, &size) != Result::kSuccess)
+    throw GroupError("NCCL does not tell rank and size of the communicator that was split off");
+  Options options = options_;
+  options.timeout_seconds = timeout();
+  std::shared_ptr<Communicator> made(new Communicator(library_, driver_, device_, rank, size, options, handle));
+  made->settle(Result::kInProgress, "splitting the communicator");
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().all.push_back(made);
+  return made;
+}
+
+Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_ptr<const Driver> driver, int device,
+                           int rank, int size, Options options, std::shared_ptr<Handle> handle)
+    : library_(std::move(library)),
+      driver_(std::move(driver)),
+      device_(device),
+      rank_(rank),
+      size_(size),
+      options_(std::move(options)),
+      timeout_seconds_(options_.timeout_seconds),
+      handle_(std::move(handle)),
+      stream_(driver_, device, /*high_priority=*/true),
+      events_(driver_, device),
+      graph_word_(std::make_shared<driver::GraphWord>(driver_, device)) {
+  driver::Watch::Callbacks callbacks;
+  callbacks.expired = [this](const std::string& what, double seconds) { expired(what, seconds); };
+  callbacks.broken = [this](const std::string& why) { fail(Kind::kOther, where("the device") + " is broken: " + why); };
+  callbacks.tick = [this] { tick(); };
+  watch_ = std::make_unique<driver::Watch>(driver_, device_, std::move(callbacks));
+}
+
+Communicator::~Communicator() {
+  if (driver_->forked()) {
+    watch_.reset();
+    new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: left alone
+    return;
+  }
+  try {
+    end();
+  } catch (...) {  // a broken device, or Ctrl-C: the abort is under way
+  }
+  watch_.reset();
+}
+
+// ---- calls into NCCL -------------------------------------------------------------------------------------------
+
+// `call` returns NCCL's result; until it is settled nobody else calls NCCL for this communicator.
+template <typename Call>
+void Communicator::perform(const std::string& what, Call&& call) {
+  Result result = Result::kSuccess;
+  {
+    const auto lock = lock_handle();
+    check();
+    Driver::Device guard(*driver_, device_);
+    result = call();
+  }
+  settle(result, what);
+}
+
+// An abort may hold it for long; but then this has failed, which is thrown.
+std::unique_lock<std::timed_mutex> Communicator::lock_handle() const {
+  std::unique_lock<std::timed_mutex> lock(handle_->mutex, std::defer_lock);
+  while (!lock.try_lock_for(std::chrono::milliseconds(20))) check();
+  return lock;
+}
+
+void Communicator::settle(Result result, const std::string& what) {
+  const auto begun = Clock::now();
+  Backoff backoff(options_.interrupted);
+  while (result == Result::kInProgress) {
+    check();
+    result = handle_->async_error();
+    if (result != Result::kInProgress) break;
+    if (seconds_since(begun) > timeout()) {
+      fail(Kind::kTimeout, where(what) + " took longer than " + in_seconds(timeout()) +
+                               " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not tell which.");
+      break;
+    }
+    try {
+      backoff.step();
+    } catch (...) {
+      fail(Kind::kOther, where(what) + " was interrupted, and the ranks may be out of step since.");
+      throw;
+    }
+  }
+  check();
+  if (result != Result::kSuccess) {
+    const bool lost = result == Result::kRemoteError || result == Result::kSystemError;
+    fail(lost ? Kind::kLost : Kind::kOther,
+         where(what) + (lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+    check();
+  }
+}
+
+template <typename Call>
+Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Range> outputs, Call&& call) {
+  require_open();
+  std::lock_guard<std::mutex> order(order_mutex_);
+  check();
+  Ticket ticket;
+  ticket.op = op;
+  ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  try {
+    Driver::Device guard(*driver_, device_);
+    ticket.ended = events_.take();
+    SharedEvent begun;
+    if (after.kind_ == After::kStream) {
+      begun = events_.take();
+      driver_->record(begun->get(), after.stream_);
+      driver_->wait(stream(), begun->get());
+    } else if (after.kind_ == After::kEvent) {
+      driver_->wait(stream(), after.event_);
+    }
+    ticket.captured = driver_->capturing(stream());
+    uint64_t graph_op = 0;
+    if (ticket.captured) {
+      graph_op = graph_word_->begin(stream(), op, ticket.number);
+    } else if (after.kind_ == After::kEvent) {
+      // Not the caller's own event: it may be recorded again before this op has begun.
+      begun = events_.take();
+      driver_->record(begun->get(), stream());
+    }
+    perform(std::string(op) + " (call " + std::to_string(ticket.number) + ")", [&] {
+      // A single send or receive returns early unless it is in a group (non-blocking communicators).
+      const Functions& f = library_->functions();
+      Result result = f.group_start();
+      if (result != Result::kSuccess) return result;
+      result = call(f, handle_->comm);
+      const Result ended = f.group_end();  // in any case: the group is this thread's, not the communicator's
+      return result == Result::kSuccess || result == Result::kInProgress ? ended : result;
+    });
+    if (ticket.captured) graph_word_->end(stream(), graph_op);
+    driver_->record(ticket.ended->get(), stream());
+    if (!ticket.captured) {
+      remember(ticket, std::move(outputs));
+      watch_->add({op, ticket.number, std::move(begun), ticket.ended, timeout()});
+    } else if (!captured_) {
+      captured_ = true;
+      watch_->watch_graphs(graph_word_, [this] { return timeout(); });
+    }
+  } catch (const driver::DriverError& error) {
+    fail(Kind::kOther,
+         where(std::string(op) + " (call " + std::to_string(ticket.number) + ")") + " failed: " + error.what());
+  }
+  check();
+  return ticket;
+}
+
+// ---- ops -------------------------------------------------------------------------------------------------------
+
+Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank, After after) {
+  return enqueue("all_gather", after, {{out, bytes_per_rank * static_cast<size_t>(size_)}},
+                 [&](const Functions& f, Comm comm) {
+                   return f.all_gather(in, out, bytes_per_rank, DataType::kInt8, comm, stream());
+                 });
+}
+
+Ticket Communicator::reduce_scatter(const void* in, void* out, size_t count_per_rank, DType dtype, ReduceOp op,
+                                    After after) {
+  const DataType type = to_nccl(dtype);
+  return enqueue("reduce_scatter", after, {{out, count_per_rank * element_size(dtype)}},
+                 [&](const Functions& f, Comm comm) {
+                   return f.reduce_scatter(in, out, count_per_rank, type, to_nccl(op), comm, stream());
+                 });
+}
+
+Ticket Communicator::all_reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, After after) {
+  const DataType type = to_nccl(dtype);
+  return enqueue("all_reduce", after, {{out, count * element_size(dtype)}}, [&](const Functions& f, Comm comm) {
+    return f.all_reduce(in, out, count, type, to_nccl(op), comm, stream());
+  });
+}
+
+Ticket Communicator::broadcast(const void* in, void* out, size_t bytes, int root, After after) {
+  if (root < 0 || root >= size_)
+    throw std::invalid_argument("root is a rank from 0 to " + std::to_string(size_ - 1) + ", not " +
+                                std::to_string(root));
+  std::vector<Range> outputs;
+  if (in != out || rank_ != root) outputs.push_back({out, bytes});
+  return enqueue("broadcast", after, std::move(outputs), [&](const Functions& f, Comm comm) {
+    return f.broadcast(in, out, bytes, DataType::kInt8, root, comm, stream());
+  });
+}
+
+Ticket Communicator::exchange(const std::vector<Transfer>& transfers, After after) {
+  std::vector<Range> outputs;
+  for (const Transfer& transfer : transfers) {
+    if (transfer.peer < 0 || transfer.peer >= size_)
+      throw std::invalid_argument("a peer is a rank from 0 to " + std::to_string(size_ - 1) + ", not " +
+                                  std::to_string(transfer.peer));
+    if (transfer.kind == Transfer::kReceive) outputs.push_back({transfer.data, transfer.bytes});
+  }
+  return enqueue("exchange", after, std::move(outputs), [&](const Functions& f, Comm comm) {
+    Result result = Result::kSuccess;
+    for (const Transfer& transfer : transfers) {
+      if (transfer.bytes == 0) continue;  // and the other side skips it too
+      result = transfer.kind == Transfer::kSend
+                   ? f.send(transfer.data, transfer.bytes, DataType::kInt8, transfer.peer, comm, stream())
+                   : f.recv(transfer.data, transfer.bytes, DataType::kInt8, transfer.peer, comm, stream());
+      if (result != Result::kSuccess && result != Result::kInProgress) break;
+    }
+    return result;
+  });
+}
+
+void Communicator::wait(const Ticket& ticket, Stream stream) {
+  check();
+  {
+    Driver::Device guard(*driver_, device_);
+    driver_->wait(stream, ticket.ended->get());
+  }
+  check();  // the stream that waits may have made this thread wait
+}
+
+void Communicator::wait(const Ticket& ticket) {
+  if (ticket.captured)
+    throw std::invalid_argument(std::string(ticket.op) + " is part of a CUDA graph: the host cannot wait for it");
+  const auto begun = Clock::now();
+  Backoff backoff(options_.interrupted);
+  Driver::Device guard(*driver_, device_);
+  while (!driver_->done(ticket.ended->get())) {
+    check();
+    if (seconds_since(begun) > timeout()) {
+      fail(Kind::kTimeout,
+           where("waiting for " + std::string(ticket.op) + " (call " + std::to_string(ticket.number) + ")") +
+               " took longer than " + in_seconds(timeout()) + " (FUSED_TP_TIMEOUT).");
+      break;
+    }
+    backoff.step();
+  }
+  check();
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------
+
+void* Communicator::allocate(size_t bytes) {
+  require_open();
+  Driver::Device guard(*driver_, device_);
+  void* data = nullptr;
+  const Result result = library_->functions().mem_alloc(&data, bytes);
+  if (result != Result::kSuccess)
+    throw GroupError(where("allocating " + std::to_string(bytes) + " bytes") +
+                     " failed. NCCL says: " + library_->describe(result));
+  return data;
+}
+
+void Communicator::free(void* data) {
+  if (!failed()) deregister_window(data);
+  Driver::Device guard(*driver_, device_);
+  library_->functions().mem_free(data);
+}
+
+void Communicator::register_window(void* data, size_t bytes) {
+  require_open();
+  if (!registers()) return;
+  std::lock_guard<std::mutex> order(order_mutex_);
+  // NCCL writes the window when it is done, which may be after an error here: so not into a variable of this call.
+  Window* window = nullptr;
+  perform("registering a window", [&] {
+    window = &handle_->windows[data];
+    return library_->functions().comm_window_register(handle_->comm, data, bytes, window, kWindowSymmetric);
+  });
+}
+
+void Communicator::deregister_window(void* data) {
+  std::lock_guard<std::mutex> order(order_mutex_);
+  Window window = nullptr;
+  {
+    const auto lock = lock_handle();
+    const auto found = handle_->windows.find(data);
+    if (found == handle_->windows.end()) return;
+    window = found->second;
+    handle_->windows.erase(found);
+  }
+  if (window == nullptr) return;  // NCCL has none where it gains nothing
+  perform("deregistering a window",
+          [&] { return library_->functions().comm_window_deregister(handle_->comm, window); });
+}
+
+// ---- failing ---------------------------------------------------------------------------------------------------
+
+std::string Communicator::where(const std::string& what) const {
+  return what + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
+}
+
+void Communicator::require_open() const {
+  if (driver_->forked()) throw GroupError(where("this communicator") + " belongs to the process that forked this one");
+  check();
+  if (closed_) throw GroupError(where("this communicator") + " is closed");
+}
+
+void Communicator::check() const {
+  if (!failed()) return;
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  switch (failure_kind_) {
+    case Kind::kTimeout:
+      throw CollectiveTimeoutError(failure_);
+    case Kind::kLost:
+      throw PeerLostError(failure_);
+    default:
+      throw GroupError(failure_);
+  }
+}
+
+std::string Communicator::failure() const {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return failure_;
+}
+
+void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
+  std::lock_guard<std::mutex> lock(in_flight_mutex_);
+  while (in_flight_.size() >= kKeptInFlight && driver_->done(in_flight_.front().ended->get())) in_flight_.pop_front();
+  in_flight_.push_back({ticket.ended, std::move(outputs)});
+}
+
+void Communicator::fail(Kind kind, const std::string& sentence) {
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (failed()) return;
+    failure_kind_ = kind;
+    failure_ = sentence;
+    failed_.store(true, std::memory_order_release);
+  }
+  watch_->clear();
+  std::vector<Range> outputs;
+  {
+    std::lock_guard<std::mutex> lock(in_flight_mutex_);
+    try {
+      Driver::Device guard(*driver_, device_);
+      for (const InFlight& op : in_flight_)
+        if (!driver_->done(op.ended->get())) outputs.insert(outputs.end(), op.outputs.begin(), op.outputs.end());
+    } catch (const driver::DriverError&) {  // nothing can be written to a broken device
+    }
+    in_flight_.clear();
+  }
+  // A thread of its own: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
+  // graphs that hold its ops to be destroyed. Two communicators that are aborted one after the other could block each
+  // other, and the watchdog has others to look after.
+  {
+    std::lock_guard<std::mutex> lock(aborts().mutex);
+    ++aborts().under_way;
+  }
+  std::thread([handle = handle_, outputs = std::move(outputs)] {
+    try {
+      handle->abort(outputs);
+    } catch (const std::exception&) {  // the driver is gone, with everything on the device
+    }
+    std::lock_guard<std::mutex> lock(aborts().mutex);
+    --aborts().under_way;
+    aborts().fewer.notify_all();
+  }).detach();
+}
+
+void Communicator::expired(const std::string& what, double seconds) {
+  fail(Kind::kTimeout,
+       where(what) + " has waited " + in_seconds(seconds) +
+           " (FUSED_TP_TIMEOUT) for its peers, some of which had not arrived; NCCL does not tell which.");
+}
+
+void Communicator::tick() {
+  Result error = Result::kSuccess;
+  {
+    std::unique_lock<std::timed_mutex> lock(handle_->mutex, std::try_to_lock);
+    if (!lock.owns_lock() || handle_->comm == nullptr) return;  // whoever has it asks NCCL himself
+    if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
+  }
+  if (error == Result::kSuccess || error == Result::kInProgress) return;
+  const bool lost = error == Result::kRemoteError || error == Result::kSystemError;
+  fail(lost ? Kind::kLost : Kind::kOther, where("call " + std::to_string(calls()) + " or one before it") +
+                                              (lost ? " lost a peer" : " failed") +
+                                              ". NCCL says: " + library_->describe(error));
+}
+
+void Communicator::lose(int rank, const std::string& how) {
+  fail(Kind::kLost, where("call " + std::to_string(calls()) + " or one before it") + " lost rank " +
+                        std::to_string(rank) + ": " + how);
+}
+
+void Communicator::abort(const std::string& why) {
+  fail(Kind::kOther, where("this communicator") + " was aborted: " + why);
+}
+
+// ---- ending ----------------------------------------------------------------------------------------------------
+
+void Communicator::end() {
+  std::lock_guard<std::mutex> order(order_mutex_);
+  if (closed_) return;
+  closed_ = true;
+  const auto begun = Clock::now();
+  while (!failed()) {  // in slices, because the watchdog may end the wait
+    Driver::Device guard(*driver_, device_);
+    if (driver_->synchronize(stream(), 0.02)) break;
+    if (seconds_since(begun) > timeout())
+      fail(Kind::kTimeout, where("closing the communicator") + " took longer than " + in_seconds(timeout()) +
+                               " (FUSED_TP_TIMEOUT): ops were still in flight.");
+  }
+  check();
+  // Finalizing sends what NCCL's own threads still have to send. It would also wait for graphs to be destroyed.
+  if (captured_) set_timeout(std::min(timeout(), kGraphFinalizeSeconds));
+  perform("closing the communicator", [&] {
+    return handle_->comm == nullptr ? Result::kSuccess : library_->functions().comm_finalize(handle_->comm);
+  });
+  const auto lock = lock_handle();
+  Driver::Device guard(*driver_, device_);
+  const Comm ended = std::exchange(handle_->comm, nullptr);
+  handle_->windows.clear();
+  if (ended != nullptr) library_->functions().comm_destroy(ended);
+}
+
+void Communicator::close() {
+  if (driver_->forked()) return;
+  if (failed()) {
+    std::lock_guard<std::mutex> order(order_mutex_);
+    closed_ = true;
+    return;  // said before
+  }
+  end();
+}
+
+void Communicator::close_all() {
+  std::vector<std::weak_ptr<Communicator>> all;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    all.swap(registry().all);
+  }
+  for (const auto& one : all) {
+    try {
+      if (const std::shared_ptr<Communicator> living = one.lock()) living->close();
+    } catch (...) {  // it is being aborted
+    }
+  }
+  std::unique_lock<std::mutex> lock(aborts().mutex);
+  aborts().fewer.wait_for(lock, std::chrono::duration<double>(kAbortsAtExitSeconds),
+                          [] { return aborts().under_way == 0; });
+}
+
+}  // namespace fused_tp::nccl
