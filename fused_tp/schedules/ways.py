@@ -15,12 +15,16 @@ from fused_tp.runtime.group import Group
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.hosts import Hosts, hosts_of
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
+from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
@@ -155,6 +159,51 @@ def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Sch
     return FusedKernel(_memory(group, device), _plain(group, device))
 
 
+# -- one_shot, two_shot, multimem: csrc/cuda over symmetric memory ----------------------------------------------------
+
+
+def _no_device_kernel_of(op: str, dtype: torch.dtype) -> str | None:
+    if op == RING:
+        return f"there is no device kernel of {RING}"
+    if dtype not in SUMMED_DTYPES:
+        return f"device kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def no_device_kernels_on(device: torch.device) -> str | None:
+    """Why the device kernels cannot run on `device`, whatever the group, or None."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return no_native_kernels(10 * major + minor)
+    if device.type == "cpu" and native_kernels_for_cpu():
+        return no_native_kernels()
+    return f"device kernels run on NVIDIA GPUs; this is {device.type}"
+
+
+def _no_device_kernels(group: Group, device: torch.device) -> str | None:
+    what = f"device kernels on {device}"
+    return _too_many(group) or agree(group, what, lambda: no_device_kernels_on(device)) or _no_memory(group, device)
+
+
+def _no_multimem(group: Group, device: torch.device) -> str | None:
+    if (reason := _no_device_kernels(group, device)) is not None:
+        return reason
+    if not _memory(group, device).multicast:
+        return "its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)"
+    return None
+
+
+def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
+    def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+        plain = _plain(group, device)
+        kernels: DeviceCollectives | None = group.memo.get(("device collectives", device))
+        if kernels is None:
+            kernels = group.memo["device collectives", device] = device_collectives(_memory(group, device), plain)
+        return DeviceSchedule(algorithm, kernels, plain)
+
+    return make
+
+
 # -- hierarchical: two levels -----------------------------------------------------------------------------------------
 
 # The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
@@ -200,5 +249,13 @@ WAYS: dict[str, Way] = {
     "pipelined": Way(None, _lacks_nothing, _everywhere, _pipelined),
     "one_sided": Way("shm", _lacks_nothing, no_shared_memory, _one_sided, ("cpu",)),
     "fused_kernel": Way("symmetric memory", no_kernel_of, no_kernel_for, _fused_kernel, ("cuda",), MAX_RANKS),
+    **{
+        algorithm: Way("symmetric memory", _no_device_kernel_of, obstacle, _device(algorithm), ("cuda",), MAX_RANKS)
+        for algorithm, obstacle in (
+            ("one_shot", _no_device_kernels),
+            ("two_shot", _no_device_kernels),
+            ("multimem", _no_multimem),
+        )
+    },
     "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
 }

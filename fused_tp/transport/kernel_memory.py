@@ -86,13 +86,18 @@ class Facts:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """`KernelMemory` of the processes of a group."""
+    """`KernelMemory` of the processes of a group.
+
+    Attributes:
+        multicast: whether one address reaches all ranks' memory at once (NVLink SHARP).
+    """
 
     group: Group
     device: torch.device
     arch: int
     sms: int
     pids: Mapping[int, int]
+    multicast: bool = False
 
     @property
     def rank(self) -> int:
@@ -147,27 +152,30 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | str:
         mine = _facts_of_gpu(device)
     facts = [Facts.from_bytes(text) for text in exchange(group, "kernel memory", mine.to_bytes())]
     reason = obstacle(facts)
+    multicast = False
     if reason is None and device.type == "cpu":
         if shm_transport(group) is None:
             reason = f"the ranks cannot share memory: {shm_unavailable_reason(group)}"
     elif reason is None:
-        reason = _try_fabric(group, device)
+        reason, multicast = _try_fabric(group, device)
     if reason is not None:
         return reason
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
-    return GroupMemory(group, device, facts[0].arch, min(fact.sms for fact in facts), pids)
+    return GroupMemory(group, device, facts[0].arch, min(fact.sms for fact in facts), pids, multicast)
 
 
-def _try_fabric(group: Group, device: torch.device) -> str | None:
-    """The GPUs' fabric may still refuse, then all ranks hear of it."""
-    problem = ""
+def _try_fabric(group: Group, device: torch.device) -> tuple[str | None, bool]:
+    """The GPUs' fabric may still refuse, then all ranks hear of it; and whether it has multicast for all."""
+    mine: tuple[str, bool]
     try:
-        _allocate_cuda(group, device, 1024)
+        _, handle = _allocate_cuda(group, device, 1024)
+        mine = "", bool(getattr(handle, "multicast_ptr", 0))
     except (RuntimeError, ValueError) as error:
-        problem = str(error).splitlines()[0]
-    problems = [text.decode() for text in exchange(group, "symmetric memory", problem.encode())]
-    failed = [f"rank {rank} says: {text}" for rank, text in enumerate(problems) if text]
-    return f"torch's symmetric memory failed; {failed[0]}" if failed else None
+        mine = str(error).splitlines()[0], False
+    answers = [json.loads(text) for text in exchange(group, "symmetric memory", json.dumps(mine).encode())]
+    failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
+    reason = f"torch's symmetric memory failed; {failed[0]}" if failed else None
+    return reason, all(multicast for _, multicast in answers)
 
 
 def obstacle(facts: list[Facts]) -> str | None:

@@ -92,6 +92,11 @@ def use_library(path: str | os.PathLike[str] | None) -> None:
     _chosen = None if path is None else Path(path).resolve()
 
 
+def native_kernels_for_cpu() -> bool:
+    """Whether `use_library` has given a library, which is one for the CPU: then CPU tensors may go through kernels."""
+    return _chosen is not None
+
+
 @cache
 def built_for(path: Path = LIBRARY) -> BuiltFor | None:
     """What the library at `path` says of itself, without loading it; None where it is not there, or says nothing."""
