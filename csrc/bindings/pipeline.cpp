@@ -1,4 +1,6 @@
 // Chunked movements over NCCL: what goes where in which exchange, and running that.
+#include "nccl/pipeline.h"
+
 #include "bindings/bindings.h"
 #include "nccl/chunk_plan.h"
 
@@ -56,8 +58,82 @@ void bind_plans(py::module_& m) {
   m.def("scatter_plan", &checked_plan<scatter_plan>, py::arg("counts"), py::arg("rank"), py::arg("chunks"));
 }
 
+Stream to_stream(Address handle) { return reinterpret_cast<Stream>(handle); }
+
+std::vector<Transfer> to_transfers(const std::vector<std::tuple<int, Address, size_t>>& sends,
+                                   const std::vector<std::tuple<int, Address, size_t>>& receives) {
+  std::vector<Transfer> found;
+  for (const auto& [peer, address, bytes] : sends)
+    if (bytes > 0) found.push_back({Transfer::kSend, peer, pointer(address), bytes});
+  for (const auto& [peer, address, bytes] : receives)
+    if (bytes > 0) found.push_back({Transfer::kReceive, peer, pointer(address), bytes});
+  return found;
+}
+
+void check_counts(const Communicator& communicator, const std::vector<int64_t>& counts) {
+  require(static_cast<int>(counts.size()) == communicator.size(), "counts must hold the rows of every rank");
+}
+
+void bind_pipelines(py::module_& m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "communicator_idle",
+      [](const Communicator& communicator) {
+        const Driver::Device current(*communicator.driver(), communicator.device());
+        return communicator.driver()->idle(communicator.stream());
+      },
+      py::arg("communicator"), release_gil(), "Whether its stream has come to its end, be it by a failure.");
+  py::class_<Pipeline>(m, "Pipeline", "Exchanges on a communicator's stream.")
+      .def("__len__", &Pipeline::size)
+      .def(
+          "wait", [](Pipeline& pipeline, size_t i, Address stream) { pipeline.wait(i, to_stream(stream)); },
+          py::arg("exchange"), py::arg("stream"), release_gil(),
+          "`stream` goes on once that exchange has ended. Raises what the communicator has failed with.")
+      .def("ended", &Pipeline::ended, release_gil(), "Whether that was all, and has ended. For a thread of our own.");
+  py::class_<Movement, Pipeline>(m, "Movement", "Some sends and receives at once.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator,
+                       const std::vector<std::tuple<int, Address, size_t>>& sends,
+                       const std::vector<std::tuple<int, Address, size_t>>& receives, Address stream) {
+             const std::vector<Transfer> transfers = to_transfers(sends, receives);
+             py::gil_scoped_release release;
+             return std::make_unique<Movement>(std::move(communicator), transfers, to_stream(stream));
+           }),
+           py::arg("communicator"), py::arg("sends"), py::arg("receives"), py::arg("stream"),
+           "sends and receives: (peer, address, bytes) each.");
+  py::class_<GatherPipeline, Pipeline>(m, "GatherPipeline", "Rows of all ranks, in the exchanges of a plan.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, const std::shared_ptr<ChunkPlan>& plan,
+                       const std::vector<int64_t>& counts, int64_t row_bytes, Address own, Address gathered,
+                       Address stream) {
+             check_counts(*communicator, counts);
+             py::gil_scoped_release release;
+             return std::make_unique<GatherPipeline>(std::move(communicator), *plan, counts, row_bytes,
+                                                     pointer<const char>(own), pointer<char>(gathered),
+                                                     to_stream(stream));
+           }),
+           py::arg("communicator"), py::arg("plan"), py::arg("counts"), py::arg("row_bytes"), py::arg("own"),
+           py::arg("gathered"), py::arg("stream"))
+      .def_property_readonly("brings_own_rows", &GatherPipeline::brings_own_rows);
+  py::class_<ScatterPipeline, Pipeline>(m, "ScatterPipeline", "Terms of the own rows, in the exchanges of a plan.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<ChunkPlan> plan,
+                       std::vector<int64_t> counts, int64_t row_bytes, Address partial, bool without_own,
+                       Address terms) {
+             check_counts(*communicator, counts);
+             return std::make_unique<ScatterPipeline>(std::move(communicator), std::move(plan), std::move(counts),
+                                                      row_bytes, pointer<const char>(partial), without_own,
+                                                      pointer<char>(terms));
+           }),
+           py::arg("communicator"), py::arg("plan"), py::arg("counts"), py::arg("row_bytes"), py::arg("partial"),
+           py::arg("without_own"), py::arg("terms"))
+      .def(
+          "send", [](ScatterPipeline& pipeline, Address stream) { pipeline.send(to_stream(stream)); },
+          py::arg("stream"), release_gil(), "Enqueues the next exchange, behind what is in `stream`.");
+}
+
 }  // namespace
 
-void bind_pipeline(py::module_& m) { bind_plans(m); }
+void bind_pipeline(py::module_& m) {
+  bind_plans(m);
+  bind_pipelines(m);
+}
 
 }  // namespace fused_tp::bindings
