@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "csrc"))
 
-from native_build import CoreBuild, CudaBuild, NotBuiltError  # noqa: E402  # found only now
+from native_build import CoreBuild, CudaBuild, NotBuiltError, core_folder, cuda_folder  # noqa: E402  # found only now
 
 # These live beside the package and are installed inside it: the triton project ships a top-level `triton_kernels` of
 # its own, and top-level `examples` and `benchmarks` would be anybody's.
@@ -37,7 +37,7 @@ CUDA = Extension("fused_tp._cuda", sources=[], language="c++", optional=True)
 
 
 class BuildNative(build_ext):
-    """Compiles in build/native-* and build/cuda-*, where later builds find the objects again, also editable ones."""
+    """Each part by its own builder; a part that cannot be built is no error, unless the environment says so."""
 
     def build_extension(self, ext: Extension) -> None:
         is_core = ext.name == CORE.name
@@ -71,8 +71,7 @@ def build_core(output: Path) -> None:
     except ImportError:
         raise NotBuiltError("pybind11 is not installed (pip install pybind11)") from None
     include_dirs = [pybind11.get_include(), sysconfig.get_paths()["include"]]
-    folder = HERE / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
-    CoreBuild(include_dirs).run(output, folder)
+    CoreBuild(include_dirs).run(output, core_folder())
 
 
 def build_cuda(output: Path) -> None:
@@ -83,7 +82,7 @@ def build_cuda(output: Path) -> None:
         print("fused_tp: the device kernels are not built: FUSED_TP_CUDA=0.")
         return
     build = CudaBuild(os.environ.get("FUSED_TP_CUDA_ARCHS", ""))
-    build.run(output, HERE / "build" / f"cuda-{sysconfig.get_platform()}")
+    build.run(output, cuda_folder())
     print(f"fused_tp: device kernels were built for {build.built_for}.")
 
 

@@ -12,6 +12,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,16 @@ TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installers put it
 
 class NotBuiltError(Exception):
     """It cannot be built here; the message says why."""
+
+
+def core_folder() -> Path:
+    """Where the core is compiled for this Python; later builds find the objects again, also editable ones."""
+    return CSRC.parent / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+
+
+def cuda_folder() -> Path:
+    """Where the device kernels are compiled."""
+    return CSRC.parent / "build" / f"cuda-{sysconfig.get_platform()}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,7 @@ class CudaBuild:
         known = [arch for arch in wanted if self.knows(arch)]
         unknown = [f"sm_{arch.name}" for arch in wanted if arch not in known]
         if unknown:
-            print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: no device kernels for them.")
+            print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: left out of the device kernels.")
         if not known:
             raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}")
         return [*known[:-1], Arch(known[-1].name, ptx=True)]
@@ -168,11 +180,16 @@ class CudaBuild:
         """What nvcc and ptxas said about each source, once `run` has compiled it into `folder`."""
         return [folder / f"{source.stem}.o.log" for source in self.sources]
 
-    def run(self, output: Path, folder: Path) -> None:
-        """Compiles what has changed into `folder` and links `output`."""
+    def run(self, output: Path, folder: Path, threads: int | None = None) -> None:
+        """Compiles what has changed into `folder` and links `output`.
+
+        Args:
+            threads: for how many architectures a source is compiled at once. None: for one, unless there are more
+                processors than sources. From more than one, what ptxas says in the logs may be mixed up.
+        """
         codes = [flag for arch in self.archs for flag in arch.flags]
-        # A source is compiled for all architectures one after the other, unless there are more processors than sources.
-        threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
+        if threads is None:
+            threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
         command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, f"-I{CSRC}", *codes, "--threads", str(threads)]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
@@ -266,15 +283,19 @@ def jobs() -> int:
 
 def run_steps(steps: Sequence[Step], folder: Path) -> None:
     """Runs those whose inputs or commands have changed since they last ran; all of their files are in `folder`."""
+    import fcntl  # here, because there is none on Windows, where setup.py says so in a sentence
+
     folder.mkdir(parents=True, exist_ok=True)
-    ninja = find_ninja()
-    if ninja is None:
-        for step in steps:
-            run_if_changed(step)
-        return
-    (folder / "build.ninja").write_text(ninja_file(steps))
-    limit = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    check_run([*ninja, "-C", str(folder), *limit])
+    with open(folder / "lock", "w") as lock:  # another build may be under way in the same folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ninja = find_ninja()
+        if ninja is None:
+            for step in steps:
+                run_if_changed(step)
+            return
+        (folder / "build.ninja").write_text(ninja_file(steps))
+        limit = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        check_run([*ninja, "-C", str(folder), *limit])
 
 
 def ninja_file(steps: Sequence[Step]) -> str:

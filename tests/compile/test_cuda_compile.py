@@ -1,0 +1,172 @@
+"""csrc/cuda compiles for sm_80, sm_90a and sm_100a as setup.py builds it, where there is nvcc and no GPU.
+
+And nothing spills, no compiler warns, and the library shows one symbol. It is built in the folder that an installation
+from this tree builds in, so that what is up to date is not compiled again. `python -m benchmarks.cuda_resources`
+writes what is checked here to a table.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cuda_resources import Measured, Resources, measure_all, native_build, parse, short, table
+
+native = native_build()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    try:
+        native.find_nvcc()
+        native.find_compiler()
+    except native.NotBuiltError as error:
+        pytest.skip(str(error))
+    return measure_all(tmp_path_factory.mktemp("cuda") / "_cuda.so")
+
+
+def test_every_source_compiles_for_every_architecture(measured: Measured) -> None:
+    known = {f"sm_{arch.name}" for arch in native.CudaBuild().archs}
+    by_arch = {arch: {one.kernel for one in measured.resources if one.arch == arch} for arch in known}
+    assert {one.arch for one in measured.resources} == known
+    if int(measured.toolkit.split(".")[0]) >= 13:
+        assert known == {"sm_80", "sm_90a", "sm_100a"}
+    every = set().union(*by_arch.values())
+    sources = {one.source for one in measured.resources}
+    launching = {path.stem for path in native.CSRC.glob("cuda/*.cu") if "<<<" in path.read_text()}
+    assert launching <= sources
+    for arch, kernels in by_arch.items():
+        assert kernels == every, f"{arch} lacks {sorted(every - kernels)}"
+
+
+def test_nothing_spills(measured: Measured) -> None:
+    complaints = [one.complaint for one in measured.resources if one.complaint]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_no_compiler_warns(measured: Measured) -> None:
+    assert not measured.warnings, "\n".join(measured.warnings)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
+def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: Measured) -> None:
+    command = ["nm", "-D", "--defined-only", str(measured.library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["fused_tp_launchers"]
+    needed = subprocess.run(["readelf", "-d", str(measured.library)], capture_output=True, text=True, check=True).stdout
+    assert not re.search(r"NEEDED.*(cudart|libcuda|libtorch|libnccl)", needed), "CUDA's runtime belongs inside"
+
+
+def test_it_can_be_loaded_without_a_driver(measured: Measured) -> None:
+    core = pytest.importorskip("fused_tp._core")
+    from fused_tp.transport.native_kernels import built_for
+
+    kernels = core.DeviceKernels(str(measured.library))
+    built = built_for(measured.library)
+    assert built is not None and built.runs_on(90) and built.toolkit == tuple(map(int, measured.toolkit.split(".")))
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match=r"^barrier could not be launched: .+ \(CUDA error \d+\)\.$"):
+            kernels.barrier(core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 1), 0)
+
+
+# -- what needs no nvcc ----------------------------------------------------------------------------------------------
+
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kPKfPfi' for 'sm_80'
+ptxas info    : Function properties for _Z1kPKfPfi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 0 barriers, 4096 bytes smem, 372 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1kPKfPfi' for 'sm_90a'
+ptxas info    : Function properties for _Z1kPKfPfi
+    64 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+"""
+
+
+def test_what_ptxas_says_is_read() -> None:
+    clean, spilling = parse("sum", LOG)
+    assert clean == Resources("sum", "_Z1kPKfPfi", "sm_80", 10, 4096, 0, 0) and not clean.complaint
+    assert spilling == Resources("sum", "_Z1kPKfPfi", "sm_90a", 255, 0, 64, 196)
+    assert spilling.complaint == "_Z1kPKfPfi for sm_90a: 64 bytes of stack, 196 bytes spilled"
+    written = table(Measured("13.0.88", Path("_cuda.so"), [clean, spilling], []))
+    assert "| `_Z1kPKfPfi` | 10 | 255 | 4096 | 196 |" in written and "1 of 2 spill" in written
+
+
+def test_names_are_short() -> None:
+    assert short("void fused_tp::cuda::k<fused_tp::cuda::F32, (fused_tp::Way)1, 8>(fused_tp::A, int)") == "k<F32, 1, 8>"
+    assert short("fused_tp::cuda::barrier_kernel(fused_tp::cuda::Workspace)") == "barrier_kernel"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("90a", ["arch=compute_90a,code=sm_90a"]),
+        ("9.0", ["arch=compute_90,code=sm_90"]),
+        ("80;sm_100a+PTX", [f"arch=compute_{a},code={b}" for a, b in (("80", "sm_80"), ("100a", "sm_100a"))]),
+        ("80, 86 89", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "86", "89")]),
+    ],
+)
+def test_architectures_from_the_environment(text: str, flags: list[str]) -> None:
+    found = [flag for arch in native.parse_archs(text) for flag in arch.flags[1::2]]
+    assert found == flags + ["arch=compute_100,code=compute_100"] * ("PTX" in text)
+
+
+@pytest.mark.parametrize("text", ["hopper", "8", "80;;x", "90b", "90+ptx"])
+def test_architectures_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(native.NotBuiltError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
+        native.parse_archs(text)
+
+
+def fake_nvcc(folder: Path, *known: str) -> Path:
+    """One that knows these architectures and compiles nothing."""
+    path = folder / "cuda" / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    tests = " ".join(f"*=sm_{arch}|*=compute_{arch}) ;;" for arch in known)
+    path.write_text(f"""#!/bin/sh
+[ "$1" = --version ] && {{ echo 'Cuda compilation tools, release 12.4, V12.4.131'; exit; }}
+for word; do case "$word" in {tests} arch=*) exit 1;; esac; done
+""")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native, "TOOLKIT", str(tmp_path / "nowhere"))
+    which = shutil.which
+    monkeypatch.setattr(native.shutil, "which", lambda name: None if name == "nvcc" else which(name))
+
+
+def test_no_nvcc_is_said(no_toolkit: None) -> None:
+    with pytest.raises(native.NotBuiltError, match=r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"):
+        native.find_nvcc()
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_nvcc_is_found_by_its_home(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    nvcc = fake_nvcc(tmp_path, "80")
+    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    assert native.find_nvcc() == nvcc and native.nvcc_version(nvcc) == "12.4.131"
+
+
+def test_default_architectures_are_those_that_nvcc_knows(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_nvcc(tmp_path, "80", "90", "90a")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    build = native.CudaBuild()
+    assert build.built_for == "sm_80 sm_90a compute_90, nvcc 12.4.131"
+    assert "nvcc 12.4.131 does not know sm_100a: left out of the device kernels." in capsys.readouterr().out
+    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 does not know sm_100a, which FUSED_TP_CUDA_ARCHS"):
+        native.CudaBuild("90a;100a")
