@@ -30,8 +30,9 @@ struct Bias {
   int64_t columns;
 };
 
-// An all-to-all of equal parts, in bytes. Part p of `in` goes to rank p; what comes from rank p becomes part p of `out`.
-// A part is [batches, rows] runs of row_bytes; strides say where they lie, so that a change of layout costs no pass.
+// An all-to-all of equal parts, in bytes. Part p of `in` goes to rank p; what comes from rank p becomes part p of
+// `out`. A part is [batches, rows] runs of row_bytes; strides say where they lie, so that a change of layout costs no
+// pass.
 struct AllToAllLayout {
   int64_t batches, rows, row_bytes;
   int64_t in_part_stride, in_batch_stride, in_row_stride;
@@ -45,11 +46,11 @@ enum class NormOutput : int32_t {
 };
 
 struct RmsNorm {
-  const void* residual;    // [rows, columns]
-  const void* weight;      // [columns]
-  void* normed;            // [rows, columns], dtype as `output` says
-  void* new_residual;      // [rows, columns]
-  float* scale;            // as `output` says; null for kSameDtype
+  const void* residual;  // [rows, columns]
+  const void* weight;    // [columns]
+  void* normed;          // [rows, columns], dtype as `output` says
+  void* new_residual;    // [rows, columns]
+  float* scale;          // as `output` says; null for kSameDtype
   int64_t rows, columns;
   double eps;
   NormOutput output;
@@ -61,7 +62,8 @@ enum class Algorithm : int32_t { kOneShot = 0, kTwoShot = 1, kMultimem = 2 };
 struct Launchers {
   int32_t abi_version;
   int32_t (*barrier)(const Workspace*, void* stream);
-  // out[i] = sum over ranks of in[i] (+ bias), in rank order (multimem: in the switch's), the same bits everywhere. out may be in.
+  // out[i] = sum over ranks of in[i] (+ bias), in rank order (multimem: in the switch's), the same bits everywhere. out
+  // may be in.
   int32_t (*all_reduce)(const Workspace*, Algorithm, const void* in, void* out, int64_t count, int32_t dtype, Bias,
                         int32_t blocks, void* stream);
   // Rank r gets elements [r * chunk, min((r + 1) * chunk, count)) of the sum.

@@ -1,5 +1,6 @@
 // The words that kernels of all ranks, and the host, leave for each other. triton_kernels/protocol.py has the same
-// numbers and triton_kernels/signals.py says what they mean and order: kernels of both kinds work in the same workspaces.
+// numbers and triton_kernels/signals.py says what they mean and order: kernels of both kinds work in the same
+// workspaces.
 #pragma once
 
 #include <cstdint>

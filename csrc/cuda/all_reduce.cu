@@ -1,0 +1,37 @@
+#include "all_reduce_multimem.cuh"
+#include "all_reduce_one_shot.cuh"
+#include "all_reduce_two_shot.cuh"
+#include "launch.cuh"
+#include "ops.h"
+
+namespace fused_tp::cuda {
+
+int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const void* in, void* out, int64_t count,
+                          int32_t dtype, Bias bias, int32_t blocks, void* stream) {
+  if (!is_valid(workspace, blocks) || count < 0) return cudaErrorInvalidValue;
+  const int world = workspace->world;
+  // Alone there is nobody to send to.
+  if (world == 1) return launch_sum_terms(in, 1, count, out, count, dtype, bias, stream);
+  if (algorithm == Algorithm::kMultimem && !workspace->multicast) return cudaErrorNotSupported;
+  return for_dtype(dtype, [&](auto type) -> int32_t {
+    using T = typename decltype(type)::type;
+    constexpr int64_t kBytes = sizeof(T);
+    const Plan plan = all_reduce_plan(algorithm, count, kBytes, world, blocks);
+    if (!has_room(*workspace, plan) || !is_array(in, count, kBytes) || !is_array(out, count, kBytes) ||
+        !is_valid(bias, kBytes)) {
+      return cudaErrorInvalidValue;
+    }
+    const int64_t elements = algorithm == Algorithm::kOneShot ? count : owned_elements(count, kBytes, world);
+    const AllReduce job{in, out, count, ceil_div(ceil_div(elements, kPacketElements<T>), blocks), bias};
+    if (algorithm == Algorithm::kMultimem) {
+      return launch(all_reduce_multimem<T>, blocks, kThreads, stream, *workspace, plan, job);
+    }
+    return for_world(world, [&](auto constant) -> int32_t {
+      constexpr int kWorld = decltype(constant)::value;
+      auto* kernel = algorithm == Algorithm::kOneShot ? all_reduce_one_shot<T, kWorld> : all_reduce_two_shot<T, kWorld>;
+      return launch(kernel, blocks, kThreads, stream, *workspace, plan, job);
+    });
+  });
+}
+
+}  // namespace fused_tp::cuda

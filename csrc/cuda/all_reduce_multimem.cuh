@@ -1,0 +1,87 @@
+// out_i = round(in_0,i + ... + in_(W-1),i) [+ bias, and rounded again], added up by the NVLink switch.
+//
+//   in ──copy──> own region ──flag (0, block, r)──> owner: multimem.ld_reduce of its part, multimem.st of the sum to
+//   the regions of all ──flag (1, block, r)──> own region ──copy──> out
+//
+// Each rank moves its data twice, whatever W is. What orders what: an owner reads a part of all regions once the flags
+// of phase 0 say that its namesakes have filled their shares of it, and only the owner touches it until phase 1. A
+// region is reached by two addresses, its own and the switch's: a fence stands between accesses by one and by the
+// other. The switch adds in float in an order of its own, but once for all ranks: they get the same bits.
+#pragma once
+
+#include "all_reduce_one_shot.cuh"
+#include "scatter.cuh"
+
+namespace fused_tp::cuda {
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    all_reduce_multimem(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                        const __grid_constant__ AllReduce job) {
+  const Call call = begin(workspace, Op::kAllReduce);
+  const int64_t chunk = owned_elements(job.count, sizeof(T), call.world());
+  const int64_t chunk_bytes = chunk * static_cast<int64_t>(sizeof(T));
+  const Parts<T> in{job.in, job.count, chunk}, out{job.out, job.count, chunk};
+  bool good = call.alive();
+  if (good) {
+    char* region = data_at(call, call.rank());
+    for (int owner = 0; owner < call.world(); ++owner) {
+      const Vector<T> part = in[owner];
+      for_packets<4>(block_share(part.packets(), job.per_block), [&](auto unroll, int64_t i) {
+        Packet packets[decltype(unroll)::value];
+        part.load(packets, i);
+        store_slot(region + owner * chunk_bytes, packets, i);
+      });
+    }
+    fence_aliases();
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
+    if (good) {
+      fence_aliases();
+      const Multicast ranks{workspace.multicast, workspace.addresses, call.world()};
+      const int64_t from_workspace = (call.epoch & 1) * workspace.half_bytes + flag_bytes(workspace.half_bytes);
+      const int64_t offset = from_workspace + call.rank() * chunk_bytes;
+      const Share share = block_share(out[call.rank()].packets(), job.per_block);
+      for_packets<4>(share, [&](auto unroll, int64_t i) {
+        constexpr int kUnroll = decltype(unroll)::value;
+        Packet total[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) total[u] = multimem_sum<T>(ranks, offset + (i + u * kThreads) * 16);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int64_t at = i + u * kThreads;
+          if (job.bias.data) {
+            float values[kPacketElements<T>];
+            unpack<T>(total[u], values);
+            add_bias<T>(job.bias, values, call.rank() * chunk + at * kPacketElements<T>);
+            total[u] = pack<T>(values);
+          }
+          multimem_store(ranks, offset + at * 16, total[u]);
+        }
+      });
+      fence_aliases();
+    }
+    put(call, plan, 1, good);
+    good = good && wait(call, plan, 1);
+    fence_aliases();
+  }
+  for (int owner = 0; owner < call.world(); ++owner) {
+    const Vector<T> part = out[owner];
+    const Share share = block_share(part.packets(), job.per_block);
+    if (!good) {
+      fill_missing(part, share);
+      continue;
+    }
+    const char* region = data_at(call, call.rank()) + owner * chunk_bytes;
+    for_packets<4>(share, [&](auto unroll, int64_t i) {
+      constexpr int kUnroll = decltype(unroll)::value;
+      Packet packets[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(region + (i + u * kThreads) * 16);
+      part.store(packets, i);
+    });
+  }
+  end(call);
+}
+
+}  // namespace fused_tp::cuda

@@ -1,0 +1,13 @@
+#include "barrier.cuh"
+#include "launch.cuh"
+#include "ops.h"
+
+namespace fused_tp::cuda {
+
+int32_t launch_barrier(const Workspace* workspace, void* stream) {
+  if (!is_valid(workspace, 1) || !has_room(*workspace, Plan{workspace->world, 1})) return cudaErrorInvalidValue;
+  // A warp, since there is one flag for each rank, is enough; but threads step by kThreads.
+  return launch(barrier_kernel, 1, kThreads, stream, *workspace);
+}
+
+}  // namespace fused_tp::cuda

@@ -1,0 +1,77 @@
+// What the launchers share: checks of arguments, choice of a kernel, the launch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../dtype.h"
+#include "launchers.h"
+#include "signals.cuh"
+
+namespace fused_tp::cuda {
+
+inline bool is_valid(const Workspace* workspace, int32_t blocks) {
+  return workspace && workspace->addresses && workspace->state && workspace->error && workspace->world >= 1 &&
+         workspace->world <= kMaxWorldSize && workspace->rank >= 0 && workspace->rank < workspace->world &&
+         workspace->timeout_ns >= 0 && workspace->half_bytes >= 0 && blocks >= 1;
+}
+
+inline bool has_room(const Workspace& workspace, const Plan& plan) {
+  return plan.workspace_bytes() <= 2 * workspace.half_bytes;
+}
+
+// Memory of `count` elements: there, and at a multiple of an element.
+inline bool is_array(const void* data, int64_t count, int64_t element_bytes) {
+  return count == 0 || (data && reinterpret_cast<uintptr_t>(data) % element_bytes == 0);
+}
+
+inline bool is_valid(const Bias& bias, int64_t element_bytes) {
+  return !bias.data || (bias.columns >= 1 && is_array(bias.data, bias.columns, element_bytes));
+}
+
+// choose(type) for the type of numbers that `dtype` says: std::common_type<T>, which is only a name.
+template <class Choose>
+int32_t for_dtype(int32_t dtype, Choose&& choose) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::kF32:
+      return choose(std::common_type<float>{});
+    case DType::kBF16:
+      return choose(std::common_type<__nv_bfloat16>{});
+    case DType::kF16:
+      return choose(std::common_type<__half>{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// choose(world) for a constant: the number of ranks where loops over them are unrolled, else 0.
+template <class Choose>
+int32_t for_world(int32_t world, Choose&& choose) {
+  switch (world) {
+    case 2:
+      return choose(std::integral_constant<int, 2>{});
+    case 4:
+      return choose(std::integral_constant<int, 4>{});
+    case 8:
+      return choose(std::integral_constant<int, 8>{});
+    default:
+      return choose(std::integral_constant<int, 0>{});
+  }
+}
+
+template <class... Parameters, class... Arguments>
+int32_t launch(void (*kernel)(Parameters...), int32_t blocks, int threads, void* stream, Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  // It is told here, so nobody else is to find it.
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return error;
+}
+
+}  // namespace fused_tp::cuda

@@ -1,0 +1,129 @@
+// Loads and stores with an order and a scope, the clock, and NVLink SHARP: the only file with PTX.
+//
+// Everywhere else CUDA C++ is left, which a C++ compiler understands as well (tests/native/gpu_on_cpu has this header's
+// functions on std::atomic), so all that kernels do runs, and is checked for races, where there is no GPU.
+//
+// All statements are volatile, so they stay in the order of the source; those that others can see (stores, releases,
+// acquires) are compiler barriers also for plain accesses.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "packet.cuh"
+
+namespace fused_tp::cuda {
+
+// The workspaces of all ranks at once: `address` reaches them through the switch.
+struct Multicast {
+  uint64_t address;
+  const uint64_t* addresses;
+  int world;
+};
+
+}  // namespace fused_tp::cuda
+
+#ifndef __CUDACC__
+#include <gpu_on_cpu/memory.h>
+#else
+
+namespace fused_tp::cuda {
+
+__device__ __forceinline__ int64_t load_acquire_system(const int64_t* word) {
+  int64_t value;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int64_t load_relaxed_system(const int64_t* word) {
+  int64_t value;
+  asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_system(int64_t* word, int64_t value) {
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(int64_t* word, int64_t value) {
+  asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ int64_t add_acquire_release_gpu(int64_t* word, int64_t value) {
+  int64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ int64_t compare_and_swap_gpu(int64_t* word, int64_t expected, int64_t value) {
+  int64_t before;
+  asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(word), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
+// Orders accesses to one place by two addresses, its own and that of the switch.
+__device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+// One clock for all SMs of a GPU.
+__device__ __forceinline__ int64_t now_ns() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// Between two looks at a flag: short, since flags usually arrive within a few round trips to L2.
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
+
+// What is read once does not push anything out of L1. Never by the read-only path: peers write while a kernel runs.
+__device__ __forceinline__ Packet load_packet(const void* from) {
+  Packet packet;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(packet.words[0]), "=r"(packet.words[1]), "=r"(packet.words[2]), "=r"(packet.words[3])
+               : "l"(from));
+  return packet;
+}
+
+__device__ __forceinline__ void store_packet(void* to, Packet packet) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(packet.words[0]), "r"(packet.words[1]),
+               "r"(packet.words[2]), "r"(packet.words[3])
+               : "memory");
+}
+
+// The sum over ranks of the packets at `offset` in their workspaces: the switch adds, in float, and rounds to T.
+template <class T>
+__device__ __forceinline__ Packet multimem_sum(const Multicast& ranks, int64_t offset) {
+  Packet sum = {};
+#if __CUDA_ARCH__ >= 900
+#define FUSED_TP_MULTIMEM_SUM(type)                                                             \
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add." type " {%0, %1, %2, %3}, [%4];"     \
+               : "=r"(sum.words[0]), "=r"(sum.words[1]), "=r"(sum.words[2]), "=r"(sum.words[3]) \
+               : "l"(ranks.address + offset)                                                    \
+               : "memory")
+  if constexpr (sizeof(T) == 4) {
+    FUSED_TP_MULTIMEM_SUM("v4.f32");
+  } else if constexpr (std::is_same_v<T, __half>) {
+    FUSED_TP_MULTIMEM_SUM("acc::f32.v4.f16x2");
+  } else {
+    FUSED_TP_MULTIMEM_SUM("acc::f32.v4.bf16x2");
+  }
+#undef FUSED_TP_MULTIMEM_SUM
+#endif
+  return sum;
+}
+
+// Stores a packet at `offset` in the workspaces of all ranks.
+__device__ __forceinline__ void multimem_store(const Multicast& ranks, int64_t offset, Packet packet) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(ranks.address + offset),
+               "r"(packet.words[0]), "r"(packet.words[1]), "r"(packet.words[2]), "r"(packet.words[3])
+               : "memory");
+#endif
+}
+
+}  // namespace fused_tp::cuda
+
+#endif

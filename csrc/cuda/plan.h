@@ -1,0 +1,137 @@
+// Where the data and the flags of each op lie in a workspace, and how large it must be. Pure C++.
+//
+// A half of a workspace, as in triton_kernels/signals.py: begun words, flags; data behind the 64th part of the half.
+// Flags are numbered (phase, block, source): block b of rank s puts (phase, b, s) at all its peers, so a flag has one
+// writer and one reader. Data is two arrays of slots: terms first, results behind them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../dtype.h"
+#include "launchers.h"
+#include "protocol.h"
+
+// Kernels use the same functions.
+#ifdef __CUDACC__
+#define FUSED_TP_HOST_DEVICE __host__ __device__
+#else
+#define FUSED_TP_HOST_DEVICE
+#endif
+
+namespace fused_tp::cuda {
+
+FUSED_TP_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t aligned(int64_t bytes) { return ceil_div(bytes, kDataAlignment) * kDataAlignment; }
+
+// How much of the front of a half only ever holds begun words and flags.
+FUSED_TP_HOST_DEVICE constexpr int64_t flag_bytes(int64_t half_bytes) {
+  return half_bytes / (kFlagShare * kDataAlignment) * kDataAlignment;
+}
+
+// The smallest workspace, both halves of it, with room for so many flags and bytes of data.
+constexpr int64_t needed_bytes(int world, int64_t flags, int64_t data) {
+  return 2 * std::max(kFlagShare * aligned(8 * (world + flags)), aligned(ceil_div(data * kFlagShare, kFlagShare - 1)));
+}
+
+struct Plan {
+  int32_t world = 1;
+  int32_t blocks = 1;
+  int32_t phases = 0;        // how many times all ranks wait for each other
+  int32_t terms = 0;         // slots for what ranks give
+  int32_t results = 0;       // slots for what ranks have made of it
+  int64_t term_bytes = 0;    // of a slot; multiples of kDataAlignment
+  int64_t result_bytes = 0;  // of a slot
+
+  constexpr int64_t flags() const { return int64_t{phases} * blocks * world; }
+  constexpr int64_t data() const { return terms * term_bytes + results * result_bytes; }
+  FUSED_TP_HOST_DEVICE constexpr int64_t flag(int phase, int block, int source) const {
+    return world + (int64_t{phase} * blocks + block) * world + source;
+  }
+  // Bytes from where the data of a half begins.
+  FUSED_TP_HOST_DEVICE constexpr int64_t term(int slot) const { return slot * term_bytes; }
+  FUSED_TP_HOST_DEVICE constexpr int64_t result(int slot) const { return terms * term_bytes + slot * result_bytes; }
+
+  constexpr int64_t workspace_bytes() const { return needed_bytes(world, flags(), data()); }
+};
+
+// Elements that each rank owns when `count` of them are shared out: whole packets of 16 bytes, so that all begin
+// aligned.
+FUSED_TP_HOST_DEVICE constexpr int64_t owned_elements(int64_t count, int64_t element_bytes, int world) {
+  const int64_t per_packet = 16 / element_bytes;
+  return ceil_div(ceil_div(count, per_packet), world) * per_packet;
+}
+
+// A rank alone has no peers to send to: it waits for nobody and needs no slots.
+
+constexpr Plan all_reduce_plan(Algorithm algorithm, int64_t count, int64_t element_bytes, int world, int blocks) {
+  Plan plan{world, blocks};
+  if (algorithm == Algorithm::kOneShot && world > 1) {
+    plan.phases = 1;
+    plan.terms = world;
+    plan.term_bytes = aligned(count * element_bytes);
+  } else if (algorithm == Algorithm::kTwoShot && world > 1) {
+    plan.phases = 2;
+    plan.terms = plan.results = world;
+    plan.term_bytes = plan.result_bytes = aligned(owned_elements(count, element_bytes, world) * element_bytes);
+  } else if (algorithm == Algorithm::kMultimem) {
+    // One region, the same for all ranks: the switch adds the packets at one offset, and writes their sum there.
+    plan.phases = 2;
+    plan.terms = 1;
+    plan.term_bytes = aligned(owned_elements(count, element_bytes, world) * element_bytes * world);
+  }
+  return plan;
+}
+
+// Chunks of so many bytes from all ranks: reduce-scatter, all-gather, and the parts of an all-to-all.
+constexpr Plan exchange_plan(int64_t chunk_bytes, int world, int blocks) {
+  if (world == 1) return Plan{world, blocks};
+  return Plan{world, blocks, 1, world, 0, aligned(chunk_bytes), 0};
+}
+
+// Bytes of an element of `normed`.
+FUSED_TP_HOST_DEVICE constexpr int64_t normed_bytes(NormOutput output, int64_t element_bytes) {
+  return output == NormOutput::kSameDtype ? element_bytes : 1;
+}
+
+// Rows stand in slots at multiples of 16 bytes.
+FUSED_TP_HOST_DEVICE constexpr int64_t row_pitch(int64_t columns, int64_t element_bytes) {
+  return ceil_div(columns * element_bytes, 16) * 16;
+}
+
+// A slot of results has the new residual of all its rows, behind it the normed rows, then their scales.
+FUSED_TP_HOST_DEVICE constexpr int64_t normed_in_result(int64_t rows, int64_t columns, int64_t element_bytes) {
+  return rows * row_pitch(columns, element_bytes);
+}
+FUSED_TP_HOST_DEVICE constexpr int64_t scales_in_result(int64_t rows, int64_t columns, int64_t element_bytes,
+                                                        NormOutput output) {
+  return normed_in_result(rows, columns, element_bytes) +
+         rows * row_pitch(columns, normed_bytes(output, element_bytes));
+}
+
+constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64_t columns, int64_t element_bytes,
+                                        NormOutput output, int world, int blocks) {
+  Plan plan{world, blocks};
+  if (world == 1) return plan;
+  const int64_t owned_rows = algorithm == Algorithm::kOneShot ? rows : ceil_div(rows, world);
+  plan.phases = 1;
+  plan.terms = world;
+  plan.term_bytes = aligned(owned_rows * row_pitch(columns, element_bytes));
+  if (algorithm == Algorithm::kTwoShot) {
+    plan.phases = 2;
+    plan.results = world;
+    plan.result_bytes = aligned(scales_in_result(owned_rows, columns, element_bytes, output) +
+                                (output == NormOutput::kFp8RowScale ? 4 * owned_rows : 0));
+  }
+  return plan;
+}
+
+// How many blocks to launch for an op in which this rank moves so many bytes, of at most `most` (what the SMs have room
+// for beside the ranks that share the GPU): at least 16 KB for each, two packets for every thread, because below that a
+// further block costs more in flags than it gains in loads that are under way. The ranks must agree on `most`.
+constexpr int32_t suggested_blocks(int64_t bytes, int32_t most) {
+  return static_cast<int32_t>(std::clamp<int64_t>(ceil_div(bytes, 16 << 10), 1, std::max(most, 1)));
+}
+
+}  // namespace fused_tp::cuda

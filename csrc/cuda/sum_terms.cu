@@ -1,0 +1,25 @@
+#include "launch.cuh"
+#include "ops.h"
+#include "sum_terms.cuh"
+
+namespace fused_tp::cuda {
+
+int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
+                         int32_t dtype, Bias bias, void* stream) {
+  return for_dtype(dtype, [&](auto type) -> int32_t {
+    using T = typename decltype(type)::type;
+    constexpr int64_t kBytes = sizeof(T);
+    if (count < 0 || count_of_terms < 1 || !is_array(terms, count, kBytes) || !is_array(out, count, kBytes) ||
+        !is_valid(bias, kBytes)) {
+      return cudaErrorInvalidValue;
+    }
+    if (count == 0) return cudaSuccess;
+    // It waits for nobody, so it may have as many blocks as there is work for.
+    const int64_t packets = ceil_div(count, kPacketElements<T>);
+    const int32_t blocks = suggested_blocks(count * kBytes, 2048);
+    return launch(sum_terms_kernel<T>, blocks, kThreads, stream, static_cast<const T*>(terms), count_of_terms, stride,
+                  static_cast<T*>(out), count, ceil_div(packets, blocks), bias);
+  });
+}
+
+}  // namespace fused_tp::cuda

@@ -1,0 +1,157 @@
+// Arrays of numbers in packets, at any alignment of an element and of any length, and how blocks and threads share
+// them.
+#pragma once
+
+#include <type_traits>
+
+#include "memory.cuh"
+#include "plan.h"
+#include "signals.cuh"
+
+namespace fused_tp::cuda {
+
+// Indices [first, last).
+struct Share {
+  int64_t first, last;
+};
+
+// What this block has of `count`, when each has `per_block`. Blocks of the same number have the same at all ranks.
+__device__ __forceinline__ Share block_share(int64_t count, int64_t per_block) {
+  const int64_t first = blockIdx.x * per_block;
+  return {first < count ? first : count, first + per_block < count ? first + per_block : count};
+}
+
+__host__ __device__ __forceinline__ bool is_aligned(const void* address, int64_t to) {
+  return reinterpret_cast<uintptr_t>(address) % to == 0;
+}
+
+template <int kBytes>
+using Bits = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+
+// The first `valid` elements of a packet, one by one; the rest is 0.
+template <int kBytes>
+__device__ __forceinline__ Packet load_elements(const void* from, int64_t valid) {
+  Packet packet = {};
+#pragma unroll
+  for (int k = 0; k < 16 / kBytes; ++k) {
+    const uint32_t bits = k < valid ? static_cast<const Bits<kBytes>*>(from)[k] : 0;
+    packet.words[k * kBytes / 4] |= bits << (k * kBytes % 4 * 8);
+  }
+  return packet;
+}
+
+template <int kBytes>
+__device__ __forceinline__ void store_elements(void* to, const Packet& packet, int64_t valid) {
+#pragma unroll
+  for (int k = 0; k < 16 / kBytes; ++k) {
+    const uint32_t bits = packet.words[k * kBytes / 4] >> (k * kBytes % 4 * 8);
+    if (k < valid) static_cast<Bits<kBytes>*>(to)[k] = static_cast<Bits<kBytes>>(bits);
+  }
+}
+
+// `count` numbers, as packets 0, 1, ... of which the last may be cut short.
+template <class T>
+struct Vector {
+  static constexpr int kElements = kPacketElements<T>;
+  char* data;
+  int64_t count;
+
+  __device__ Vector(const void* data_, int64_t count_)
+      : data(static_cast<char*>(const_cast<void*>(data_))), count(count_ > 0 ? count_ : 0) {}
+  __device__ int64_t packets() const { return ceil_div(count, kElements); }
+  __device__ int64_t bytes() const { return count * static_cast<int64_t>(sizeof(T)); }
+  // Whether all packets are aligned and none is cut short, so that they can be read as they are.
+  __device__ bool is_whole() const { return is_aligned(data, 16) && count % kElements == 0; }
+
+  // Packets i, i + kThreads, ...
+  template <int kUnroll>
+  __device__ __forceinline__ void load(Packet (&packets)[kUnroll], int64_t i) const {
+    if (is_aligned(data, 16) && (i + (kUnroll - 1) * kThreads + 1) * kElements <= count) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(data + (i + u * kThreads) * 16);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = i + u * kThreads;
+        packets[u] = load_elements<sizeof(T)>(data + at * 16, count - at * kElements);
+      }
+    }
+  }
+
+  template <int kUnroll>
+  __device__ __forceinline__ void store(const Packet (&packets)[kUnroll], int64_t i) const {
+    if (is_aligned(data, 16) && (i + (kUnroll - 1) * kThreads + 1) * kElements <= count) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) store_packet(data + (i + u * kThreads) * 16, packets[u]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = i + u * kThreads;
+        store_elements<sizeof(T)>(data + at * 16, packets[u], count - at * kElements);
+      }
+    }
+  }
+};
+
+// Stores packets i, i + kThreads, ... of a slot, which has room for whole ones.
+template <int kUnroll>
+__device__ __forceinline__ void store_slot(char* slot, const Packet (&packets)[kUnroll], int64_t i) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) store_packet(slot + (i + u * kThreads) * 16, packets[u]);
+}
+
+// body(count, i): this thread is to handle packets i, i + kThreads, ..., so many; `count` is a constant, kUnroll as
+// long as there are enough, so that as many loads are under way at once.
+template <int kUnroll, class Body>
+__device__ __forceinline__ void for_packets(Share share, Body&& body) {
+  int64_t i = share.first + threadIdx.x;
+  if constexpr (kUnroll > 1) {
+    for (; i + (kUnroll - 1) * kThreads < share.last; i += kUnroll * kThreads) {
+      body(std::integral_constant<int, kUnroll>{}, i);
+    }
+  }
+#pragma unroll 1
+  for (; i < share.last; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+}
+
+// Where one slot, at the same offset everywhere, lies at the peers: [1], [2], ... are the ranks after this one, in
+// turn, so that ranks write to different ones at any time; [0] is this rank's own. kWorld 0: as many as there are.
+template <int kWorld>
+struct Peers {
+  char* at[kWorld];
+  __device__ Peers(const Call& call, int64_t offset) {
+#pragma unroll
+    for (int step = 0; step < kWorld; ++step) {
+      const int rank = call.rank() + step;
+      at[step] = data_at(call, rank < kWorld ? rank : rank - kWorld) + offset;
+    }
+  }
+  __device__ static constexpr int world() { return kWorld; }
+  __device__ char* operator[](int step) const { return at[step]; }
+};
+
+template <>
+struct Peers<0> {
+  const Call& call;
+  int64_t offset;
+  __device__ Peers(const Call& call_, int64_t offset_) : call(call_), offset(offset_) {}
+  __device__ int world() const { return call.world(); }
+  __device__ char* operator[](int step) const {
+    const int rank = call.rank() + step;
+    return data_at(call, rank < call.world() ? rank : rank - call.world()) + offset;
+  }
+};
+
+// All bits set, which is NaN in every format: no result of something that did not arrive looks like one.
+__device__ __forceinline__ void fill_missing(void* to, int64_t bytes) {
+  for (int64_t i = threadIdx.x; i < bytes; i += kThreads) static_cast<uint8_t*>(to)[i] = 0xff;
+}
+
+// The same for a share of packets.
+template <class T>
+__device__ __forceinline__ void fill_missing(const Vector<T>& out, Share share) {
+  const int64_t last = share.last * 16 < out.bytes() ? share.last * 16 : out.bytes();
+  fill_missing(out.data + share.first * 16, last - share.first * 16);
+}
+
+}  // namespace fused_tp::cuda

@@ -1,0 +1,65 @@
+// As much of CUDA's runtime as the kernels in csrc/cuda use, for a C++ compiler: blocks run one after the other on the
+// thread that launches, their threads as fibers (fibers.h). Found in place of CUDA's header by the include path.
+//
+// A launch has run when it returns, whatever its stream.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "fibers.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+// Fibers of a block share their OS thread, and ranks do not.
+#define __shared__ static thread_local
+#define __launch_bounds__(...)
+
+using gpu_on_cpu::blockIdx;
+using gpu_on_cpu::dim3;
+using gpu_on_cpu::gridDim;
+using gpu_on_cpu::threadIdx;
+
+inline void __syncthreads() { gpu_on_cpu::synchronize(true); }
+inline int __syncthreads_and(int predicate) { return gpu_on_cpu::synchronize(predicate != 0); }
+
+inline int cudaGetLastError() { return 0; }
+#define __grid_constant__
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
+using cudaStream_t = struct Stream*;
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorNotSupported:
+      return "operation not supported";
+  }
+  return "unrecognized error code";
+}
+
+struct cudaLaunchAttribute;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  gpu_on_cpu::run_grid(config->gridDim, config->blockDim, [&] { kernel(static_cast<Parameters>(arguments)...); });
+  return cudaSuccess;
+}
+
+// Warps of one thread: nobody to exchange with, and no loop over others comes here.
+inline float __shfl_xor_sync(unsigned, float value, int) { return value; }

@@ -1,0 +1,157 @@
+"""Builds pieces of C++ for tests with g++, once: what has been built lies in a folder of temporary files.
+
+    library = build_shared("counter", ["tests/native/counter.cpp"], ["-Icsrc"])      # a shared library
+    program = build_program("stress", [...], [...])                                  # an executable
+
+An object is made again when its source, a header that it includes, the compiler or the flags have changed; the same for
+what is linked of them. Several processes may build at once: one does, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
+
+# Kernels on the CPU: the folder with its doubles of CUDA's headers comes first, and .cu files are C++. Packets are read
+# and written as what they hold, by several types.
+GPU_ON_CPU = REPOSITORY / "tests" / "native" / "gpu_on_cpu"
+GPU_ON_CPU_FLAGS = (
+    f"-I{GPU_ON_CPU.parent}",
+    f"-I{GPU_ON_CPU}",
+    f"-I{REPOSITORY / 'csrc'}",
+    "-fno-strict-aliasing",
+    "-Wno-unknown-pragmas",
+)
+
+
+def compiler() -> str:
+    """The C++ compiler; skips the test where there is none."""
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        pytest.skip("needs a C++ compiler (g++)")
+    return found
+
+
+def build_shared(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> Path:
+    """The shared library of these sources (paths from the root of the repository), built if it has not been.
+
+    Args:
+        flags: for compiling and linking; COMMON_FLAGS come before them.
+
+    Raises:
+        RuntimeError: it cannot be built; with what the compiler says.
+    """
+    return _build(f"lib{name}.so", [Path(source) for source in sources], [*flags, "-fvisibility=hidden"], ["-shared"])
+
+
+def build_program(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> Path:
+    """The same for an executable."""
+    return _build(name, [Path(source) for source in sources], list(flags), [])
+
+
+def cpu_device_library() -> Path:
+    """The library of device kernels, csrc/cuda, for CPU memory: `fused_tp_launchers` of csrc/cuda/launchers.h.
+
+    Launches have run when they return, whatever their stream. Ranks are processes, or threads of one.
+    """
+    return build_shared("fused_tp_cuda_on_cpu", device_sources(), [*GPU_ON_CPU_FLAGS, "-O2"])
+
+
+def device_sources() -> list[Path]:
+    """The kernels' launchers, and what runs them on a CPU."""
+    return [*sorted((REPOSITORY / "csrc" / "cuda").glob("*.cu")), GPU_ON_CPU / "fibers.cpp"]
+
+
+@functools.cache
+def require_sanitizer(sanitizer: str) -> None:
+    """Skips the test where programs of -fsanitize=`sanitizer` do not work."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.cpp")
+        source.write_text("int main() {}\n")
+        program = source.with_suffix("")
+        made = subprocess.run([compiler(), f"-fsanitize={sanitizer}", str(source), "-o", str(program)], check=False)
+        if made.returncode or subprocess.run([program], check=False).returncode:
+            pytest.skip(f"{compiler()} has no -fsanitize={sanitizer} that works here")
+
+
+def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: list[str]) -> Path:
+    command = [compiler(), *COMMON_FLAGS, *flags]
+    with _locked(_cache() / f"{file_name}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compile(command, REPOSITORY / source), sources))
+        digest = _digest([*command, *link_flags, *(made.name for made in objects)])
+        target = _cache() / digest / file_name
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            _run([*command, *link_flags, *map(str, objects), "-ldl"], target)
+    return target
+
+
+def _compile(command: list[str], source: Path) -> Path:
+    """The object of a source. Beside it lies what it was made of: which files, and a digest of their contents."""
+    language = ["-x", "c++"] if source.suffix == ".cu" else []
+    stem = f"{source.stem}-{_digest([*command, str(source)])}"
+    record = _cache() / f"{stem}.json"
+    if record.exists():
+        files = json.loads(record.read_text())
+        made = _cache() / f"{stem}-{_digest_of_files(files)}.o"
+        if made.exists():
+            return made
+    made = _cache() / f"{stem}-new.o"
+    needs = made.with_suffix(".d")
+    _run([*command, "-MMD", "-MF", str(needs), *language, "-c", str(source)], made)
+    files = needs.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    final = _cache() / f"{stem}-{_digest_of_files(files)}.o"
+    made.replace(final)
+    record.write_text(json.dumps(files))
+    return final
+
+
+def _run(command: list[str], output: Path) -> None:
+    temporary = output.with_name(f"{output.name}.{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed:\n{done.stderr[-8000:]}")
+    temporary.replace(output)
+
+
+@functools.cache
+def _cache() -> Path:
+    folder = Path(tempfile.gettempdir(), f"fused_tp_native_tests_{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to another user.")
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(words: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _digest_of_files(files: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        path = REPOSITORY / file
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()[:16]
