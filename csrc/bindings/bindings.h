@@ -31,7 +31,10 @@ void require(bool condition, const char* sentence);
 void check_signals();
 
 // Each adds one part of the native core to the module.
+void bind_copy_engine(py::module_& m);
 void bind_cuda(py::module_& m);
+void bind_driver(py::module_& m);
+void bind_nccl(py::module_& m);
 void bind_shm(py::module_& m);
 void bind_pipeline(py::module_& m);
 

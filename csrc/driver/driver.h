@@ -48,7 +48,7 @@ enum class Attribute : int {
 // When a stream that waits for a word of memory goes on.
 enum class Until : unsigned { kAtLeast = 0, kEqual = 1 };
 
-class Driver : public std::enable_shared_from_this<Driver> {
+class Driver {
  public:
   // Loads the library and initialises the driver; the same path gives the same object again. Throws DriverError where
   // there is no such library, no device, or the driver is older than CUDA 12.

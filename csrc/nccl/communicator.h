@@ -60,7 +60,7 @@ struct Transfer {
   size_t bytes;
 };
 
-class Communicator : public std::enable_shared_from_this<Communicator> {
+class Communicator {
  public:
   struct Options {
     double timeout_seconds = 600;

@@ -1,0 +1,462 @@
+// A double of libcuda.so.1 on the CPU: device memory is host memory and streams are threads, so that what is concurrent
+// on a GPU is so here. The default stream runs everything at once, on the thread that calls; so do tensors of the CPU.
+//
+// Of graphs there is as much as a test needs: a capture that puts down what would have run, and a replay in that order.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+struct CUctx_st {
+  int device;
+};
+
+namespace {
+
+enum Error {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kInvalidDevice = 101,
+  kInvalidContext = 201,
+  kInvalidHandle = 400,
+  kNotReady = 600,
+  kCapturedEvent = 907,
+};
+
+struct Graph {
+  std::vector<std::function<void()>> steps;
+};
+
+// What one record of an event stands for.
+struct Recorded {
+  std::atomic<bool> done{false};
+  std::shared_ptr<Graph> graph;  // recorded in a capture of it
+};
+
+std::mutex stall_mutex;
+std::condition_variable stall_changed;
+std::atomic<bool> stalled{false};
+
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+
+template <typename Condition>
+void wait_until(Condition&& condition) {
+  for (int round = 0; !condition(); ++round) round < 100 ? std::this_thread::yield() : nap();
+}
+
+void pass_stall() {
+  if (!stalled.load()) return;
+  std::unique_lock<std::mutex> lock(stall_mutex);
+  stall_changed.wait(lock, [] { return !stalled.load(); });
+}
+
+}  // namespace
+
+struct CUevent_st {
+  std::mutex mutex;
+  std::shared_ptr<Recorded> latest;
+};
+
+struct CUstream_st {
+  CUstream_st() : shared(std::make_shared<Shared>()) {
+    // Detached, as a stream that is destroyed with work in it lives on until that has ended.
+    std::thread([shared = shared] { run(*shared); }).detach();
+  }
+  ~CUstream_st() {
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->destroyed = true;
+    shared->changed.notify_all();
+  }
+
+  void add(std::function<void()> step) {
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->steps.push_back(std::move(step));
+    shared->changed.notify_all();
+  }
+
+  bool idle() {
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    return shared->steps.empty();
+  }
+
+  std::shared_ptr<Graph> capture;  // used by the capturing thread alone
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> steps;
+    bool destroyed = false;
+  };
+
+  static void run(Shared& shared) {
+    std::unique_lock<std::mutex> lock(shared.mutex);
+    while (true) {
+      shared.changed.wait(lock, [&] { return !shared.steps.empty() || shared.destroyed; });
+      if (shared.steps.empty()) return;
+      const std::function<void()> step = shared.steps.front();
+      lock.unlock();
+      pass_stall();
+      step();
+      lock.lock();
+      shared.steps.pop_front();  // only now: it is what `idle` looks at
+    }
+  }
+
+  std::shared_ptr<Shared> shared;
+};
+
+namespace {
+
+using Context = CUctx_st*;
+using Stream = CUstream_st*;
+using Event = CUevent_st*;
+using DeviceAddress = unsigned long long;
+
+bool is_default(Stream stream) { return reinterpret_cast<uintptr_t>(stream) <= 2; }  // legacy and per-thread ones too
+
+void enqueue(Stream stream, std::function<void()> step) {
+  if (is_default(stream)) {
+    step();
+  } else if (stream->capture) {
+    stream->capture->steps.push_back(std::move(step));
+  } else {
+    stream->add(std::move(step));
+  }
+}
+
+std::vector<Context>& context_stack() {
+  thread_local std::vector<Context> stack;
+  return stack;
+}
+
+Context primary_context(int device) {
+  static auto* contexts = new std::map<int, CUctx_st>();
+  static auto* mutex = new std::mutex();
+  std::lock_guard<std::mutex> lock(*mutex);
+  return &contexts->emplace(device, CUctx_st{device}).first->second;
+}
+
+int number_from(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text ? std::atoi(text) : otherwise;
+}
+
+struct Fault {
+  int code;
+  int calls_before;
+};
+std::mutex fault_mutex;
+std::map<std::string, Fault>& faults() {
+  static auto* all = new std::map<std::string, Fault>();
+  return *all;
+}
+std::atomic<bool> any_fault{false};
+
+int fault_of(const char* call) {
+  if (!any_fault.load()) return kSuccess;
+  std::lock_guard<std::mutex> lock(fault_mutex);
+  const auto found = faults().find(call);
+  if (found == faults().end() || found->second.calls_before-- > 0) return kSuccess;
+  const int code = found->second.code;
+  faults().erase(found);
+  return code;
+}
+
+std::mutex live_mutex;
+int live_streams = 0;
+int live_events = 0;
+
+void count(int& what, int change) {
+  std::lock_guard<std::mutex> lock(live_mutex);
+  what += change;
+}
+
+}  // namespace
+
+#define FAULT(call) \
+  if (const int code = fault_of(#call)) return code
+#define NEED_CONTEXT \
+  if (context_stack().empty()) return kInvalidContext
+
+// ---- knobs of the double ---------------------------------------------------------------------------------------
+
+// No stream begins another step until it is called with 0.
+EXPORT void cuda_double_stall(int on) {
+  std::lock_guard<std::mutex> lock(stall_mutex);
+  stalled.store(on != 0);
+  stall_changed.notify_all();
+}
+
+// The call of that name returns `code`, once, after so many calls that do not.
+EXPORT void cuda_double_fail(const char* call, int code, int calls_before) {
+  std::lock_guard<std::mutex> lock(fault_mutex);
+  faults()[call] = {code, calls_before};
+  any_fault.store(true);
+}
+
+EXPORT int cuda_double_live_streams() {
+  std::lock_guard<std::mutex> lock(live_mutex);
+  return live_streams;
+}
+
+EXPORT int cuda_double_live_events() {
+  std::lock_guard<std::mutex> lock(live_mutex);
+  return live_events;
+}
+
+// For other doubles: a step of their own in a stream.
+EXPORT void cuda_double_enqueue(Stream stream, void (*step)(void*), void* argument) {
+  enqueue(stream, [step, argument] { step(argument); });
+}
+
+EXPORT int cuda_double_capturing(Stream stream) { return !is_default(stream) && stream->capture != nullptr; }
+
+EXPORT int cuda_double_begin_capture(Stream stream) {
+  if (is_default(stream)) return kInvalidValue;
+  stream->capture = std::make_shared<Graph>();
+  return kSuccess;
+}
+
+// Streams that were drawn into the capture must have been joined, i.e. are named here, to be let out of it.
+EXPORT void* cuda_double_end_capture(Stream stream, Stream joined) {
+  auto* graph = new std::shared_ptr<Graph>(stream->capture);
+  stream->capture = nullptr;
+  if (!is_default(joined)) joined->capture = nullptr;
+  return graph;
+}
+
+EXPORT void cuda_double_replay(void* graph, Stream stream) {
+  enqueue(stream, [steps = *static_cast<std::shared_ptr<Graph>*>(graph)] {
+    for (const auto& step : steps->steps) {
+      pass_stall();
+      step();
+    }
+  });
+}
+
+EXPORT void cuda_double_free_graph(void* graph) { delete static_cast<std::shared_ptr<Graph>*>(graph); }
+
+// ---- the driver's functions ------------------------------------------------------------------------------------
+
+EXPORT int cuInit(unsigned) {
+  FAULT(cuInit);
+  return kSuccess;
+}
+
+EXPORT int cuDriverGetVersion(int* version) {
+  *version = number_from("CUDA_DOUBLE_VERSION", 13000);
+  return kSuccess;
+}
+
+EXPORT int cuGetErrorName(int error, const char** name) {
+  static const std::map<int, const char*> names = {
+      {kSuccess, "CUDA_SUCCESS"},
+      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+      {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+      {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
+      {kNotReady, "CUDA_ERROR_NOT_READY"},
+      {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+      {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT"},
+  };
+  const auto found = names.find(error);
+  if (found == names.end()) return kInvalidValue;
+  *name = found->second;
+  return kSuccess;
+}
+
+EXPORT int cuGetErrorString(int error, const char** text) {
+  const char* name = nullptr;
+  if (cuGetErrorName(error, &name) != kSuccess) return kInvalidValue;
+  *text = "said by the double of the driver";
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGetCount(int* found) {
+  *found = number_from("CUDA_DOUBLE_DEVICES", 8);
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= number_from("CUDA_DOUBLE_DEVICES", 8)) return kInvalidDevice;
+  *device = ordinal;
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+  static const std::map<int, int> values = {{16, 132}, {75, 9}, {76, 0}, {78, 1}, {122, 1}, {132, 0}};
+  const auto found = values.find(attribute);
+  *value = found == values.end() ? 0 : found->second;
+  return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(Context* context, int device) {
+  *context = primary_context(device);
+  return kSuccess;
+}
+
+EXPORT int cuCtxPushCurrent_v2(Context context) {
+  context_stack().push_back(context);
+  return kSuccess;
+}
+
+EXPORT int cuCtxPopCurrent_v2(Context* context) {
+  NEED_CONTEXT;
+  *context = context_stack().back();
+  context_stack().pop_back();
+  return kSuccess;
+}
+
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  NEED_CONTEXT;
+  *least = 0;
+  *greatest = -5;
+  return kSuccess;
+}
+
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int current = 0;
+  std::swap(current, *mode);
+  return kSuccess;
+}
+
+EXPORT int cuStreamCreateWithPriority(Stream* made, unsigned, int) {
+  FAULT(cuStreamCreateWithPriority);
+  NEED_CONTEXT;
+  *made = new CUstream_st();
+  count(live_streams, 1);
+  return kSuccess;
+}
+
+EXPORT int cuStreamDestroy_v2(Stream stream) {
+  delete stream;
+  count(live_streams, -1);
+  return kSuccess;
+}
+
+EXPORT int cuStreamQuery(Stream stream) {
+  FAULT(cuStreamQuery);
+  return is_default(stream) || stream->idle() ? kSuccess : kNotReady;
+}
+
+EXPORT int cuStreamSynchronize(Stream stream) {
+  if (!is_default(stream)) wait_until([&] { return stream->idle(); });
+  return kSuccess;
+}
+
+EXPORT int cuStreamIsCapturing(Stream stream, int* status) {
+  *status = cuda_double_capturing(stream);
+  return kSuccess;
+}
+
+EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
+  FAULT(cuStreamWaitEvent);
+  std::shared_ptr<Recorded> recorded;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    recorded = event->latest;
+  }
+  if (!recorded) return kSuccess;
+  if (recorded->graph) {  // the stream is drawn into the capture, whose steps run one after the other
+    if (is_default(stream)) return kInvalidValue;
+    stream->capture = recorded->graph;
+    return kSuccess;
+  }
+  enqueue(stream, [recorded] { wait_until([&] { return recorded->done.load(std::memory_order_acquire); }); });
+  return kSuccess;
+}
+
+EXPORT int cuStreamWriteValue64_v2(Stream stream, DeviceAddress address, uint64_t value, unsigned) {
+  FAULT(cuStreamWriteValue64);
+  enqueue(stream, [address, value] { reinterpret_cast<std::atomic<uint64_t>*>(address)->store(value); });
+  return kSuccess;
+}
+
+EXPORT int cuStreamWaitValue64_v2(Stream stream, DeviceAddress address, uint64_t value, unsigned flags) {
+  FAULT(cuStreamWaitValue64);
+  const unsigned kind = flags & 3;
+  if (kind > 1) return kInvalidValue;
+  enqueue(stream, [address, value, kind] {
+    const auto* word = reinterpret_cast<const std::atomic<uint64_t>*>(address);
+    wait_until([&] {
+      const uint64_t now = word->load();
+      return kind == 1 ? now == value : static_cast<int64_t>(now - value) >= 0;
+    });
+  });
+  return kSuccess;
+}
+
+EXPORT int cuEventCreate(Event* made, unsigned) {
+  FAULT(cuEventCreate);
+  NEED_CONTEXT;
+  *made = new CUevent_st();
+  count(live_events, 1);
+  return kSuccess;
+}
+
+EXPORT int cuEventDestroy_v2(Event event) {
+  delete event;
+  count(live_events, -1);
+  return kSuccess;
+}
+
+EXPORT int cuEventRecord(Event event, Stream stream) {
+  FAULT(cuEventRecord);
+  auto recorded = std::make_shared<Recorded>();
+  const bool captured = cuda_double_capturing(stream) != 0;
+  if (captured) recorded->graph = stream->capture;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    event->latest = recorded;
+  }
+  if (!captured) enqueue(stream, [recorded] { recorded->done.store(true, std::memory_order_release); });
+  return kSuccess;
+}
+
+EXPORT int cuEventQuery(Event event) {
+  FAULT(cuEventQuery);
+  std::lock_guard<std::mutex> lock(event->mutex);
+  if (event->latest && event->latest->graph) return kCapturedEvent;
+  return !event->latest || event->latest->done.load(std::memory_order_acquire) ? kSuccess : kNotReady;
+}
+
+EXPORT int cuMemcpyAsync(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) {
+  FAULT(cuMemcpyAsync);
+  enqueue(stream, [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
+  return kSuccess;
+}
+
+EXPORT int cuMemsetD8Async(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) {
+  FAULT(cuMemsetD8Async);
+  enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(to), byte, bytes); });
+  return kSuccess;
+}
+
+EXPORT int cuMemHostAlloc(void** made, size_t bytes, unsigned) {
+  FAULT(cuMemHostAlloc);
+  NEED_CONTEXT;
+  *made = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return *made ? kSuccess : 2;
+}
+
+EXPORT int cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsigned) {
+  *address = reinterpret_cast<DeviceAddress>(host);
+  return kSuccess;
+}
+
+EXPORT int cuMemFreeHost(void* host) {
+  std::free(host);
+  return kSuccess;
+}
