@@ -1,7 +1,12 @@
 """The GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--minutes 8] [--only REGEX]`, on one NVIDIA GPU.
 
-Needs torch with CUDA and Triton, and nothing built or installed: run it from the root of a checkout. (`python setup.py
-build_ext --inplace` would build the CPU core, which it does not use.) Nothing else should run on the GPU meanwhile.
+Needs torch with CUDA and Triton; run it from the root of a checkout. The cases of the kernels of csrc/cuda also need
+the native core and these kernels, which nvcc builds beforehand,
+
+    FUSED_TP_CUDA_ARCHS=90a python setup.py build_ext --inplace && python -m benchmarks.gpu
+
+(100a for Blackwell, 80 for Ampere; unset for all); without them those cases are left out. Nothing else should run on
+the GPU meanwhile.
 
 Every answer is checked against fp64 before it is timed, and again afterwards. Writes gpu.jsonl and gpu.md to DIR after
 each case, prints the table at the end, and says what there was no time for.
@@ -18,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .case import Case
+from .case import Case, Unavailable
 from .gpu_timing import Budget, GpuContext, run_case
 from .records import Record, merge
 
@@ -28,12 +33,35 @@ ROUNDS, QUICK_ROUNDS = 25, 7
 
 def cases(quick: bool) -> list[Case]:
     """All cases, those that say most first: minutes may run out."""
-    from . import gpu_fused, gpu_gemm
+    from . import gpu_collectives as collectives
+    from . import gpu_fused, gpu_gemm, gpu_overhead
 
-    first = [*gpu_gemm.cases(["bf16"], quick), *gpu_fused.flag_cases(quick), *gpu_fused.rank_cases(2, quick)]
+    fused = [*gpu_gemm.cases(["bf16"], quick), *gpu_fused.flag_cases(quick), *gpu_fused.rank_cases(2, quick)]
+    kb, mb = collectives.KB, collectives.MB
     if quick:
-        return first
-    return [*first, *gpu_fused.rank_cases(4, quick), *gpu_gemm.cases(["fp16", "fp8"], quick)]
+        return [
+            *collectives.latency_cases(2, [8 * kb]),
+            *collectives.exchange_cases(2, [8 * kb, 64 * mb]),
+            *collectives.norm_cases(2, [128]),
+            *gpu_overhead.cases(),
+            *fused,
+        ]
+    small, large = (
+        [n for n in collectives.SIZES if (n >= collectives.LARGE) == is_large] for is_large in (False, True)
+    )
+    return [
+        *collectives.latency_cases(2),
+        *collectives.exchange_cases(2, large),
+        *collectives.norm_cases(2),
+        *gpu_overhead.cases(),
+        *fused,
+        *collectives.exchange_cases(2, small),
+        *gpu_fused.rank_cases(4, quick),
+        *collectives.latency_cases(4),
+        *collectives.exchange_cases(4),
+        *collectives.norm_cases(4),
+        *gpu_gemm.cases(["fp16", "fp8"], quick),
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +86,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see fused_tp.transport.local; before CUDA starts
+    os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not take all the minutes
     problem = obstacle()
     if problem:
         return _refuse(problem)
@@ -103,6 +132,8 @@ def run_all(
         try:
             measure(case)
             say(f"{budget.spent():6.1f} s  {case.name}")
+        except Unavailable as error:
+            skipped.append(f"{case.name}: {error}.")
         except Exception as error:  # one that fails must not take the others' minutes with it
             traceback.print_exc()
             text = f"{case.name} failed. {type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from fused_tp.transport.local import LocalRank, run_local
 
 from .case import OURS, Case, Contestant, Rival
-from .gpu_ranks import RankMemory, meet, normal, prepare, set_flags
+from .gpu_ranks import RankMemory, each, meet, normal, prepare, set_flags
 from .gpu_timing import GpuContext, assert_near, checked_rows
 from .ratios import SPEEDUP, TIME_RATIO
 
@@ -290,15 +290,6 @@ def flag_contestants(
         return counted(run_set, None, "")
 
     return {OURS: ours, "torch.mm": mm, ALONE: alone}
-
-
-def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
-    """step(rank) in the stream of each rank."""
-    results = []
-    for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            results.append(step(rank))
-    return results
 
 
 def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, note: str) -> Contestant:

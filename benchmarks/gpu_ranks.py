@@ -68,6 +68,15 @@ def set_flags(workspace: Any) -> None:
         words[begin : begin + count].view(torch.int64).fill_(ALWAYS)
 
 
+def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
+    """step(rank) in the stream of each rank."""
+    results = []
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            results.append(step(rank))
+    return results
+
+
 def meet(streams: Sequence[torch.cuda.Stream]) -> None:
     """Each stream goes on once all have come here."""
     events = [stream.record_event() for stream in streams]

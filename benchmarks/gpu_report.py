@@ -20,16 +20,22 @@ from .suite import records_of
 
 
 def gpu_records(case: Case, times: Times, machine: Machine, found: Mapping[str, str]) -> list[Record]:
-    """The records of a case; notes begin with the rate of what was multiplied, by all ranks together."""
-    p = case.parameters
-    world_size = int(p.get("world_size", 1))
-    flops = 2.0 * p["m"] * p["n"] * p["k"] * world_size
+    """The records of a case; notes begin with the rate of what was multiplied or moved, by all ranks together."""
+    world_size = int(case.parameters.get("world_size", 1))
     records = []
     for record in records_of(case, [times], world_size):
-        rate = f"{flops / record.ms.median / 1e9:.0f} TFLOP/s"
+        rate = _rate(case.parameters, world_size, record.ms.median)
         note = f"{rate}; {record.note}" if record.note else rate
         records.append(replace(record, machine=machine, versions=dict(found), note=note))
     return records
+
+
+def _rate(p: Mapping[str, Any], world_size: int, ms: float) -> str:
+    if "traffic" in p:
+        return f"{p['traffic'] / ms / 1e6:.0f} GB/s"
+    if "m" in p:
+        return f"{2.0 * p['m'] * p['n'] * p['k'] * world_size / ms / 1e9:.0f} TFLOP/s"
+    return f"{1e3 * ms:.2f} us"
 
 
 def gpu_machine(device: torch.device) -> Machine:
@@ -105,7 +111,8 @@ def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: fl
     lines += [
         "",
         "`time ratio`: time of fused_tp over that of the other; `speedup`: the other's over fused_tp's. Medians of",
-        "paired ratios, quartiles in brackets. Rates count the multiplications of all ranks together.",
+        "paired ratios, quartiles in brackets. `microseconds`: fused_tp's own, beside what the other takes. Rates",
+        "count the multiplications of all ranks together, or the bytes that they read and write at least.",
         "",
         f"| {' | '.join(HEADER)} |",
         "|---|---|--:|--:|---|---|---|---|",

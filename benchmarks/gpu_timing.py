@@ -69,6 +69,14 @@ class GpuContext:
         return torch.cuda.get_device_properties(self.device)
 
     @property
+    def arch(self) -> int:
+        """As in sm_90."""
+        return 10 * int(self.properties.major) + int(self.properties.minor)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @property
     def sms(self) -> int:
         return int(self.properties.multi_processor_count)
 
@@ -90,6 +98,19 @@ class GpuContext:
     @cached_property
     def gate(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device, priority=-1)
+
+
+@dataclass
+class TimedContestant(Contestant):
+    """One that is timed otherwise than call by call on the GPU.
+
+    Attributes:
+        repeats: how often run() does what one time is to be of.
+        on_host: what counts is how long the host is busy; run() must leave room in the queues of the streams.
+    """
+
+    repeats: int = 1
+    on_host: bool = False
 
 
 class Stopwatch:
@@ -145,14 +166,40 @@ def run_case(context: GpuContext, case: Case) -> Times:
     _check(case, contestants)
     stopwatch = Stopwatch(context, context.streams(case.parameters.get("world_size", 1)))
     calls = {}
+    timed = {}
     for name, contestant in contestants.items():
-        estimate = min(stopwatch.seconds(contestant.run, 1) for _ in range(3))
+        repeats, on_host = _how(contestant)
+        measure = host_seconds if on_host else stopwatch.seconds
+        estimate = min(measure(contestant.run, 1) for _ in range(3))
         calls[name] = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
-        stopwatch.seconds(contestant.run, calls[name])
-    timed = {name: partial(stopwatch.seconds, contestant.run, calls[name]) for name, contestant in contestants.items()}
+        timed[name] = partial(_seconds_of_one, measure, contestant.run, calls[name], repeats)
+        timed[name]()
     seconds = race(timed, context.rounds, lambda: context.budget.left() > 0)
     _check(case, contestants)
+    calls = {name: count * _how(contestants[name])[0] for name, count in calls.items()}
     return Times(seconds, calls, {name: contestant.note for name, contestant in contestants.items()}, skipped)
+
+
+def _how(contestant: Contestant) -> tuple[int, bool]:
+    """Its repeats, and whether the host is timed."""
+    return (contestant.repeats, contestant.on_host) if isinstance(contestant, TimedContestant) else (1, False)
+
+
+def _seconds_of_one(
+    measure: Callable[[Callable[[], object], int], float], run: Callable[[], object], calls: int, repeats: int
+) -> float:
+    return measure(run, calls) / repeats
+
+
+def host_seconds(run: Callable[[], object], calls: int) -> float:
+    """Seconds that the host takes for one of `calls` calls of run(); what these queue runs meanwhile."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        run()
+    seconds = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return seconds / calls
 
 
 def race(

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu, gpu_report, gpu_timing
+from benchmarks import gpu, gpu_collectives, gpu_overhead, gpu_report, gpu_timing
 from benchmarks.case import OURS, Case, Rival
 from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows, race
 from benchmarks.race import Times
-from benchmarks.ratios import SPEEDUP, TIME_RATIO
+from benchmarks.ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
 from benchmarks.records import Machine, Record, read
 from tests.kernels.ranks import interpreted_ranks
 
@@ -160,7 +160,19 @@ def test_cases_have_names_of_their_own_and_the_sizes_that_have_bars() -> None:
     for size in (4096, 8192):
         assert bars[f"alone/bf16/{size}x{size}x{size}"] == {0.90}
     assert all(bars[name] == {1.10, 1.0} for name in names if name.startswith("ranks/bf16/two-shot/"))
-    assert all(one.parameters["n"] % 128 == one.parameters["k"] % 128 == 0 for one in cases)
+    matmuls = [one.parameters for one in cases if "k" in one.parameters]
+    assert matmuls and all(p["n"] % 128 == p["k"] % 128 == 0 for p in matmuls)
+    assert bars["latency/one-shot/W=2/8KB"] == {12.0} and bars["latency/one-shot/W=4/8KB"] == set()
+    for op in ("two-shot", "reduce-scatter", "all-gather", "all-to-all"):
+        for what, bar in (("64MB", {0.8}), ("256MB", {0.8}), ("4MB", set()), ("1KB", set())):
+            assert bars[f"exchange/{op}/W=2/{what}"] == bars[f"exchange/{op}/W=4/{what}"] == bar
+    assert bars["norm/bf16/W=2/128x8192"] == {0.6} and bars["norm/bf16/W=2/4096x8192"] == set()
+
+
+def test_all_cases_fit_the_minutes() -> None:
+    assert sum(one.seconds for one in gpu.cases(quick=False)) < 60 * gpu.MINUTES
+    first = [one.name.split("/")[0] for one in gpu.cases(quick=False)]
+    assert first[0] == "latency" and first.index("exchange") < first.index("alone") < first.index("flags")
 
 
 @NO_GPU
@@ -284,6 +296,141 @@ def matmul_case(_group: dist.ProcessGroup, dtype: str) -> list[str]:
 def test_matmul_cases(dtype: str) -> None:
     (names,) = interpreted_ranks(1, matmul_case, dtype)
     assert names[:2] == [OURS, "torch.mm"] and len(names) == 3 and names[2].startswith("config 32x32x32")
+
+
+# -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------
+
+
+class Graph:
+    """Runs what is captured as it comes, and notes replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuContext]:
+    from fused_tp.transport import native_kernels
+    from tests.native_build import cpu_device_library
+
+    native_kernels.use_library(cpu_device_library())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext())
+    try:
+        with pretended_gpu() as context:
+            yield context
+    finally:
+        native_kernels.use_library(None)
+
+
+@pytest.mark.parametrize("op", gpu_collectives.EXCHANGES)
+@pytest.mark.parametrize("nbytes", [1 << 10, 24 << 10])
+def test_exchange_cases(native: GpuContext, op: str, nbytes: int) -> None:
+    moved = gpu_collectives.traffic(op, nbytes, 1)
+    parameters = {"op": op, "nbytes": nbytes, "world_size": 1, "traffic": moved}
+    times = gpu_timing.run_case(native, Case("tiny", gpu_collectives.exchange_contestants, parameters))
+    assert list(times.seconds) == [OURS, "device copy"] and not times.skipped
+    assert all(len(of_one) == 2 for of_one in times.seconds.values())
+
+
+def test_latency_cases(native: GpuContext) -> None:
+    parameters = {"op": "one-shot", "nbytes": 8 << 10, "world_size": 1}
+    times = gpu_timing.run_case(native, Case("tiny", latency_without_check, parameters))
+    # The pretended events are 1 ms apart.
+    assert times.seconds[OURS] == [1e-3 / (times.calls[OURS] or 1)] * 2
+    assert times.calls[OURS] % gpu_collectives.LATENCY_CALLS == 0
+
+
+def latency_without_check(context: GpuContext, **parameters: Any) -> dict[str, Any]:
+    """A replay computes nothing here."""
+    makers = gpu_collectives.latency_contestants(context, **parameters)
+    return {name: lambda maker=maker: replace(maker(), check=None) for name, maker in makers.items()}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_norm_cases(native: GpuContext, rows: int, fp8: bool) -> None:
+    parameters = {"rows": rows, "columns": 8192, "fp8": fp8, "world_size": 1}
+    times = gpu_timing.run_case(native, Case("tiny", gpu_collectives.norm_contestants, parameters))
+    assert list(times.seconds) == [OURS, "steps apart"]
+    assert times.notes[OURS] == ("one_shot" if rows == 3 else "two_shot")
+
+
+def test_overhead_cases(native: GpuContext) -> None:
+    op, collective = gpu_overhead.cases()
+    times = gpu_timing.run_case(native, op)
+    assert list(times.seconds) == [OURS, "torch's linear"] and times.calls[OURS] % 100 == 0
+    assert all(1e-7 < second < 1e-2 for second in times.seconds[OURS])
+    alone = replace(collective, parameters={**collective.parameters, "world_size": 1})
+    times = gpu_timing.run_case(native, alone)
+    assert list(times.seconds) == [OURS, "torch.add", "in a graph"]
+    assert min(times.seconds["in a graph"]) < min(times.seconds[OURS])
+
+
+@pytest.mark.parametrize("op", gpu_collectives.EXCHANGES)
+def test_wrong_sums_and_lost_bytes_are_noticed(native: GpuContext, op: str) -> None:
+    exchange = gpu_collectives.Exchange(native, op, 1 << 12, 2)
+    first, second = exchange.inputs[0]
+    if op == "all-gather":
+        results = [torch.cat([first, second])] * 2
+    elif op == "all-to-all":
+        results = list(torch.cat([first, second], 1).chunk(2, 2))
+    else:
+        total = (first.double() + second.double()).bfloat16()
+        results = [total] * 2 if exchange.is_all_reduce else list(total.chunk(2))
+    exchange.check(results)
+    other = results[1].clone().flatten()
+    other.view(torch.int16)[5] ^= 1  # the last bit of one number, which no tolerance for sums would notice
+    if op != "reduce-scatter":
+        with pytest.raises(AssertionError, match=r"different bits|did not get what"):
+            exchange.check([results[0], other.view(results[1].shape)])
+    for wrong in ([results[0] * 1.5, results[1]], [results[0], results[1] * torch.nan]):
+        with pytest.raises(AssertionError):
+            exchange.check(wrong)
+
+
+def test_bytes_that_must_be_moved() -> None:
+    """One rank reads and writes; two ranks of 4 bytes by hand; each more rank adds a share sent and one received."""
+    for op in gpu_collectives.EXCHANGES:
+        assert gpu_collectives.traffic(op, 1000, 1) == 2000
+    # one-shot, of each: read 4 + 4, write 4 + 4. two-shot: 4 + 2 + 2 and 2 + 4 + 2. reduce-scatter: 4 + 2 and 2 + 2.
+    by_hand = {"one-shot": 16, "two-shot": 16, "reduce-scatter": 10, "all-gather": 10, "all-to-all": 12}
+    for op, nbytes in by_hand.items():
+        assert gpu_collectives.traffic(op, 4, 2) == 2 * nbytes
+    assert gpu_collectives.traffic("two-shot", 4096, 4) == 4 * (2 * 4096 + 4 * 3 * 1024)
+
+
+def run_on(context: GpuContext, one: Case) -> None:
+    gpu_timing.run_case(context, one)
+
+
+def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1, "traffic": 1 << 11}
+    monkeypatch.setattr(gpu_collectives, "no_native_kernels", lambda arch: "they were not built")
+    one = Case("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
+    with pretended_gpu() as context:
+        skipped = gpu.run_all([one], context.budget, lambda case: run_on(context, case))
+    assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]
+    assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
+
+
+def test_rates_of_what_moves_and_of_what_is_short() -> None:
+    rate = gpu_report._rate
+    assert rate({"traffic": 10**9}, 2, 1.0) == "1000 GB/s"
+    assert rate({"m": 1000, "n": 1000, "k": 500}, 2, 1.0) == "2 TFLOP/s"
+    assert rate({"nbytes": 8192}, 2, 0.0115) == "11.50 us"
+
+
+def test_microseconds_are_those_of_fused_tp() -> None:
+    rivals = {"copy": Rival(MICROSECONDS, 12.0)}
+    one = Case("latency/one-shot", lambda *_, **__: {}, {"world_size": 2}, rivals)
+    seconds = {OURS: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
+    times = Times(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
+    records = gpu_report.gpu_records(one, times, MACHINE, {"torch": "2"})
+    assert "| microseconds 11.000 [10.500, 12.000] | <= 12 | yes |" in gpu_report.markdown(records)
 
 
 def gpu_test_case(_group: dist.ProcessGroup, file: str, function: str, world_size: int, *args: Any) -> None:

@@ -1,0 +1,401 @@
+"""The device kernels of csrc/cuda on ranks that share one GPU: bandwidth, latency in CUDA graphs, norms behind sums.
+
+`exchange`: all-reduce, reduce-scatter, all-gather and all-to-all against copies within the GPU of as many bytes. What
+counts is what an algorithm cannot do without, read and written by all ranks: on one GPU every peer's memory is its own,
+so a byte sent is one read and one written. The copies run on the ranks' streams beside each other, as the kernels do.
+Inputs take turns, so that L2 does not hold them; the slots that ranks send through are the same in every other call.
+
+`latency`: 20 calls in a CUDA graph. Each rank has a graph and a stream of its own, as ranks on GPUs of their own have:
+branches of one graph need not run at once, and then a rank would wait for one that waits for it.
+
+`norm`: all-reduce, residual and RMS norm in one launch against three.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_tp.transport.local import LocalRank, run_local
+from fused_tp.transport.native_kernels import no_native_kernels
+
+from .case import OURS, Case, Contestant, Rival, Unavailable
+from .gpu_ranks import each, normal
+from .gpu_timing import GpuContext, TimedContestant, assert_near
+from .ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
+
+KB, MB = 1 << 10, 1 << 20
+DTYPE = torch.bfloat16
+COPY = "device copy"
+APART = "steps apart"
+HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
+
+EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
+SIZES = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB, 64 * MB, 256 * MB)
+LARGE = 64 * MB
+LARGEST_ONE_SHOT = 4 * MB  # beyond it nobody would: its bytes grow with the number of ranks
+LATENCY_CALLS = 20
+LATENCY_BAR = 12.0  # microseconds, of 8 KB over 2 ranks
+EPS = 1e-6
+COLUMNS = 8192
+# At 4096 rows both sides mostly move bytes, and fusing saves under a third of them: the bar is for what comes before.
+NORM_ROWS = (16, 128, 1024, 4096)
+NORM_BAR, LAST_ROWS_OF_BAR = 0.6, 1024
+ONE_SHOT_NORM_BYTES = 512 * KB
+FP8_TOLERANCE = 0.04  # by norm; e4m3 rounds to 3 bits
+
+
+def traffic(op: str, nbytes: int, world_size: int) -> int:
+    """Bytes that all ranks together read and write at least, for `nbytes` summed, gathered or exchanged by each rank.
+
+    Of each rank, with s = nbytes / W, its share (own data is read once, and what a rank sends to itself not at all):
+        one-shot: reads its data and W - 1 slots, writes W - 1 slots at its peers and the result.
+        two-shot: reads its data, W - 1 shares to add and W - 1 sums; writes W - 1 shares, the sum of its own share to
+            all ranks, and W - 1 sums.
+        reduce-scatter: reads its data and W - 1 shares to add; writes W - 1 shares and its sum.
+        all-gather: reads its share and W - 1 slots; writes its share to all ranks, and W - 1 shares out of slots.
+        all-to-all: reads its data and W - 1 slots; writes all its shares, and W - 1 out of slots.
+    """
+    peers, share = world_size - 1, nbytes // world_size
+    reads, writes = {
+        "one-shot": (nbytes + peers * nbytes, peers * nbytes + nbytes),
+        "two-shot": (nbytes + 2 * peers * share, peers * share + world_size * share + peers * share),
+        "reduce-scatter": (nbytes + peers * share, peers * share + share),
+        "all-gather": (share + peers * share, world_size * share + peers * share),
+        "all-to-all": (nbytes + peers * share, world_size * share + peers * share),
+    }[op]
+    return world_size * (reads + writes)
+
+
+def exchange_cases(world_size: int, sizes: Sequence[int] = SIZES) -> Iterator[Case]:
+    for nbytes, op in itertools.product(sizes, EXCHANGES):
+        if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
+            continue
+        moved = traffic(op, nbytes, world_size)
+        parameters = {"op": op, "nbytes": nbytes, "world_size": world_size, "traffic": moved}
+        rivals = {COPY: Rival(SPEEDUP, 0.8) if nbytes >= LARGE else Rival(SPEEDUP)}
+        seconds = 2.5 if nbytes >= LARGE else 1.0
+        yield Case(f"exchange/{op}/W={world_size}/{size(nbytes)}", exchange_contestants, parameters, rivals, seconds)
+
+
+def latency_cases(world_size: int, sizes: Sequence[int] = (1 * KB, 8 * KB, 64 * KB)) -> Iterator[Case]:
+    for nbytes in sizes:
+        judged = nbytes == 8 * KB and world_size == 2
+        parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
+        rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR) if judged else Rival(MICROSECONDS)}
+        yield Case(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
+
+
+def norm_cases(world_size: int, rows: Sequence[int] = NORM_ROWS) -> Iterator[Case]:
+    for fp8, m in itertools.product((False, True), rows):
+        judged = not fp8 and m <= LAST_ROWS_OF_BAR
+        rivals = {APART: Rival(TIME_RATIO, NORM_BAR) if judged else Rival(TIME_RATIO)}
+        parameters = {"rows": m, "columns": COLUMNS, "fp8": fp8, "world_size": world_size}
+        name = f"norm/{'fp8' if fp8 else 'bf16'}/W={world_size}/{m}x{COLUMNS}"
+        yield Case(name, norm_contestants, parameters, rivals, 1.5)
+
+
+def size(nbytes: int) -> str:
+    """As 64KB."""
+    return f"{nbytes // MB}MB" if nbytes >= MB else f"{nbytes // KB}KB"
+
+
+# One call of a rank: (its collectives, number of a set of inputs) to what comes out.
+Call = Callable[[Any, int, int], Any]
+
+
+class Alone:
+    """In the place of a rank's `DeviceCollectives`: results of the right shapes, in which nothing stands."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def all_reduce(self, x: Tensor, algorithm: str, out: Tensor | None = None) -> Tensor:
+        return torch.empty_like(x) if out is None else out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x) // self._world_size)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x) * self._world_size)
+
+    def sequence_to_heads(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, algorithm: str, fp8: Tensor | None
+    ) -> tuple[Tensor, Tensor, None]:
+        dtype = x.dtype if fp8 is None else torch.float8_e4m3fn
+        return torch.empty_like(x, dtype=dtype), torch.empty_like(x), None
+
+
+class Ranks:
+    """The `DeviceCollectives` of ranks on one GPU: made by threads, then driven from one.
+
+    Args:
+        call: of a rank, `call(collectives, rank, set)`. Loading a kernel and taking memory from the device may wait for
+            kernels that run, and these for other ranks: so all of a call but its collectives is rehearsed first, one
+            rank after the other, and then all ranks do it twice together.
+    """
+
+    def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
+        reason = no_native_kernels(context.arch)
+        if reason is not None:
+            raise Unavailable(f"it needs the library of device kernels, and {reason} ({HOW_TO_BUILD})")
+        self.context, self.world_size, self.call = context, world_size, call
+        self.streams = context.streams(world_size)
+        alone = Alone(world_size)
+
+        def rehearse(rank: int) -> None:
+            kept = [call(alone, rank, 0) for _ in range(2)]  # two results at once: later ones overlap
+            del kept
+
+        def prepare(rank: LocalRank) -> Any:
+            from fused_tp.transport.device_collectives import DeviceCollectives
+
+            collectives = DeviceCollectives(rank)
+            with rank.in_turn():
+                rehearse(rank.rank)
+            for _ in range(2):
+                call(collectives, rank.rank, 0)
+                rank.synchronize()
+            return collectives
+
+        context.synchronize()
+        self.collectives = run_local(world_size, prepare, device=context.device, timeout=60)
+        each(self.streams, rehearse)
+        context.synchronize()
+
+    def run_set(self, number: int) -> list[Any]:
+        """One call of every rank, in its stream."""
+        return each(self.streams, lambda rank: self.call(self.collectives[rank], rank, number))
+
+    def graphs(self, calls: int) -> Callable[[], object]:
+        """Replays a graph of so many calls for each rank, in its stream."""
+        graphs = []
+        for rank, stream in enumerate(self.streams):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for number in range(calls):
+                    self.call(self.collectives[rank], rank, number)
+            graphs.append(graph)
+        return lambda: each(self.streams, lambda rank: graphs[rank].replay())
+
+    def raise_if_expired(self) -> None:
+        self.context.synchronize()
+        for collectives in self.collectives:
+            collectives.raise_if_expired()
+
+
+@dataclass
+class Exchange:
+    """The inputs and results of one op over W ranks, in several sets, none of which L2 still holds at its turn."""
+
+    context: GpuContext
+    op: str
+    nbytes: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        sets = range(self.context.input_sets(2 * self.nbytes * self.world_size))
+        self.inputs = [[self._input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
+        self.outs = [[torch.empty_like(x) for x in inputs] for inputs in self.inputs] if self.is_all_reduce else []
+
+    @property
+    def is_all_reduce(self) -> bool:
+        return self.op in ("one-shot", "two-shot")
+
+    @cached_property
+    def count(self) -> int:
+        return self.nbytes // DTYPE.itemsize
+
+    def _input(self, seed: int) -> Tensor:
+        if self.op == "all-to-all":  # Ulysses: [batch, sequence / W, heads, head_dim]
+            head_dim = 128
+            heads = self.world_size * min(8, max(1, self.count // (head_dim * self.world_size)))
+            shape: tuple[int, ...] = (1, self.count // (heads * head_dim), heads, head_dim)
+        else:
+            shape = (self.count // self.world_size if self.op == "all-gather" else self.count,)
+        return normal(*shape, dtype=DTYPE, device=self.context.device, seed=seed)
+
+    def call(self, collectives: Any, rank: int, number: int) -> Tensor:
+        number %= len(self.inputs)
+        x = self.inputs[number][rank]
+        if self.is_all_reduce:
+            out: Tensor = collectives.all_reduce(x, self.op.replace("-", "_"), out=self.outs[number][rank])
+            return out
+        run = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "sequence_to_heads"}
+        result: Tensor = getattr(collectives, run[self.op])(x)
+        return result
+
+    def check(self, results: Sequence[Tensor]) -> None:
+        """Those of the first set: sums against fp64, and the same bits everywhere; moved bytes exactly."""
+        terms = self.inputs[0]
+        if self.op == "all-gather":
+            expected = [torch.cat(terms)] * self.world_size
+        elif self.op == "all-to-all":
+            expected = list(torch.cat(terms, 1).chunk(self.world_size, 2))
+        else:
+            for rank, result in enumerate(results):
+                part = slice(None) if self.is_all_reduce else self._rows(rank)
+                total = torch.zeros((), dtype=torch.float64, device=result.device)
+                for term in terms:
+                    total = total + term[part].double()
+                assert_near(result, total, f"the result of rank {rank}")
+            if self.is_all_reduce:
+                assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
+            return
+        for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            assert torch.equal(result, wanted), f"rank {rank} did not get what its peers sent"
+
+    def _rows(self, rank: int) -> slice:
+        share = self.count // self.world_size
+        return slice(rank * share, (rank + 1) * share)
+
+
+def exchange_contestants(
+    context: GpuContext, op: str, nbytes: int, world_size: int, traffic: int
+) -> dict[str, Callable[[], Contestant]]:
+    exchange = Exchange(context, op, nbytes, world_size)
+    ranks = Ranks(context, world_size, exchange.call)
+
+    def ours() -> Contestant:
+        turn = itertools.count()
+        return Contestant(lambda: ranks.run_set(next(turn)), lambda: checked(ranks, exchange))
+
+    return {OURS: ours, COPY: lambda: copies(context, traffic, world_size)}
+
+
+def latency_contestants(
+    context: GpuContext, op: str, nbytes: int, world_size: int
+) -> dict[str, Callable[[], Contestant]]:
+    exchange = Exchange(context, op, nbytes, world_size)
+    ranks = Ranks(context, world_size, exchange.call)
+
+    def ours() -> Contestant:
+        replay = ranks.graphs(LATENCY_CALLS)
+
+        def check() -> None:
+            for out in exchange.outs[0]:
+                out.fill_(torch.nan)
+            replay()
+            ranks.raise_if_expired()
+            exchange.check(exchange.outs[0])
+
+        return TimedContestant(replay, check, "in a graph", repeats=LATENCY_CALLS)
+
+    def copy() -> Contestant:
+        graphs = []
+        for stream, x in zip(ranks.streams, exchange.inputs[0], strict=True):
+            graph, target = torch.cuda.CUDAGraph(), torch.empty_like(x)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(LATENCY_CALLS):
+                    target.copy_(x)
+            graphs.append((graph, target))
+
+        def replay() -> None:
+            each(ranks.streams, lambda rank: graphs[rank][0].replay())
+
+        return TimedContestant(replay, None, "of the data of each rank, in a graph", repeats=LATENCY_CALLS)
+
+    return {OURS: ours, COPY: copy}
+
+
+def checked(ranks: Ranks, exchange: Exchange) -> None:
+    results = ranks.run_set(0)
+    ranks.raise_if_expired()
+    exchange.check(results)
+
+
+def copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
+    """Copies that read and write `nbytes` together, one in each rank's stream."""
+    each_has = max(1, nbytes // 2 // world_size)
+    streams = context.streams(world_size)
+    sets = range(context.input_sets(nbytes))
+    sources = [
+        [torch.zeros(each_has, dtype=torch.uint8, device=context.device).random_() for _ in streams] for _ in sets
+    ]
+    targets = [[torch.empty_like(source) for source in one] for one in sources]
+    turn = itertools.count()
+
+    def run() -> None:
+        number = next(turn) % len(sources)
+        each(streams, lambda rank: targets[number][rank].copy_(sources[number][rank]))
+
+    return Contestant(run)
+
+
+# -- all-reduce, residual, RMS norm ------------------------------------------------------------------------------------
+
+
+class Norm:
+    """Inputs of the fused norm and of its steps apart."""
+
+    def __init__(self, context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int) -> None:
+        def random(*shape: int, seed: int) -> Tensor:
+            return normal(*shape, dtype=DTYPE, device=context.device, seed=seed)
+
+        nbytes = rows * columns * DTYPE.itemsize
+        self.algorithm = "one_shot" if nbytes <= ONE_SHOT_NORM_BYTES else "two_shot"
+        sets = range(context.input_sets(4 * nbytes * world_size))
+        self.partials = [[random(rows, columns, seed=100 * number + r) for r in range(world_size)] for number in sets]
+        self.residuals = [random(rows, columns, seed=7000 + number) for number in sets]
+        self.weight = random(columns, seed=9)
+        self.scale = torch.full((1,), 0.01, device=context.device) if fp8 else None
+
+    def fused(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
+        number %= len(self.partials)
+        normed, new_residual, _ = collectives.all_reduce_rms_norm(
+            self.partials[number][rank], self.residuals[number], self.weight, EPS, self.algorithm, self.scale
+        )
+        return normed, new_residual
+
+    def apart(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
+        number %= len(self.partials)
+        total = collectives.all_reduce(self.partials[number][rank], self.algorithm)
+        new_residual = total.add_(self.residuals[number])
+        normed = F.rms_norm(new_residual, self.weight.shape, self.weight, EPS)
+        if self.scale is not None:
+            normed = (normed / self.scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        return normed, new_residual
+
+    def check(self, results: Sequence[tuple[Tensor, Tensor]]) -> None:
+        total = self.residuals[0].double()
+        for partial in self.partials[0]:
+            total = total + partial.double()
+        expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * self.weight.double()
+        for rank, (normed, new_residual) in enumerate(results):
+            assert_near(new_residual, total, f"the residual of rank {rank}")
+            if self.scale is None:
+                assert_near(normed, expected, f"the norm of rank {rank}")
+            else:
+                wanted = (expected / self.scale.double()).clamp(-448, 448)
+                error = float((normed.double() - wanted).norm() / wanted.norm())
+                assert error <= FP8_TOLERANCE, f"the fp8 norm of rank {rank} is off by {error:.3g} of its norm"
+
+
+def norm_contestants(
+    context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int
+) -> dict[str, Callable[[], Contestant]]:
+    norm = Norm(context, rows, columns, fp8, world_size)
+
+    def contestant(call: Call, note: str) -> Contestant:
+        ranks = Ranks(context, world_size, call)
+        turn = itertools.count()
+
+        def check() -> None:
+            results = ranks.run_set(0)
+            ranks.raise_if_expired()
+            norm.check(results)
+
+        return Contestant(lambda: ranks.run_set(next(turn)), check, note)
+
+    steps = "all-reduce, add, norm" + (", division and conversion to fp8" if fp8 else "")
+    return {OURS: lambda: contestant(norm.fused, norm.algorithm), APART: lambda: contestant(norm.apart, steps)}
