@@ -1,0 +1,300 @@
+#include "copy_engine/keeper.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace fused_tp::copy_engine {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr microseconds kIdleLook{50'000};
+constexpr microseconds kLook{10'000};
+constexpr microseconds kRescueLook{300};
+constexpr int64_t kReadGatesNs = 100'000'000;
+// A peer that has ended leaves nothing behind that is still to come, but what it has sent may be on its way.
+constexpr int64_t kLostNs = 100'000'000;
+constexpr size_t kNanBytes = 256 * 1024;
+constexpr double kSettleSeconds = 1;
+constexpr std::chrono::seconds kCloseSeconds{5};
+
+const char* name_of(uint64_t call) {
+  static const char* const kNames[] = {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+                                       "a movement"};
+  return kNames[std::min<uint64_t>(call % 8, 4)];
+}
+
+std::string named(const std::vector<int>& ranks) {
+  std::string text = ranks.size() > 1 ? "ranks " : "rank ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string seconds_text(int64_t ns) {
+  std::string text = std::to_string(ns / 100'000'000);  // tenths
+  text.insert(0, text.size() < 2 ? 2 - text.size() : 0, '0');
+  return text.insert(text.size() - 1, ".");
+}
+
+}  // namespace
+
+Keeper::Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
+               std::vector<DeviceAddress> addresses, std::vector<Stream> sides)
+    : driver_(std::move(driver)),
+      device_(device),
+      protocol_(protocol),
+      addresses_(std::move(addresses)),
+      sides_(std::move(sides)),
+      ones_(8 * static_cast<size_t>(progress_words(protocol.layout().world()))),
+      closed_(ones_ + 8 * static_cast<size_t>(protocol.layout().flags())),
+      gates_(closed_ + 8),
+      nan_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_ + 16)))),
+      pinned_(driver_, device, nan_ + kNanBytes),
+      rescue_(driver_, device, true),
+      deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
+      forks_(driver::count_forks()),
+      lost_(static_cast<size_t>(protocol.layout().world())) {
+  char* data = static_cast<char*>(pinned_.data());
+  auto* words = reinterpret_cast<uint64_t*>(data);
+  std::fill_n(words + ones_ / 8, protocol_.layout().flags(), kOpen);
+  words[closed_ / 8] = closed_by(protocol_.rank());
+  std::memset(data + nan_, 0xFF, kNanBytes);
+  thread_ = std::thread([this] { run(); });
+}
+
+Keeper::~Keeper() {
+  if (driver::count_forks() != forks_) {  // the thread is not of this process
+    thread_.detach();
+    return;
+  }
+  try {
+    Driver::Device guard(*driver_, device_);
+    const auto until = Clock::now() + kCloseSeconds;
+    while (under_way() && Clock::now() < until) {
+      // What is still under way nobody wants, and streams that wait for ever would hold up the whole device.
+      if (failure() == Failure::kNone) abort("it was closed while calls were under way");
+      std::this_thread::sleep_for(kRescueLook);
+    }
+  } catch (const std::exception&) {  // the device is gone; there is nothing left to wait for
+  }
+  stop();
+}
+
+void Keeper::stop() {
+  if (driver::count_forks() != forks_) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Keeper::expect(uint64_t passage, std::vector<Memory> results, bool captured) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (captured)
+    captured_[passage] = std::move(results);
+  else
+    passages_.push_back({passage, std::move(results)});
+}
+
+void Keeper::lose(int rank) {
+  lost_.at(static_cast<size_t>(rank)) = true;
+  changed_.notify_all();
+}
+
+void Keeper::abort(const std::string& why) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stopping_) return;
+  if (failure() == Failure::kNone && aborted_.empty()) aborted_ = why;
+  changed_.notify_all();
+  changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || stopping_; });
+}
+
+std::string Keeper::sentence() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return sentence_;
+}
+
+std::atomic<uint64_t>& Keeper::word(int number) const {
+  return static_cast<std::atomic<uint64_t>*>(pinned_.data())[number];
+}
+
+void Keeper::run() {
+  microseconds pause{0};
+  while (true) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, pause, [this] { return stopping_ || !aborted_.empty(); });
+      if (stopping_) return;
+    }
+    try {
+      Driver::Device guard(*driver_, device_);
+      driver_->ignore_captures();
+      pause = round();
+    } catch (const std::exception& error) {
+      if (failure() != Failure::kNone) return;  // an end of the process, or a device that is broken: nothing helps
+      std::lock_guard<std::mutex> lock(mutex_);
+      sentence_ = std::string("its streams can no longer be looked after: ") + error.what() + ".";
+      gates_closed_ = true;  // nobody is to wait for that
+      failure_.store(Failure::kAborted, std::memory_order_release);
+      changed_.notify_all();
+      return;
+    }
+  }
+}
+
+microseconds Keeper::round() {
+  std::string why;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    why = std::exchange(aborted_, {});
+  }
+  if (!why.empty() && failure() == Failure::kNone) fail(Failure::kAborted, why);
+  if (failure() == Failure::kNone) {
+    const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+    const microseconds pause = look(now);
+    if (failure() == Failure::kNone) return pause;
+  }
+  return rescue() ? kRescueLook : kLook;
+}
+
+microseconds Keeper::look(int64_t now_ns) {
+  const int world = protocol_.layout().world();
+  const auto timeout_ns = static_cast<int64_t>(std::min(timeout_seconds_.load(std::memory_order_relaxed), 9e9) * 1e9);
+  bool waits = false;
+  for (int number = 0; number < progress_words(world); ++number) {
+    const bool lost = number != kGateProgress && lost_[static_cast<size_t>((number - 1) % world)];
+    auto& deadline = deadlines_[static_cast<size_t>(number)];
+    const auto expired = deadline.poll(now_ns, word(number), lost ? std::min(timeout_ns, kLostNs) : timeout_ns);
+    waits = waits || deadline.inside();
+    if (!expired) continue;
+    fail(lost ? Failure::kLost : Failure::kTimeout, late(number, expired->op, expired->waited_ns, lost));
+    return kRescueLook;
+  }
+  forget_passed(word(kGateProgress).load(std::memory_order_acquire) & ~driver::GraphDeadline::kSeen);
+  if (waits) read_gates(now_ns);
+  return std::min(waits ? kLook : kIdleLook, microseconds(timeout_ns / 10'000));
+}
+
+// What has waited in vain, in a sentence: for whom else this rank waits in the same way, too.
+std::string Keeper::late(int number, uint64_t call, int64_t waited_ns, bool lost) const {
+  const int world = protocol_.layout().world();
+  const std::string own = "rank " + std::to_string(protocol_.rank());
+  const std::string in = " for " + seconds_text(waited_ns) + " s";
+  if (number == kGateProgress) return own + " was held up at the end of a call" + in + ".";
+  const int way = (number - 1) / world;
+  std::vector<int> peers;
+  for (int peer = 0; peer < world; ++peer) {
+    const int other = 1 + way * world + peer;
+    if (other == number || (!lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
+  }
+  std::string what = std::string(name_of(call)) + ", call " + std::to_string(call / 8) + ": " + own + " waited" + in;
+  if (way == static_cast<int>(Wait::kSend)) return what + " until " + named(peers) + " had taken what was sent before.";
+  return what + " for the data of " + named(peers) + ".";
+}
+
+// Whether others have given up; seen in the round after the next at the earliest, without waiting.
+void Keeper::read_gates(int64_t now_ns) {
+  if (!reading_gates_) {
+    if (now_ns - gates_read_ns_ < kReadGatesNs) return;
+    gates_read_ns_ = now_ns;
+    const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
+    driver_->copy(pinned(gates_), own + 8 * static_cast<size_t>(protocol_.layout().gate(0)), 16, rescue_.get());
+    reading_gates_ = true;
+    return;
+  }
+  if (!driver_->idle(rescue_.get())) return;
+  reading_gates_ = false;
+  const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_);
+  for (int which = 0; which < 2; ++which)
+    if (gates[which] > kOpen)
+      return fail(Failure::kTold, "rank " + std::to_string(gates[which] - closed_by(0)) + " told rank " +
+                                      std::to_string(protocol_.rank()) + " that it has given up.");
+}
+
+void Keeper::fail(Failure kind, const std::string& sentence) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sentence_ = sentence;
+  }
+  failure_.store(kind, std::memory_order_release);
+  Steps steps;
+  protocol_.close_all_gates(steps);
+  write(steps);
+  // Nothing may be forced before: what others take until then is right.
+  while (!settle()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_) return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    gates_closed_ = true;
+  }
+  changed_.notify_all();
+}
+
+bool Keeper::under_way() const {
+  for (int number = 0; number < progress_words(protocol_.layout().world()); ++number)
+    if (word(number).load(std::memory_order_acquire) % 2 == 1) return true;
+  return std::any_of(sides_.begin(), sides_.end(),
+                     [this](Stream side) { return !driver_->capturing(side) && !driver_->idle(side); });
+}
+
+// Lets the streams go on by one step. True while there is something to do.
+bool Keeper::rescue() {
+  if (!under_way()) return false;
+  const Layout& layout = protocol_.layout();
+  const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
+  // All of Protocol::force in one: the flags are side by side.
+  driver_->copy(own + 8 * static_cast<size_t>(layout.first_flag()), pinned(ones_),
+                8 * static_cast<size_t>(layout.flags()), rescue_.get());
+  const uint64_t progress = word(kGateProgress).load(std::memory_order_acquire) & ~driver::GraphDeadline::kSeen;
+  forget_passed(progress);
+  if (progress % 2 == 1) {
+    const int which = progress % 8 == at_gate(0, 0) ? 0 : 1;
+    Steps shut, open;
+    protocol_.shut_other(shut, which);
+    protocol_.let_through(open, which);
+    write(shut);
+    if (!settle()) return true;
+    if (which == 0)
+      for (const Memory& memory : results_of(progress / 8)) fill(memory);
+    if (!settle()) return true;
+    write(open);
+  }
+  settle();
+  return true;
+}
+
+// By copies from memory of the host: those go on where kernels find no room and streams are held up by others.
+void Keeper::write(const Steps& steps) {
+  for (const Step& step : steps)
+    driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),
+                  pinned(step.value == kOpen ? ones_ : closed_), 8, rescue_.get());
+}
+
+bool Keeper::settle() { return driver_->synchronize(rescue_.get(), kSettleSeconds); }
+
+void Keeper::fill(const Memory& memory) {
+  for (size_t start = 0; start < memory.bytes; start += kNanBytes)
+    driver_->copy(memory.address + start, pinned(nan_), std::min(kNanBytes, memory.bytes - start), rescue_.get());
+}
+
+void Keeper::forget_passed(uint64_t progress) {
+  const uint64_t first_held = progress / 8 + (progress % 2 == 0 ? 1 : 0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  while (!passages_.empty() && passages_.front().number < first_held) passages_.pop_front();
+}
+
+std::vector<Memory> Keeper::results_of(uint64_t passage) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto captured = captured_.find(passage);
+  if (captured != captured_.end()) return captured->second;
+  for (const Passage& one : passages_)
+    if (one.number == passage) return one.results;
+  return {};
+}
+
+}  // namespace fused_tp::copy_engine

@@ -1,0 +1,126 @@
+// Looks after the streams of a workspace: none waits for a peer beyond the deadline, and what such a wait was for
+// becomes NaN. A thread of its own, that knows nothing of Python.
+//
+// Not a driver::Watch: that goes by events, and whether a call that a CUDA graph replays is under way no event tells.
+// Streams write numbers into words of pinned memory instead, which reads alike for graphs and other calls.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy_engine/steps.h"
+#include "driver/deadlines.h"
+#include "driver/driver.h"
+#include "driver/watchdog.h"
+
+namespace fused_tp::copy_engine {
+
+using driver::DeviceAddress;
+using driver::Driver;
+using driver::Stream;
+
+struct Memory {
+  DeviceAddress address;
+  size_t bytes;
+};
+
+// kTold: another rank has given up and says so.
+enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kTold = 3, kAborted = 4 };
+
+// Calls by number, which name their op.
+enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kOther };
+constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
+
+class Keeper {
+ public:
+  // `addresses`: of the ranks' workspaces. `sides`: streams that are to go on too.
+  Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protocol, std::vector<DeviceAddress> addresses,
+         std::vector<Stream> sides);
+  ~Keeper();
+  Keeper(const Keeper&) = delete;
+  Keeper& operator=(const Keeper&) = delete;
+
+  // Where progress word `word` is for the device.
+  DeviceAddress progress(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
+
+  // From now on the longest wait.
+  void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
+  // Before the passage is enqueued: what becomes NaN if it may not pass. `captured`: it may come more than once.
+  void expect(uint64_t passage, std::vector<Memory> results, bool captured);
+
+  // That rank's process has ended: waits for it end soon, unless what they wait for has come.
+  void lose(int rank);
+  // Gives up, and makes the others.
+  void abort(const std::string& why);
+
+  // Of the first failure; the sentence names op, call and ranks.
+  Failure failure() const { return failure_.load(std::memory_order_acquire); }
+  std::string sentence() const;
+
+  // Ends the thread: nothing is looked after any more.
+  void stop();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void run();
+  // One round; how long until the next.
+  std::chrono::microseconds round();
+  std::chrono::microseconds look(int64_t now_ns);
+  void read_gates(int64_t now_ns);
+  void fail(Failure kind, const std::string& sentence);
+  bool rescue();
+  void write(const Steps& steps);
+  bool settle();
+  void fill(const Memory& memory);
+  void forget_passed(uint64_t progress);
+  std::vector<Memory> results_of(uint64_t passage) const;
+  bool under_way() const;
+  std::string late(int word, uint64_t call, int64_t waited_ns, bool lost) const;
+  std::atomic<uint64_t>& word(int number) const;
+  DeviceAddress pinned(size_t offset) const { return pinned_.device_address() + offset; }
+
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  Protocol protocol_;
+  std::vector<DeviceAddress> addresses_;
+  std::vector<Stream> sides_;
+  // Progress words; constants to copy to other memory: 1 for each flag, what closes a gate, 0xFF; gates as last read.
+  size_t ones_, closed_, gates_, nan_;
+  driver::PinnedMemory pinned_;
+  driver::OwnStream rescue_;
+  std::vector<driver::GraphDeadline> deadlines_;
+  bool reading_gates_ = false;
+  int64_t gates_read_ns_ = 0;
+  uint32_t forks_;
+
+  std::atomic<double> timeout_seconds_{600};
+  std::vector<std::atomic<bool>> lost_;  // by rank
+  std::atomic<Failure> failure_{Failure::kNone};
+
+  mutable std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::string sentence_;
+  std::string aborted_;        // why, asked for and not done yet
+  bool gates_closed_ = false;  // nobody takes anything of this rank's any more
+  bool stopping_ = false;
+  struct Passage {
+    uint64_t number;
+    std::vector<Memory> results;
+  };
+  std::deque<Passage> passages_;
+  std::map<uint64_t, std::vector<Memory>> captured_;
+
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace fused_tp::copy_engine

@@ -1,0 +1,176 @@
+#include "copy_engine/workspace.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace fused_tp::copy_engine {
+namespace {
+
+// More gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
+constexpr int kMostIn = 4;
+
+std::vector<std::unique_ptr<driver::OwnStream>> make_streams(const std::shared_ptr<const Driver>& driver, int device,
+                                                             int count) {
+  std::vector<std::unique_ptr<driver::OwnStream>> made;
+  for (int i = 0; i < count; ++i) made.push_back(std::make_unique<driver::OwnStream>(driver, device, true));
+  return made;
+}
+
+std::vector<Stream> handles(const driver::OwnStream& out, const std::vector<std::unique_ptr<driver::OwnStream>>& in) {
+  std::vector<Stream> all{out.get()};
+  for (const auto& stream : in) all.push_back(stream->get());
+  return all;
+}
+
+Place in_private(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
+
+void require_room(size_t bytes, int64_t room, const char* what) {
+  if (static_cast<int64_t>(bytes) > room)
+    throw std::invalid_argument(std::string(what) + " has " + std::to_string(bytes) +
+                                " bytes; the workspace has room for " + std::to_string(room));
+}
+
+}  // namespace
+
+Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
+                     int64_t gather_bytes, int64_t scatter_bytes)
+    : driver_(std::move(driver)),
+      protocol_(Layout(static_cast<int>(addresses.size()), gather_bytes, scatter_bytes), rank),
+      addresses_(std::move(addresses)),
+      events_(driver_, device),
+      out_(driver_, device, true),
+      in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
+      keeper_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
+  const driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
+  for (int word = 0; word < layout().words(); ++word)
+    static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
+  driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_.get());
+  if (!driver_->synchronize(out_.get(), 60)) throw std::runtime_error("the device does not copy memory");
+}
+
+std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }
+
+Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
+  keeper_.set_timeout(timeout_seconds);
+  take_turn(stream);
+  Call call;
+  call.number = call_number(++calls_, op);
+  return call;
+}
+
+void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to) {
+  const int world = layout().world();
+  if (world == 1) return;
+  require_room(shard.bytes, layout().stage_bytes(), "a shard");
+  if (static_cast<int>(to.size()) != world) throw std::invalid_argument("a gather needs a place for each rank's shard");
+  for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
+  const int index = static_cast<int>(gathers_++ % kChannels);
+  const SharedEvent begun = record(stream);
+  driver_->wait(out_.get(), begun->get());
+  steps_.clear();
+  protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes));
+  run(out_.get(), steps_);
+  call.sent = true;
+  call.arrived.assign(static_cast<size_t>(world), nullptr);
+  for (const auto& in : in_) driver_->wait(in->get(), begun->get());
+  for (int distance = 1; distance < world; ++distance) {
+    const int peer = peer_at(rank(), distance, world);
+    const Memory& place = to[static_cast<size_t>(peer)];
+    steps_.clear();
+    protocol_.pull(steps_, index, call.number, peer, in_private(place), static_cast<int64_t>(place.bytes));
+    run(in_of(peer), steps_);
+    call.arrived[static_cast<size_t>(peer)] = record(in_of(peer));
+  }
+}
+
+void Workspace::wait_for(const Call& call, Stream stream, int peer) {
+  if (static_cast<size_t>(peer) < call.arrived.size() && call.arrived[static_cast<size_t>(peer)])
+    driver_->wait(stream, call.arrived[static_cast<size_t>(peer)]->get());
+}
+
+int Workspace::scatter() { return static_cast<int>(scatters_++ % kChannels); }
+
+void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory block) {
+  require_room(block.bytes, layout().slot_bytes(), "a block");
+  driver_->wait(out_.get(), record(stream)->get());
+  steps_.clear();
+  protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
+  run(out_.get(), steps_);
+  call.sent = true;
+}
+
+void Workspace::receive(const Call& call, Stream stream, int scatter) {
+  steps_.clear();
+  protocol_.receive(steps_, scatter, call.number);
+  run(stream, steps_);
+}
+
+void Workspace::release(Stream stream, int scatter) {
+  steps_.clear();
+  protocol_.release(steps_, scatter);
+  run(stream, steps_);
+}
+
+void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
+  if (layout().world() == 1) return;
+  take_turn(stream);
+  // The caller's memory is its own again: all copies from it and into it have ended.
+  for (const SharedEvent& arrived : call.arrived)
+    if (arrived) driver_->wait(stream, arrived->get());
+  if (call.sent) driver_->wait(stream, record(out_.get())->get());
+  const bool captured = driver_->capturing(stream);
+  const uint64_t passage = ++passages_;
+  keeper_.expect(passage, std::move(results), captured);
+  steps_.clear();
+  protocol_.pass_gates(steps_, passage);
+  run(stream, steps_);
+  if (captured) return;
+  last_stream_ = stream;
+  last_end_ = record(stream);
+}
+
+void Workspace::run(Stream stream, const Steps& steps) {
+  for (const Step& step : steps) {
+    switch (step.kind) {
+      case Step::kWait:
+        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value,
+                            driver::Until::kEqual);
+        break;
+      case Step::kWrite:
+        driver_->write_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
+        break;
+      case Step::kCopy:
+        driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
+        break;
+      case Step::kSay:
+        driver_->write_value(stream, keeper_.progress(step.word), step.value);
+        break;
+    }
+  }
+}
+
+// Calls from several streams come one after the other: the gates of a rank let through one call at a time.
+void Workspace::take_turn(Stream stream) {
+  if (last_end_ && last_stream_ != stream && !driver_->capturing(stream)) driver_->wait(stream, last_end_->get());
+}
+
+DeviceAddress Workspace::address(const Place& place) const {
+  const auto offset = static_cast<DeviceAddress>(place.offset);
+  return place.rank == kPrivate ? offset : addresses_[static_cast<size_t>(place.rank)] + offset;
+}
+
+SharedEvent Workspace::record(Stream stream) {
+  SharedEvent event = events_.take();
+  driver_->record(event->get(), stream);
+  return event;
+}
+
+Stream Workspace::in_of(int peer) const {
+  const int world = layout().world();
+  const int distance = (peer - rank() + world) % world;
+  return in_[static_cast<size_t>(distance - 1) % in_.size()]->get();
+}
+
+}  // namespace fused_tp::copy_engine

@@ -1,0 +1,84 @@
+// Gathers and scatters of one group by the GPU's copy engines: which stream does what, and the events between them.
+//
+// Nothing here waits on the host, and all of it may be captured in a CUDA graph. Steps are those of `steps.h`:
+// - `out`, a stream of our own, puts shards into this rank's stage and blocks into slots of the others;
+// - some more, `in`, copy the others' shards, each from every so-manieth peer;
+// - the caller's stream waits for shards, one by one, for the blocks of all, and passes the gates at the end.
+// Gathers pull and scatters push: each so that bytes are moved once. A shard that is pulled goes where the matmul reads
+// it, and so do pulled sums; pushed, both would need another copy out of a slot. A block that is pushed comes from
+// where the matmul has put it, and is summed in its slot.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "copy_engine/keeper.h"
+#include "copy_engine/steps.h"
+#include "driver/driver.h"
+
+namespace fused_tp::copy_engine {
+
+using driver::SharedEvent;
+
+class Workspace {
+ public:
+  // `addresses`: of the ranks' workspaces, each of Layout::bytes() or more. Ranks may call each other only once all
+  // have made theirs. The current context is that of `device`, here and in all that follows.
+  Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
+            int64_t gather_bytes, int64_t scatter_bytes);
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  const Layout& layout() const { return protocol_.layout(); }
+  int rank() const { return protocol_.rank(); }
+  Keeper& keeper() { return keeper_; }
+  std::vector<Stream> streams() const;  // our own
+
+  // One call of an op, from its first message to its gates. All ranks make the same calls in the same order, and in
+  // each the same messages. A call may begin and end inside of another.
+  struct Call {
+    uint64_t number = 0;
+    std::vector<SharedEvent> arrived;  // of the last gather, by rank
+    bool sent = false;
+  };
+
+  Call begin(Op op, Stream stream, double timeout_seconds);
+  // Starts to gather: `shard` of this rank, and where those of the others go (nothing of this rank's own). All of this
+  // memory is left alone until the end of the call.
+  void gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to);
+  void wait_for(const Call& call, Stream stream, int peer);
+  // The number of a new scatter, for the following.
+  int scatter();
+  // What is in `stream` up to here has made the block, which is left alone until the end of the call.
+  void push(Call& call, Stream stream, int scatter, int peer, Memory block);
+  // `stream` goes on once the blocks of all others are in their slots; `release` once they may be overwritten.
+  void receive(const Call& call, Stream stream, int scatter);
+  void release(Stream stream, int scatter);
+  // The end. `results`: what becomes NaN where the call does not come to a good end.
+  void finish(Call& call, Stream stream, std::vector<Memory> results);
+
+ private:
+  void run(Stream stream, const Steps& steps);
+  void take_turn(Stream stream);
+  DeviceAddress address(const Place& place) const;
+  SharedEvent record(Stream stream);
+  Stream in_of(int peer) const;
+
+  std::shared_ptr<const Driver> driver_;
+  Protocol protocol_;
+  std::vector<DeviceAddress> addresses_;
+  driver::EventPool events_;
+  driver::OwnStream out_;
+  std::vector<std::unique_ptr<driver::OwnStream>> in_;
+  Steps steps_;
+  uint64_t calls_ = 0;
+  uint64_t gathers_ = 0;
+  uint64_t scatters_ = 0;
+  uint64_t passages_ = 0;
+  Stream last_stream_ = nullptr;
+  SharedEvent last_end_;
+  Keeper keeper_;  // last: it looks after the streams
+};
+
+}  // namespace fused_tp::copy_engine

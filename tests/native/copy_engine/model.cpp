@@ -1,0 +1,448 @@
+// Runs the steps of the protocol (csrc/copy_engine/steps.h) through the orders in which they can happen, ranks that
+// give up at any moment included, and looks for: a call that passes its gates with bytes that are not its own, a stream
+// that nothing lets go on, and words that are not what they were before. Copies and sums take time: what they read may
+// change under them.
+//
+//     model <ranks> <calls> <ranks that may give up> <fault> <random walks, 0: all orders>
+//
+// Calls are letters: g a gather, s a scatter; G and S are only begun, and ended behind all others.
+// A fault spoils the protocol on purpose. Prints the number of states (or steps), or what is wrong; exit status 0 or 1.
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "copy_engine/steps.h"
+
+using namespace fused_tp::copy_engine;
+
+namespace {
+
+struct Action {
+  enum Kind { kWait, kWrite, kCopy, kCopied, kSay, kRecord, kWaitEvent, kSum, kSummed, kDeliver } kind;
+  int rank = 0;
+  int word = 0;          // also: event, passage
+  int value = 0;         // also: call
+  int from = 0, to = 0;  // cells of memory
+};
+
+constexpr uint8_t kTorn = 0xFE, kWrong = 0xFF;
+constexpr int kMostCalls = 8;
+
+std::string fault;
+int world, calls, givers;
+std::string script;
+
+bool is_gather(int call) { return std::tolower(script[call]) == 'g'; }
+
+// Cells: of every rank its stages, its slots, where shards go, and what it made of the slots.
+int cells_of_rank() { return kChannels + kChannels * world + calls * world + calls; }
+int stage_cell(int rank, int index) { return rank * cells_of_rank() + index; }
+int slot_cell(int rank, int index, int sender) { return stage_cell(rank, kChannels) + index * world + sender; }
+int shard_cell(int rank, int call, int peer) { return slot_cell(rank, kChannels, 0) + call * world + peer; }
+int sum_cell(int rank, int call) { return shard_cell(rank, calls, 0) + call; }
+int source_cell(int call) { return world * cells_of_rank() + call; }  // what a call sends, for ever
+
+// Streams of a rank: the caller's, out, and in for each distance.
+int streams_of_rank() { return 2 + world - 1; }
+std::vector<std::vector<Action>> programs;  // by rank * streams_of_rank() + stream
+std::vector<int> events;
+
+int cell_of(const Place& place, const Layout& layout) {
+  if (place.rank == kPrivate) return static_cast<int>(place.offset);
+  for (int index = 0; index < kChannels; ++index) {
+    if (place.offset == layout.stage(index)) return stage_cell(place.rank, index);
+    for (int sender = 0; sender < world; ++sender)
+      if (place.offset == layout.slot(index, sender)) return slot_cell(place.rank, index, sender);
+  }
+  std::abort();
+}
+
+void add(int rank, int stream, const Steps& steps, const Layout& layout) {
+  auto& program = programs[rank * streams_of_rank() + stream];
+  std::vector<Action> added;
+  for (const Step& step : steps) {
+    if (step.kind == Step::kWait) added.push_back({Action::kWait, step.rank, step.word});
+    if (step.kind == Step::kWrite)
+      added.push_back({Action::kWrite, step.rank, step.word, static_cast<int>(step.value)});
+    if (step.kind == Step::kSay && step.word == kGateProgress)
+      added.push_back({Action::kSay, rank, 0, static_cast<int>(step.value)});
+    if (step.kind == Step::kCopy) {
+      const int from = cell_of(step.from, layout), to = cell_of(step.to, layout);
+      added.push_back({Action::kCopy, rank, 0, 0, from, to});
+      added.push_back({Action::kCopied, rank, 0, 0, from, to});
+    }
+  }
+  auto erase_first = [&](auto&& which) {
+    const auto found = std::find_if(added.begin(), added.end(), which);
+    if (found != added.end()) added.erase(found);
+  };
+  if (fault == "token not taken" && stream == 1)
+    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 0; });
+  if (fault == "ready not cleared" && stream != 1)
+    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 0; });
+  if (fault == "not given back" && stream != 1)
+    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 1; });
+  if (fault == "told before copied" && stream == 1 && !added.empty()) {
+    const auto told = std::find_if(added.begin(), added.end(),
+                                   [](const Action& a) { return a.kind == Action::kWrite && a.value == 1; });
+    const auto copy = std::find_if(added.begin(), added.end(), [](const Action& a) { return a.kind == Action::kCopy; });
+    std::rotate(copy, told, told + 1);
+  }
+  program.insert(program.end(), added.begin(), added.end());
+}
+
+void build() {
+  programs.assign(world * streams_of_rank(), {});
+  events.assign(world, 0);
+  for (int rank = 0; rank < world; ++rank) {
+    const Layout layout(world, 256, 256);
+    const Protocol protocol(layout, rank);
+    auto& own = programs[rank * streams_of_rank()];
+    int gathers = 0, scatters = 0;
+    auto record = [&](int stream) {
+      const int event = events[rank]++;
+      programs[rank * streams_of_rank() + stream].push_back({Action::kRecord, rank, event});
+      return event;
+    };
+    auto wait_event = [&](int stream, int event) {
+      programs[rank * streams_of_rank() + stream].push_back({Action::kWaitEvent, rank, event});
+    };
+    std::vector<std::vector<int>> arrived(calls);
+    std::vector<int> indices(calls);
+    auto begin_call = [&](int call) {
+      Steps steps;
+      if (is_gather(call)) {
+        const int index = gathers++ % kChannels;
+        const int begun = record(0);
+        wait_event(1, begun);
+        protocol.stage(steps, index, call, {kPrivate, source_cell(call)}, 1);
+        add(rank, 1, steps, layout);
+        for (int distance = 1; distance < world; ++distance) {
+          const int peer = peer_at(rank, distance, world);
+          wait_event(1 + distance, begun);
+          steps.clear();
+          protocol.pull(steps, index, call, peer, {kPrivate, shard_cell(rank, call, peer)}, 1);
+          add(rank, 1 + distance, steps, layout);
+          arrived[call].push_back(record(1 + distance));
+        }
+        return;
+      }
+      indices[call] = scatters++ % kChannels;
+      for (int distance = world - 1; distance >= 1; --distance) {
+        wait_event(1, record(0));
+        steps.clear();
+        protocol.push(steps, indices[call], call, peer_at(rank, distance, world), {kPrivate, source_cell(call)}, 1);
+        add(rank, 1, steps, layout);
+      }
+    };
+    auto pass_gates = [&](int call) {
+      Steps steps;
+      protocol.pass_gates(steps, call);
+      if (fault == "one gate") steps.erase(steps.begin() + 2, steps.begin() + 4);
+      add(rank, 0, steps, layout);
+    };
+    auto end_call = [&](int call) {
+      Steps steps;
+      if (!is_gather(call)) {
+        protocol.receive(steps, indices[call], call);
+        add(rank, 0, steps, layout);
+        own.push_back({Action::kSum, rank, indices[call], call, 0, 0});
+        if (fault == "gates before the sum") pass_gates(call);
+        own.push_back({Action::kSummed, rank, indices[call], call, 0, 0});
+        steps.clear();
+        protocol.release(steps, indices[call]);
+        add(rank, 0, steps, layout);
+      }
+      for (int event : arrived[call]) wait_event(0, event);
+      wait_event(0, record(1));
+      if (fault != "gates before the sum" || is_gather(call)) pass_gates(call);
+      own.push_back({Action::kDeliver, rank, 0, call, 0, 0});
+    };
+    for (int call = 0; call < calls; ++call) {
+      begin_call(call);
+      if (std::islower(script[call])) end_call(call);
+    }
+    for (int call = 0; call < calls; ++call)
+      if (std::isupper(script[call])) end_call(call);
+  }
+}
+
+// What a rank that has given up does next.
+enum Rescue : uint8_t { kHealthy, kClosing, kRescuing = 100, kShut, kFilled };
+
+struct State {
+  std::vector<uint8_t> bytes;
+  // words | cells | positions | what copies and sums have begun with | events | progress | rescue | filled | fillers
+  static int words, cells, positions, begun, happened, progress, rescue, aim, filled, given, size;
+  static void plan() {
+    const int streams = world * streams_of_rank();
+    const int most_events = *std::max_element(events.begin(), events.end());
+    int at = 0;
+    auto take = [&](int count) { return (at += count) - count; };
+    words = take(world * Layout(world, 0, 0).words());
+    cells = take(world * cells_of_rank() + calls);
+    positions = take(streams);
+    begun = take(streams * 4);
+    happened = take(world * most_events);
+    progress = take(world);
+    rescue = take(world);
+    aim = take(world);
+    filled = take(world * calls);
+    given = take(1);
+    size = at;
+  }
+  uint8_t& at(int i) { return bytes[i]; }
+  uint8_t& word(int rank, int number) { return bytes[words + rank * Layout(world, 0, 0).words() + number]; }
+  uint8_t& cell(int number) { return bytes[cells + number]; }
+};
+int State::words, State::cells, State::positions, State::begun, State::happened, State::progress, State::rescue,
+    State::aim, State::filled, State::given, State::size;
+
+State first() {
+  State state;
+  state.bytes.assign(State::size, 0);
+  const Layout layout(world, 256, 256);
+  for (int rank = 0; rank < world; ++rank)
+    for (int word = 0; word < layout.words(); ++word)
+      state.word(rank, word) = static_cast<uint8_t>(layout.first_value(word));
+  for (int call = 0; call < calls; ++call) state.cell(source_cell(call)) = static_cast<uint8_t>(call + 1);
+  return state;
+}
+
+// Empty, or what is wrong.
+std::string wrong;
+
+int event_at(int rank, int event) {
+  return State::happened + rank * *std::max_element(events.begin(), events.end()) + event;
+}
+
+// Does the next action of a stream, if it can be done.
+bool advance(State& s, int stream) {
+  const auto& program = programs[stream];
+  uint8_t& position = s.at(State::positions + stream);
+  if (position == program.size()) return false;
+  const Action& a = program[position];
+  const int rank = a.kind == Action::kWrite ? stream / streams_of_rank() : a.rank;
+  uint8_t* begun = &s.at(State::begun + stream * 4);
+  switch (a.kind) {
+    case Action::kWait:
+      if (s.word(a.rank, a.word) != 1) return false;
+      break;
+    case Action::kWrite:
+      s.word(a.rank, a.word) = static_cast<uint8_t>(a.value);
+      break;
+    case Action::kCopy:
+      begun[0] = s.cell(a.from);
+      s.cell(a.to) = kTorn;
+      break;
+    case Action::kCopied:
+      s.cell(a.to) = s.cell(a.from) == begun[0] && begun[0] != kTorn ? begun[0] : kWrong;
+      begun[0] = 0;
+      break;
+    case Action::kSay:
+      s.at(State::progress + rank) = static_cast<uint8_t>(a.value);
+      break;
+    case Action::kRecord:
+      s.at(event_at(rank, a.word)) = 1;
+      break;
+    case Action::kWaitEvent:
+      if (!s.at(event_at(rank, a.word))) return false;
+      break;
+    case Action::kSum:
+      for (int peer = 0; peer < world; ++peer) begun[peer] = s.cell(slot_cell(rank, a.word, peer));
+      break;
+    case Action::kSummed: {
+      bool right = true;
+      for (int peer = 0; peer < world; ++peer) {
+        const uint8_t now = s.cell(slot_cell(rank, a.word, peer));
+        right = right && (peer == rank || (now == a.value + 1 && begun[peer] == now));
+        begun[peer] = 0;
+      }
+      s.cell(sum_cell(rank, a.value)) = right ? static_cast<uint8_t>(a.value + 1) : kWrong;
+      break;
+    }
+    case Action::kDeliver: {
+      bool right = true;
+      if (!is_gather(a.value)) {
+        right = s.cell(sum_cell(rank, a.value)) == a.value + 1;
+      } else {
+        for (int peer = 0; peer < world; ++peer)
+          right = right && (peer == rank || s.cell(shard_cell(rank, a.value, peer)) == a.value + 1);
+      }
+      if (!right && !s.at(State::filled + rank * calls + a.value))
+        wrong = "rank " + std::to_string(rank) + " takes wrong bytes for right in call " + std::to_string(a.value);
+      break;
+    }
+  }
+  ++position;
+  return true;
+}
+
+// All that a rank's rescue may do next: one state each.
+void rescues(const State& state, int rank, std::vector<State>& next) {
+  const Layout layout(world, 256, 256);
+  const Protocol protocol(layout, rank);
+  State s = state;
+  const uint8_t phase = s.at(State::rescue + rank);
+  if (phase == kHealthy) {
+    const bool told = s.word(rank, 0) > 1 || s.word(rank, 1) > 1;
+    if (!told && s.at(State::given) >= givers) return;
+    if (!told) ++s.at(State::given);
+    s.at(State::rescue + rank) = fault == "gates left open" ? kRescuing : kClosing;
+    return next.push_back(s);
+  }
+  if (phase < kRescuing) {
+    Steps steps;
+    protocol.close_all_gates(steps);
+    const Step& step = steps[phase - kClosing];
+    s.word(step.rank, step.word) = static_cast<uint8_t>(step.value);
+    s.at(State::rescue + rank) = phase - kClosing + 1 == static_cast<int>(steps.size()) ? kRescuing : phase + 1;
+    return next.push_back(s);
+  }
+  uint8_t& aim = s.at(State::aim + rank);
+  if (phase == kShut || phase == kFilled) {
+    const int which = aim % 8 == 1 ? 0 : 1;
+    if (phase == kShut) {
+      if (which == 0) s.at(State::filled + rank * calls + aim / 8) = 1;
+      s.at(State::rescue + rank) = kFilled;
+    } else {
+      s.word(rank, layout.gate(which)) = kOpen;
+      s.at(State::rescue + rank) = kRescuing;
+      aim = 0;
+    }
+    return next.push_back(s);
+  }
+  // One flag that a stream waits for.
+  for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream) {
+    const uint8_t position = s.at(State::positions + stream);
+    if (position == programs[stream].size()) continue;
+    const Action& a = programs[stream][position];
+    if (a.kind != Action::kWait || a.word < layout.first_flag() || s.word(rank, a.word) == 1) continue;
+    State forced = s;
+    forced.word(rank, a.word) = 1;
+    next.push_back(forced);
+  }
+  // A call at a gate that is not open.
+  const uint8_t progress = s.at(State::progress + rank);
+  const int which = progress % 8 == 1 ? 0 : 1;
+  if (progress % 2 == 1 && (s.word(rank, which) != 1 || (which == 0 && s.word(rank, 1) == 1))) {
+    aim = progress;
+    if (fault != "one gate") s.word(rank, layout.gate(1 - which)) = static_cast<uint8_t>(closed_by(rank));
+    s.at(State::rescue + rank) = kShut;
+    next.push_back(s);
+  }
+}
+
+bool finished(State& s) {
+  for (int stream = 0; stream < world * streams_of_rank(); ++stream)
+    if (s.at(State::positions + stream) != programs[stream].size()) return false;
+  return true;
+}
+
+void check_end(State& s) {
+  if (!finished(s)) {
+    wrong = "streams that nothing lets go on";
+    return;
+  }
+  if (s.at(State::given) > 0) return;
+  State before = first();
+  for (int rank = 0; rank < world; ++rank)
+    for (int word = 0; word < Layout(world, 0, 0).words(); ++word)
+      if (s.word(rank, word) != before.word(rank, word)) wrong = "words that are not what they were before";
+}
+
+std::vector<State> successors(const State& state) {
+  std::vector<State> next;
+  for (int stream = 0; stream < world * streams_of_rank(); ++stream) {
+    const auto& program = programs[stream];
+    const uint8_t position = state.bytes[State::positions + stream];
+    if (position == program.size()) continue;
+    State s = state;
+    if (!advance(s, stream)) continue;
+    if (!wrong.empty()) return {};
+    // What nobody else can see needs no order: it happens at once, alone.
+    const Action::Kind kind = program[position].kind;
+    if (kind == Action::kRecord || kind == Action::kWaitEvent || kind == Action::kDeliver) return {s};
+    next.push_back(std::move(s));
+  }
+  for (int rank = 0; rank < world; ++rank) rescues(state, rank, next);
+  return next;
+}
+
+struct Hash {
+  size_t operator()(const std::string& text) const { return std::hash<std::string>()(text); }
+};
+
+long all_orders() {
+  std::unordered_set<std::string> seen;
+  std::vector<State> stack{first()};
+  while (!stack.empty() && wrong.empty()) {
+    const State state = std::move(stack.back());
+    stack.pop_back();
+    std::vector<State> next = successors(state);
+    if (wrong.empty() && next.empty()) {
+      State end = state;
+      check_end(end);
+    }
+    for (State& s : next)
+      if (seen.emplace(s.bytes.begin(), s.bytes.end()).second) stack.push_back(std::move(s));
+  }
+  return static_cast<long>(seen.size());
+}
+
+long random_walks(int walks) {
+  std::mt19937 chance(1);
+  long steps = 0;
+  for (int walk = 0; walk < walks && wrong.empty(); ++walk) {
+    State state = first();
+    // Who is quick in this walk: even chances would keep all ranks close together.
+    std::vector<double> pace(world);
+    for (double& one : pace) one = std::pow(10.0, -2.0 * std::generate_canonical<double, 20>(chance));
+    while (wrong.empty()) {
+      std::vector<State> next = successors(state);
+      if (!wrong.empty()) break;
+      if (next.empty()) {
+        check_end(state);
+        break;
+      }
+      State chosen = next[chance() % next.size()];
+      for (int tries = 0; tries < 20; ++tries) {
+        int mover = 0;
+        for (int rank = 0; rank < world; ++rank)
+          for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream)
+            if (chosen.at(State::positions + stream) != state.at(State::positions + stream)) mover = rank;
+        if (std::generate_canonical<double, 20>(chance) < pace[mover]) break;
+        chosen = next[chance() % next.size()];
+      }
+      state = std::move(chosen);
+      ++steps;
+    }
+  }
+  return steps;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 6) return 2;
+  world = std::atoi(arguments[1]);
+  script = arguments[2];
+  calls = static_cast<int>(script.size());
+  givers = std::atoi(arguments[3]);
+  fault = arguments[4];
+  const int walks = std::atoi(arguments[5]);
+  if (world < 1 || world > 4 || calls > kMostCalls) return 2;
+  build();
+  State::plan();
+  const long explored = walks == 0 ? all_orders() : random_walks(walks);
+  std::printf("%ld %s\n", explored, wrong.c_str());
+  return wrong.empty() ? 0 : 1;
+}
