@@ -360,6 +360,7 @@ def _workspace_class() -> Any:
 
         def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
             super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0)
+            self._handle = handle  # keeps the peers' memory too, where ranks are threads: one may have returned
             self.native = _core.DeviceWorkspace(
                 self.addresses.data_ptr(),
                 self.state.data_ptr(),
