@@ -76,13 +76,6 @@ void check_counts(const Communicator& communicator, const std::vector<int64_t>& 
 
 void bind_pipelines(py::module_& m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
-  m.def(
-      "communicator_idle",
-      [](const Communicator& communicator) {
-        const Driver::Device current(*communicator.driver(), communicator.device());
-        return communicator.driver()->idle(communicator.stream());
-      },
-      py::arg("communicator"), release_gil(), "Whether its stream has come to its end, be it by a failure.");
   py::class_<Pipeline>(m, "Pipeline", "Exchanges on a communicator's stream.")
       .def("__len__", &Pipeline::size)
       .def(

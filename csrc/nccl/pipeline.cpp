@@ -34,8 +34,7 @@ bool Pipeline::ended() const {
   {
     const std::lock_guard lock(mutex_);
     if (tickets_.size() < expected_) return false;
-    for (const Ticket& ticket : tickets_)
-      if (ticket.ended) last = ticket;
+    if (!tickets_.empty()) last = tickets_.back();
   }
   if (!last.ended || last.captured) return true;
   const Driver& driver = *communicator_->driver();
@@ -54,7 +53,8 @@ void Pipeline::wait(size_t i, Stream stream) {
 }
 
 void Pipeline::add(const std::vector<Transfer>& transfers, After after) {
-  add(transfers.empty() ? Ticket{} : communicator_->exchange(transfers, after));
+  if (!transfers.empty()) return add(communicator_->exchange(transfers, after));
+  add(tickets_.empty() ? Ticket{} : tickets_.back());  // to wait for it is to wait for those before
 }
 
 Movement::Movement(std::shared_ptr<Communicator> communicator, const std::vector<Transfer>& transfers, Stream stream)

@@ -1,0 +1,238 @@
+"""Matmuls and exchanges over the group's own NCCL communicator, chunk by chunk: while one moves the next is computed.
+
+It needs nothing of the machine but NCCL: ranks may be on several hosts, and GPUs need not reach each other's memory.
+The host waits for nothing, and all of it can be captured in a CUDA graph.
+
+- all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
+- matmul_reduce_scatter: rows of the farthest owner are multiplied first, and go while the next ones are; the own rows
+  are multiplied last, beside the last exchange. Then the terms are added in rank order.
+- matmul_all_reduce: chunks of rows; each is shared out among the ranks to add, and the sums are gathered while the
+  chunk after the next is multiplied.
+
+Matmuls are cut along M, which costs a GPU little as long as chunks are large, and needs no copy of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from torch import Tensor
+
+from fused_tp.runtime.partition import shard_range
+from fused_tp.runtime.tracing import span
+from fused_tp.schedules.base import Product
+from fused_tp.schedules.beside import Beside
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.layout import (
+    as_rows,
+    from_rank_major,
+    gathered_shape,
+    gathered_sizes,
+    rank_offsets,
+    row_sizes,
+)
+from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
+from fused_tp.transport.term_sum import sum_into
+
+CHUNK_BYTES = 4 * 1024 * 1024  # a smaller chunk's latency, and a smaller matmul's, outweigh what it hides
+MAX_CHUNKS = 8
+# Up to this many bytes every term goes to everyone: one exchange of W times the bytes, in place of two in a row.
+ONE_SHOT_BYTES = 128 * 1024
+_ALIGNED = 16  # bytes: what one thread moves at a time
+
+
+class NcclPipeline(Collective):
+    """Every op over one group's communicator; those without a matmul in one piece.
+
+    Args:
+        transport: of the group, `transport.nccl.nccl_dist`.
+        chunks: how many exchanges an op is cut into, at most; for matmul_all_reduce, how many chunks of rows. The same
+            on all ranks. None: by bytes.
+    """
+
+    name = "nccl_pipeline"
+
+    def __init__(self, transport: NcclDist, chunks: int | None = None) -> None:
+        super().__init__(transport)
+        if chunks is not None and chunks < 1:
+            raise ValueError(f"chunks is {chunks}; it must be 1 or more, or None for a number that suits the size.")
+        self.transport: NcclDist = transport
+        self.chunks = chunks
+        self._beside = Beside()
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
+        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
+        counts = tuple(row_sizes(shape, gather_dim, sizes))
+        own = as_rows(x_shard).contiguous()
+        start = rank_offsets(counts)[self.rank]
+        gathered = own.new_empty((sum(counts), own.shape[1]))
+        plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
+        moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
+        outputs = [own.new_empty((len(gathered), w.shape[0])) for w in weights]
+
+        def multiply(x: Tensor, start: int) -> None:
+            for output, w, b in zip(outputs, weights, biases, strict=True):
+                if len(x):
+                    sum_of_products([(x, w)], b, out=output[start : start + len(x)])
+
+        with span("own rows", own, self.name):
+            multiply(own, start)
+        for i, ranges in enumerate(plan.ranges):
+            with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+                moving.wait(i)
+                for begin, end in ranges:
+                    multiply(gathered[begin:end], begin)
+        if return_gathered and not moving.brings_own_rows:
+            gathered[start : start + len(own)].copy_(own)
+        outputs = [_placed(y, shape, gather_dim, counts) for y in outputs]
+        return outputs, _placed(gathered, shape, gather_dim, counts) if return_gathered else None
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        rows, sizes, shape = self._scattered_rows(products, scatter_dim)
+        x, counts = rows[0][0], tuple(sizes)
+        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], shape[-1]
+        partial = x.new_empty((len(x) - own, columns))  # of all rows but the own
+        terms = x.new_empty((self.world_size, own, columns))
+        plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
+        moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
+        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        with self._beside(beside, x.device):
+            for i, ranges in enumerate(plan.ranges):
+                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+                    for begin, end in ranges:
+                        at = begin - own if begin > start else begin
+                        sum_of_products(_rows_of(rows, begin, end), out=partial[at : at + end - begin])
+                    moving.send()
+            with span("own rows", terms[self.rank], self.name):
+                if own:
+                    sum_of_products(_rows_of(rows, start, start + own), out=terms[self.rank])
+            if here is not None:
+                here()
+            out = x.new_empty((own, columns))
+            for piece in range(plan.pieces):
+                begin, end = shard_range(own, plan.pieces, piece)
+                with span("sum of piece", piece + 1, "of", plan.pieces, self.name):
+                    if plan.ranges:
+                        moving.wait(len(plan.ranges) // plan.pieces * (piece + 1) - 1)
+                    sum_into(out[begin:end], terms[:, begin:end], bias)
+        return out.view(shape)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        self._check("matmul_all_reduce", shape, x)
+        rows = [(as_rows(x), w) for x, w in products]
+        out = x.new_empty((prod(shape[:-1]), shape[-1]))
+        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        with self._beside(beside, x.device):
+            if out.nbytes <= ONE_SHOT_BYTES:
+                with span("one shot", out, self.name):
+                    moving = self._terms_of_all(sum_of_products(rows), out, bias)
+                if here is not None:
+                    here()
+                return moving().view(shape)
+            chunks = self._chunks(out.nbytes)
+            cuts = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
+            add_up: Callable[[], Moving] | None = None
+            gathering: list[Moving] = []
+            for i, (begin, end) in enumerate(cuts):
+                with span("chunk", i + 1, "of", len(cuts), (begin, end), self.name):
+                    partial = sum_of_products(_rows_of(rows, begin, end))
+                    add_up_next = self._share_out(partial, out[begin:end], bias)
+                    if add_up is not None:
+                        # The terms of the chunk before have had a whole matmul's time to move.
+                        gathering.append(add_up())
+                    add_up = add_up_next
+            if here is not None:
+                here()
+            assert add_up is not None, "there are rows"
+            gathering.append(add_up())
+            for chunk in gathering:
+                chunk.wait()
+        return out.view(shape)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, nbytes: int) -> int:
+        """How many exchanges, by the bytes of what all ranks have: of x gathered, or of the result."""
+        if self.chunks is not None:
+            return self.chunks
+        return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
+
+    def _terms_of_all(self, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+        """Start bringing everyone's `partial` here; what is returned adds them up into `out`."""
+        terms = self.transport.all_gather("matmul_all_reduce", partial.view(1, *out.shape))
+
+        def add_up() -> Tensor:
+            sum_into(out, terms.wait(), bias)
+            return out
+
+        return add_up
+
+    def _share_out(self, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
+        """Start giving every rank its share of `partial` to add up; the next step adds this rank's, and starts bringing
+        everyone's sums to `out`. Shares are cut by elements: one long row is shared out as evenly as many short ones.
+        """
+        flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
+        per_rank = -(-len(flat) // self.world_size)
+        alignment = max(1, _ALIGNED // partial.element_size())
+        per_rank = -(-per_rank // alignment) * alignment
+        counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
+        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        terms = flat.new_empty((self.world_size, own, 1))
+        plan = scatter_plan(counts, self.rank, 1)
+        moving = self.transport.scatter("matmul_all_reduce", flat, terms, plan)
+        for _ in plan.ranges:  # one; in a group of one rank none
+            moving.send()
+        terms[self.rank].copy_(flat[start : start + own])
+
+        def add_up() -> Moving:
+            moving.wait()
+            mine = flat_out[start : start + own]
+            sum_into(mine.view(-1), terms.view(self.world_size, own), _bias_from(bias, start, own))
+            return self.transport.gather("matmul_all_reduce", mine, flat_out, gather_plan(counts, self.rank, 1))
+
+        return add_up
+
+
+def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]:
+    return [(x[begin:end], w) for x, w in products]
+
+
+def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
+    """The bias of `count` elements of rows side by side, from element `start` on."""
+    if bias is None:
+        return None
+    offset = start % len(bias) if len(bias) else 0
+    repeats = -(-(offset + count) // max(1, len(bias)))
+    return bias.repeat(repeats)[offset : offset + count]
+
+
+def _placed(rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
+    """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
+    shape = [*shape[:-1], rows.shape[-1]]
+    if prod(shape[:dim]) == 1 or rows.numel() == 0:
+        return rows.view(shape)
+    return from_rank_major(rows.split(list(counts)), shape, dim)

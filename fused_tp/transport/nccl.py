@@ -1,0 +1,509 @@
+"""A group's own NCCL communicator: the movements of torch_dist, and those that pipelines are made of.
+
+Everything is enqueued on the communicator's stream, with an event behind each exchange, and the host waits for nothing.
+So errors of a GPU's streams are raised by a later call; what did not arrive is NaN. A watchdog (csrc/nccl) keeps the
+deadline of every exchange, and a thread here looks for peers of this host that have ended, and in the group's store for
+peers anywhere that have given up. Whoever gives up ends the communicator, so that no stream waits on.
+
+Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
+
+Tests load look-alikes of NCCL and of the CUDA driver (`use_libraries`) that move memory of the host. Then tensors of
+the CPU go through all this unchanged; what waits in a stream there blocks, and raises at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.group import Group
+from fused_tp.transport.base import After, Done, Pending
+from fused_tp.transport.noticeboard import Noticeboard
+from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.torch_dist import TorchDist, _Call
+
+_LOG = logging.getLogger("fused_tp")
+_LOOK_SECONDS = 0.5  # a movement that takes longer may be waiting for a peer that has given up
+
+
+# -- the libraries -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """Paths of the two, and whether they take tensors of the CPU."""
+
+    nccl: str = ""  # that which torch has loaded
+    cuda: str = "libcuda.so.1"
+    on_cpu: bool = False
+
+
+_libraries = Libraries()
+
+
+def use_libraries(nccl: str | Path | None, cuda: str | Path | None = None) -> None:
+    """For tests: look-alikes of NCCL and of the CUDA driver, for tensors of the CPU. None: the real ones again."""
+    global _libraries
+    _libraries = Libraries() if nccl is None else Libraries(str(nccl), str(cuda), on_cpu=True)
+
+
+def libraries() -> Libraries:
+    """Those in use."""
+    return _libraries
+
+
+def no_nccl_on(device: torch.device) -> str | None:
+    """Why tensors on `device` cannot go through an NCCL communicator of ours, whatever the group, or None."""
+    if find_spec("fused_tp._core") is None:
+        return "this installation has no native core"
+    if device.type != "cuda" and not (device.type == "cpu" and _libraries.on_cpu):
+        return f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}"
+    try:
+        _load()
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return None
+
+
+def _load() -> tuple[Any, Any]:
+    core = import_module("fused_tp._core")
+    return core.NcclLibrary(_libraries.nccl), core.Driver(_libraries.cuda)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows move in which exchange (csrc/nccl/chunk_plan.h).
+
+    Attributes:
+        counts: rows of every rank.
+        ranges: (start, stop) of the rows that arrive (gather), or go (scatter), in each exchange.
+        pieces: in how many pieces each rank's rows are cut. Piece i of a scatter's own rows is complete after
+            `len(ranges) / pieces * (i + 1)` exchanges.
+    """
+
+    native: Any
+    counts: tuple[int, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    pieces: int
+
+
+@lru_cache(maxsize=1024)
+def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+    """Rows of all ranks in up to `chunks` exchanges: those of rank - 1 first, then those of rank - 2, ..."""
+    native = import_module("fused_tp._core").gather_plan(counts, rank, chunks)
+    return Plan(native, counts, tuple(tuple(native.rows_received(i)) for i in range(len(native))), native.pieces)
+
+
+@lru_cache(maxsize=1024)
+def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+    """Terms of all ranks' rows in up to `chunks` exchanges: those of the farthest owner first, the own ones stay."""
+    native = import_module("fused_tp._core").scatter_plan(counts, rank, chunks)
+    return Plan(native, counts, tuple(tuple(native.rows_sent(i)) for i in range(len(native))), native.pieces)
+
+
+# -- the transport -----------------------------------------------------------------------------------------------------
+
+
+class Moving(Pending[None]):
+    """The exchanges of one movement, and the tensors that they read and write.
+
+    They are kept until the last exchange has been waited for. Behind that wait their memory is free to use in the
+    stream that has waited, which mostly is the one it was allocated in; any other use of it is told to the allocator.
+    """
+
+    def __init__(self, transport: NcclDist, call: _Call, pipeline: Any, tensors: Sequence[Tensor]) -> None:
+        self._transport = transport
+        self._call = call
+        self._pipeline = pipeline
+        self._tensors = tensors
+        self._stream = transport.stream()
+
+    def __len__(self) -> int:
+        return len(self._pipeline)
+
+    @property
+    def brings_own_rows(self) -> bool:
+        """Of a gather: the own rows come to their place too."""
+        return bool(self._pipeline.brings_own_rows)
+
+    def send(self) -> None:
+        """Of a scatter: enqueue the next exchange, behind what has been computed by now."""
+        self._transport.attempt(self._call, lambda: self._pipeline.send(self._transport.stream()))
+
+    def wait(self, exchange: int | None = None) -> None:
+        """What is computed from now on comes behind that exchange, by default the last one of all."""
+        last = len(self._pipeline) - 1
+        index = last if exchange is None else exchange
+        stream = self._transport.stream()
+        if index >= 0:
+            self._transport.wait(self._call, self._pipeline, index, stream)
+        if index == last:
+            if stream != self._stream:
+                self._transport.used_elsewhere(self._tensors)
+            self._tensors = ()
+
+    def __del__(self) -> None:
+        if not self._tensors:
+            return
+        with suppress(Exception):
+            self._transport.abandon(self._tensors)
+
+
+class NcclDist(TorchDist):
+    """One group's movements over a communicator of its own. All ranks make it together: `nccl_dist`.
+
+    Args:
+        group: of the ranks.
+        device: of the tensors.
+        communicator: `fused_tp._core.Communicator` of the group's ranks.
+        pids: processes of peers that can be watched from here, by rank.
+    """
+
+    def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
+        # Not torch_dist's constructor: the group need have no backend for these tensors, and the notices are others.
+        assert group.process_group is not None
+        self.group = group
+        self.rank = group.rank
+        self.world_size = group.size
+        self.device = device
+        self.communicator = communicator
+        self.backend = "NCCL"  # of our own; the name in sentences
+        self.reduces_in_place = False
+        self.calls = 0
+        self.broken: str | None = None
+        self._process_group = group.process_group
+        self._ops: deque[str] = deque(maxlen=16)
+        store = dist.distributed_c10d._get_process_group_store(group.process_group)
+        self._board = Noticeboard(store, f"fused_tp/nccl/{device.type}", group.rank, group.size)
+        self._core = import_module("fused_tp._core")
+        _, self._driver = _load()
+        self._judging = threading.RLock()
+        self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
+        self._under_way: deque[tuple[_Call, Any]] = deque()
+        self._last: _Call | None = None
+        self._noticed = 0  # the call that a notice has been left for
+        self._gone: list[int] = []
+        self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: Plan) -> Moving:
+        """Start bringing everyone's rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
+        row_bytes = own.shape[1] * own.element_size()
+        return self._move(
+            op,
+            lambda stream: self._core.GatherPipeline(
+                self.communicator, plan.native, plan.counts, row_bytes, own.data_ptr(), gathered.data_ptr(), stream
+            ),
+            (own, gathered),
+        )
+
+    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: Plan) -> Moving:
+        """Start bringing everyone's terms of the own rows to `terms` [W, plan.counts[rank], n], but for terms[rank].
+
+        `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
+        The caller computes what an exchange sends (`plan.ranges`) and then calls `send`, for one after the other.
+        """
+        row_bytes = terms.shape[2] * terms.element_size()
+        without_own = partial.shape[0] != sum(plan.counts)
+        return self._move(
+            op,
+            lambda stream: self._core.ScatterPipeline(
+                self.communicator,
+                plan.native,
+                plan.counts,
+                row_bytes,
+                partial.data_ptr(),
+                without_own,
+                terms.data_ptr(),
+            ),
+            (partial, terms),
+        )
+
+    def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        if out.numel() == 0:
+            return Done(out)
+        plan = gather_plan((1,) * self.world_size, self.rank, 1)
+        moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
+        if not moving.brings_own_rows:  # a group of one
+            out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
+        return _when(moving, out)
+
+    def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        going, coming = x.split(list(send_sizes)), out.split(list(recv_sizes))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        moving = self._exchange(op, [(r, going[r]) for r in others], [(r, coming[r]) for r in others], (x, out))
+        coming[self.rank].copy_(going[self.rank])
+        return _when(moving, out)
+
+    def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
+        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        return _when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+
+    def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
+        return x.copy_(self.all_gather(op, x.contiguous().unsqueeze(0)).wait().amax(0))
+
+    def _exchange(
+        self,
+        op: str,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tensors: Sequence[Tensor],
+    ) -> Moving:
+        going, coming = (
+            [(rank, t.data_ptr(), t.numel() * t.element_size()) for rank, t in parts] for parts in (sends, receives)
+        )
+        return self._move(op, lambda stream: self._core.Movement(self.communicator, going, coming, stream), tensors)
+
+    # -- starting and waiting -----------------------------------------------------------------------------------------
+
+    def stream(self) -> int:
+        """Handle of the stream that computes now."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+
+    def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
+        if self.broken is not None:
+            raise self._failure(_Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
+        self.calls += 1
+        self._ops.append(op)
+        call = self._last = _Call(op, self.calls, time.perf_counter())
+        self.communicator.timeout_seconds = settings.timeout_seconds()
+        try:
+            pipeline = self.attempt(call, lambda: launch(self.stream()))
+        except FusedTPError:
+            self.abandon(tensors)
+            raise
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._under_way.append((call, pipeline))
+        return Moving(self, call, pipeline, tensors)
+
+    def attempt(self, call: _Call, work: Callable[[], Any]) -> Any:
+        """What `work` returns; what it raises as an error of this group."""
+        try:
+            return work()
+        except RuntimeError as error:
+            raise self._failure(call, error) from error
+
+    def wait(self, call: _Call, pipeline: Any, index: int, stream: int) -> None:
+        """`stream` goes on behind an exchange of the pipeline."""
+        begun = time.perf_counter()
+        try:
+            pipeline.wait(index, stream)
+        except RuntimeError as error:
+            raise self._failure(call, error) from error
+        finally:
+            tracing.add_wait(time.perf_counter() - begun)
+
+    def abandon(self, tensors: Sequence[Tensor]) -> None:
+        """For movements that nobody waits for, because of an error most likely: they still use their memory."""
+        self.used_elsewhere(tensors)
+        if self.device.type == "cpu":
+            self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
+
+    def used_elsewhere(self, tensors: Sequence[Tensor]) -> None:
+        """Keeps the memory from other uses until the communicator's stream, and the present one, have come so far."""
+        if self.device.type != "cuda":
+            return
+        own = torch.cuda.ExternalStream(self.communicator.stream, device=self.device)
+        for tensor in tensors:
+            tensor.record_stream(own)
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _failure(self, call: _Call, error: RuntimeError) -> FusedTPError:
+        """What to raise for an error of the communicator; the first one to ask finds out, be it the watch."""
+        with self._judging:
+            if self.broken is None:
+                self._verdict = self._judge(call, error)
+            verdict, self._verdict = self._verdict, None
+        return verdict if verdict is not None else self._unusable()
+
+    def _judge(self, call: _Call, error: RuntimeError) -> FusedTPError:
+        reason = str(error).splitlines()[0]
+        try:
+            if isinstance(error, CollectiveTimeoutError):
+                # Who was stopped itself finds its own deadline passed, and the others gone.
+                late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
+                return self._followed(call) if late and self._board.given_up() else self._timed_out(call, reason)
+            if isinstance(error, PeerLostError):
+                return self._lost(call, reason)
+            if self._board.given_up():
+                return self._followed(call)
+            return self._give_up(FusedTPError, call, f"{self._where(call)} failed: {reason}")
+        finally:
+            self.communicator.abort(self.broken or reason)
+            plain = self.group.memo.get(("torch_dist", self.device.type))
+            if plain is not None and plain.broken is None:
+                plain.broken = self.broken
+
+    def _lost(self, call: _Call, reason: str) -> FusedTPError:
+        if not self._gone:
+            return super()._lost(call, reason)
+        who = f"rank{'s' if len(self._gone) > 1 else ''} {', '.join(map(str, self._gone))}"
+        return self._give_up(PeerLostError, call, f"{self._where(call)} lost {who}: the process has ended.")
+
+    # -- called by the watch's thread ---------------------------------------------------------------------------------
+
+    def _peer_lost(self, rank: int) -> None:
+        self._gone.append(rank)
+        self.communicator.lose(rank, "its process has ended")
+
+    def _look(self) -> None:
+        if self.broken is not None:
+            return
+        if self.communicator.failure:
+            if self._under_way:
+                self._tell()
+            return
+        while self._under_way and self._under_way[0][1].ended():
+            self._under_way.popleft()
+        if not self._under_way:
+            return
+        call, _ = self._under_way[0]
+        if time.perf_counter() - call.started < _LOOK_SECONDS:
+            return
+        if self._noticed < call.number:
+            self._noticed = call.number
+            self._post(call)
+        if self._board.given_up():
+            self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
+
+    def _tell(self) -> None:
+        """Says at once what the next call is going to raise: there may be none, and peers elsewhere wait."""
+        call, _ = self._under_way[0]
+        with self._judging:
+            if self.broken is not None:
+                return
+            try:
+                self.communicator.check()
+            except RuntimeError as error:
+                self._verdict = self._judge(call, error)
+        if self.device.type == "cuda":
+            _LOG.error("%s What the group had under way is NaN.", self.broken)
+
+
+def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:
+    def finish() -> Tensor:
+        moving.wait()
+        return out
+
+    return After(finish)
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What one rank tells the others."""
+
+    process: tuple[str, int]
+    gpu: str = ""
+    version: int = 0
+    id: str = ""  # rank 0's unique id, in hex
+    problem: str = ""
+
+
+def known_nccl(group: Group, device: torch.device) -> NcclDist | str | None:
+    """What `nccl_dist` has answered; None where it has not been asked yet."""
+    answer: NcclDist | str | None = group.memo.get(("nccl", device.type, device.index or 0))
+    return answer
+
+
+def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
+    """The group's communicator for tensors on `device`, or why it cannot have one. The first time, all ranks must ask.
+
+    Raises:
+        RuntimeError: the first time is during the capture of a CUDA graph.
+        CollectiveTimeoutError: some rank did not ask.
+    """
+    answer = known_nccl(group, device)
+    if answer is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The group has no NCCL communicator yet, and none can be made while a CUDA graph is being captured. "
+                "Run the same ops once before the capture."
+            )
+        answer = _agree(group, device)
+        group.memo["nccl", device.type, device.index or 0] = answer
+    return answer
+
+
+def _agree(group: Group, device: torch.device) -> NcclDist | str:
+    mine = _own_facts(group, device)
+    told = [json.loads(text) for text in exchange(group, "nccl", json.dumps(asdict(mine)).encode())]
+    facts = [_Facts(**{**one, "process": tuple(one["process"])}) for one in told]
+    reason = _obstacle(facts)
+    if reason is not None:
+        return reason
+    library, driver = _load()
+    communicator = import_module("fused_tp._core").Communicator(
+        library,
+        driver,
+        device.index or 0,
+        bytes.fromhex(facts[0].id),
+        group.rank,
+        group.size,
+        timeout_seconds=settings.timeout_seconds(),
+    )
+    pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
+    return NcclDist(group, device, communicator, pids)
+
+
+def _own_facts(group: Group, device: torch.device) -> _Facts:
+    problem = no_nccl_on(device)
+    if problem is not None:
+        return _Facts(own_process(), problem=problem)
+    try:
+        library, _ = _load()
+        unique_id = library.make_id().hex() if group.rank == 0 else ""
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    except RuntimeError as error:
+        return _Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+    # Several ranks on one GPU: NCCL 2.30 and later, where the variable says so.
+    shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return _Facts(own_process(), "" if shares else gpu, library.version, unique_id)
+
+
+def _obstacle(facts: Sequence[_Facts]) -> str | None:
+    """What keeps these ranks from having a communicator, or None."""
+    for rank, fact in enumerate(facts):
+        if fact.problem:
+            return f"rank {rank}: {fact.problem}"
+    versions = sorted({fact.version for fact in facts})
+    if len({version // 100 for version in versions}) > 1:
+        return f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}"
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    if len(set(gpus)) < len(gpus):
+        return "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+    return None
+
+
+@cache
+def _shown(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
