@@ -8,6 +8,9 @@ EXTRAS ?= test,dev,bench
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
+# For the tests of the NCCL binding, where torch is a build without CUDA. Not in constraints.txt: a CUDA build of torch
+# wants exactly the version that it names itself.
+NCCL ?= nvidia-nccl-cu13==2.32.3
 
 export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -28,6 +31,7 @@ $(STAMP): setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(BIN)/python -c "import nvidia.nccl" 2>/dev/null || $(BIN)/python -m pip install -q "$(NCCL)"
 	touch $@
 
 demo: $(STAMP)

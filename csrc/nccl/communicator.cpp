@@ -90,6 +90,17 @@ class Backoff {
   Clock::time_point next_question_{};
 };
 
+// Not by a timed mutex: what it is made of is newer than the ThreadSanitizer of GCC 12.
+bool lock_within(std::unique_lock<std::mutex>& lock, double seconds) {
+  const auto begun = Clock::now();
+  for (auto nap = std::chrono::microseconds(1); !lock.try_lock();
+       nap = std::min(2 * nap, std::chrono::microseconds(500))) {
+    if (seconds_since(begun) > seconds) return false;
+    std::this_thread::sleep_for(nap);
+  }
+  return true;
+}
+
 // Aborts that are under way. Never destroyed: their threads may outlive static objects.
 struct Aborts {
   std::mutex mutex;
@@ -126,13 +137,13 @@ struct Communicator::Handle {
   std::shared_ptr<const Driver> driver;
   int device;
   driver::OwnStream side_stream;  // not behind what is stuck
-  std::timed_mutex mutex;         // of what follows
+  std::mutex mutex;               // of what follows
   Comm comm = nullptr;
   std::map<void*, Window> windows;
   std::shared_ptr<Handle> child;  // NCCL writes into it while a split is under way
 
   Result async_error() {
-    std::lock_guard<std::timed_mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(mutex);
     if (comm == nullptr) return Result::kSuccess;
     Result error = Result::kSuccess;
     const Result asked = library->functions().comm_get_async_error(comm, &error);
@@ -148,12 +159,12 @@ struct Communicator::Handle {
     for (const Range& output : outputs)
       driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
     if (!outputs.empty()) driver->synchronize(side_stream.get(), kPoisonSeconds);
-    std::unique_lock<std::timed_mutex> lock(mutex, std::chrono::duration<double>(kLockSeconds));
-    if (!lock.owns_lock() && library->has_revoke()) {
+    std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+    if (!lock_within(lock, kLockSeconds) && library->has_revoke()) {
       // Some thread hangs inside of NCCL, most likely in a launch that finds the queue full of kernels that wait. To
       // revoke makes these end and frees nothing that the thread still uses.
       library->functions().comm_revoke(comm, 0);
-      lock.try_lock_for(std::chrono::duration<double>(kLockSeconds));
+      lock_within(lock, kLockSeconds);
     }
     // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
     // nothing before all kernels have ended.
@@ -263,9 +274,9 @@ void Communicator::perform(const std::string& what, Call&& call) {
 }
 
 // An abort may hold it for long; but then this has failed, which is thrown.
-std::unique_lock<std::timed_mutex> Communicator::lock_handle() const {
-  std::unique_lock<std::timed_mutex> lock(handle_->mutex, std::defer_lock);
-  while (!lock.try_lock_for(std::chrono::milliseconds(20))) check();
+std::unique_lock<std::mutex> Communicator::lock_handle() const {
+  std::unique_lock<std::mutex> lock(handle_->mutex, std::defer_lock);
+  while (!lock_within(lock, 0.02)) check();
   return lock;
 }
 
@@ -565,7 +576,7 @@ void Communicator::expired(const std::string& what, double seconds) {
 void Communicator::tick() {
   Result error = Result::kSuccess;
   {
-    std::unique_lock<std::timed_mutex> lock(handle_->mutex, std::try_to_lock);
+    std::unique_lock<std::mutex> lock(handle_->mutex, std::try_to_lock);
     if (!lock.owns_lock() || handle_->comm == nullptr) return;  // whoever has it asks NCCL himself
     if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
   }

@@ -147,7 +147,7 @@ class Communicator {
   template <typename Call>
   void perform(const std::string& what, Call&& call);
   void settle(Result result, const std::string& what);
-  std::unique_lock<std::timed_mutex> lock_handle() const;
+  std::unique_lock<std::mutex> lock_handle() const;
   void remember(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
   void fail(Kind kind, const std::string& sentence);

@@ -1,0 +1,135 @@
+// Communicators over the doubles, ranks as threads: ops from several threads, a split, deadlines, an error that NCCL
+// reports, a peer that is lost, and ends in all of these states. For ThreadSanitizer.
+//
+//     communicators <double of libcuda> <double of libnccl>
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "errors.h"
+#include "nccl/communicator.h"
+
+using namespace fused_tp;
+using namespace fused_tp::nccl;
+
+#define EXPECT(condition)                                           \
+  if (!(condition)) {                                               \
+    std::printf("%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
+    std::exit(1);                                                   \
+  }
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr size_t kCount = 5000;
+
+std::shared_ptr<const driver::Driver> the_driver;
+std::shared_ptr<const Library> the_library;
+
+template <typename Function>
+void on_all_ranks(Function&& function) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) threads.emplace_back([&function, rank] { function(rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::shared_ptr<Communicator> join(const UniqueId& id, int rank, double timeout) {
+  Communicator::Options options;
+  options.timeout_seconds = timeout;
+  return Communicator::create(the_library, the_driver, rank, id, rank, kRanks, options);
+}
+
+void all_reduce(Communicator& communicator) {
+  std::vector<float> in(kCount, static_cast<float>(communicator.rank() + 1)), out(kCount, -1.0f);
+  const Ticket ticket =
+      communicator.all_reduce(in.data(), out.data(), kCount, DType::kF32, ReduceOp::kSum, After::stream(nullptr));
+  communicator.wait(ticket);
+  const float sum = static_cast<float>(communicator.size() * (communicator.size() + 1) / 2);
+  for (const float value : out) EXPECT(value == sum);
+}
+
+void ops_and_ends() {
+  const UniqueId first = the_library->make_id();
+  const UniqueId second = the_library->make_id();
+  on_all_ranks([&](int rank) {
+    const auto one = join(first, rank, 30);
+    const auto other = join(second, rank, 30);
+    // Two communicators are used by two threads.
+    std::thread thread([&] {
+      for (int i = 0; i < 20; ++i) all_reduce(*other);
+    });
+    for (int i = 0; i < 20; ++i) all_reduce(*one);
+    thread.join();
+    const auto part = one->split(rank == 2 ? -1 : 0, -rank);
+    EXPECT((part == nullptr) == (rank == 2));
+    if (part) {
+      EXPECT(part->size() == 2 && part->rank() == 1 - rank);
+      all_reduce(*part);
+    }
+    one->close();
+  });
+}
+
+template <typename Error>
+void expect_failure(Communicator& communicator, const Ticket& ticket) {
+  try {
+    communicator.wait(ticket);
+    EXPECT(!"reached");
+  } catch (const Error&) {
+  }
+  try {
+    communicator.exchange({}, After::nothing());
+    EXPECT(!"reached");
+  } catch (const Error&) {
+  }
+  EXPECT(communicator.failed() && !communicator.failure().empty());
+}
+
+// Rank 0 does not come; `end` is how the others find out.
+template <typename Error, typename End>
+void one_is_missing(double timeout, End&& end) {
+  const UniqueId id = the_library->make_id();
+  on_all_ranks([&](int rank) {
+    const auto communicator = join(id, rank, timeout);
+    all_reduce(*communicator);
+    if (rank == 0) {
+      communicator->abort("nothing more to do");
+      return;
+    }
+    std::vector<float> data(kCount), out(kCount, 1.0f);
+    const Ticket ticket =
+        communicator->all_reduce(data.data(), out.data(), kCount, DType::kF32, ReduceOp::kSum, After::nothing());
+    std::thread other([&] { end(*communicator); });
+    expect_failure<Error>(*communicator, ticket);
+    other.join();
+    // The stream goes on, and what did not come is NaN.
+    EXPECT(the_driver->synchronize(communicator->stream(), 20));
+    for (const float value : out) EXPECT(value != value);
+  });
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  the_driver = driver::Driver::open(arguments[1]);
+  the_library = Library::open(arguments[2]);
+  const auto inject =
+      reinterpret_cast<void (*)(int)>(::dlsym(::dlopen(arguments[2], RTLD_NOW | RTLD_LOCAL), "nccl_double_inject"));
+  ops_and_ends();
+  one_is_missing<CollectiveTimeoutError>(0.3, [](Communicator&) {});
+  one_is_missing<PeerLostError>(60, [](Communicator& communicator) { communicator.lose(0, "its process ended"); });
+  one_is_missing<GroupError>(60, [](Communicator& communicator) { communicator.abort("enough"); });
+  std::atomic<int> waiting{0};
+  one_is_missing<PeerLostError>(60, [&](Communicator&) {
+    if (++waiting == kRanks - 1) inject(6);
+  });
+  inject(0);
+  ops_and_ends();
+  Communicator::close_all();
+  std::puts("no race");
+}

@@ -1,0 +1,153 @@
+// csrc/driver/deadlines.h, with times and answers that are made up.
+#include "driver/deadlines.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <vector>
+
+using namespace fused_tp::driver;
+
+#define EXPECT(condition)                                           \
+  if (!(condition)) {                                               \
+    std::printf("%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
+    std::exit(1);                                                   \
+  }
+
+namespace {
+
+struct Stream {
+  Deadlines<int> deadlines;
+  std::set<int> begun, ended;
+
+  auto poll(int64_t now) {
+    return deadlines.poll(
+        now, [this](int op) { return begun.count(op) > 0; }, [this](int op) { return ended.count(op) > 0; });
+  }
+};
+
+void ops_end_in_order() {
+  Stream s;
+  EXPECT(s.deadlines.empty() && s.deadlines.shortest_timeout_ns() == kNever && !s.poll(0));
+  s.deadlines.add(1, 100);
+  s.deadlines.add(2, 50);
+  EXPECT(s.deadlines.shortest_timeout_ns() == 50);
+  s.begun = {1, 2};
+  s.ended = {1, 2};
+  EXPECT(!s.poll(1'000'000));  // late, but both have ended
+  EXPECT(s.deadlines.empty());
+}
+
+void time_counts_from_the_beginning() {
+  Stream s;
+  s.deadlines.add(1, 100);
+  EXPECT(!s.poll(0) && !s.poll(10'000));  // it waits for what is computed before it, not for peers
+  s.begun = {1};
+  EXPECT(!s.poll(10'050));
+  EXPECT(!s.poll(10'149));
+  const auto expired = s.poll(10'150);
+  EXPECT(expired && expired->op == 1 && expired->waited_ns == 100);
+}
+
+void the_second_waits_for_the_first() {
+  Stream s;
+  s.deadlines.add(1, 100);
+  s.deadlines.add(2, 100);
+  s.begun = {1, 2};
+  EXPECT(!s.poll(0));
+  s.ended = {1};
+  EXPECT(!s.poll(99));  // the clock of 2 starts only here
+  EXPECT(!s.poll(198));
+  EXPECT(s.poll(199)->op == 2);
+}
+
+void who_has_expired_lets_go_of_all() {
+  Stream s;
+  s.deadlines.add(1, 10);
+  s.deadlines.add(2, 10);
+  s.begun = {1};
+  EXPECT(!s.poll(5));
+  EXPECT(s.poll(15)->op == 1);
+  EXPECT(s.deadlines.empty() && !s.poll(1000));
+  s.deadlines.add(3, 10);
+  s.deadlines.clear();
+  EXPECT(s.deadlines.empty());
+}
+
+void never_is_never() {
+  Stream s;
+  s.deadlines.add(1, kNever);
+  s.begun = {1};
+  EXPECT(!s.poll(0) && !s.poll(kNever - 1));
+}
+
+// Against a model: an op that is not to expire never does, one that is does at the first look after its time.
+void at_random() {
+  std::mt19937 chance(7);
+  for (int trial = 0; trial < 2000; ++trial) {
+    Stream s;
+    const int count = 1 + static_cast<int>(chance() % 6);
+    std::vector<int64_t> begins, ends, timeouts;
+    int64_t time = 0;
+    int64_t expires = kNever;
+    int stuck = -1;
+    for (int op = 0; op < count; ++op) {
+      begins.push_back(time + static_cast<int64_t>(chance() % 50));
+      ends.push_back(begins.back() + 1 + static_cast<int64_t>(chance() % 100));
+      timeouts.push_back(1 + static_cast<int64_t>(chance() % 120));
+      s.deadlines.add(op, timeouts.back());
+      // Looked at in every unit of time, so it is seen as soon as it has begun.
+      if (stuck < 0 && begins[op] + timeouts[op] < ends[op]) stuck = op, expires = begins[op] + timeouts[op];
+      time = ends.back();
+    }
+    bool told = false;
+    for (int64_t now = 0; now <= time + 1; ++now) {
+      for (int op = 0; op < count; ++op) {
+        if (begins[op] <= now) s.begun.insert(op);
+        if (ends[op] <= now) s.ended.insert(op);
+      }
+      const auto expired = s.poll(now);
+      EXPECT(expired.has_value() == (now == expires));
+      if (expired) EXPECT(expired->op == stuck && expired->waited_ns == timeouts[stuck]);
+      told |= expired.has_value();
+    }
+    EXPECT(told == (stuck >= 0) && s.deadlines.empty());
+  }
+}
+
+void graphs_tell_by_a_word() {
+  std::atomic<uint64_t> word{0};
+  GraphDeadline graph;
+  EXPECT(!graph.poll(0, word, 10) && !graph.inside());
+  word = 2 * 3 + 1;
+  EXPECT(!graph.poll(100, word, 10) && graph.inside());
+  EXPECT(word == (GraphDeadline::kSeen | 7));
+  EXPECT(!graph.poll(109, word, 10));
+  const auto expired = graph.poll(110, word, 10);
+  EXPECT(expired && expired->op == 3 && expired->waited_ns == 10);
+
+  // The same op of the next replay is progress, though the word has the same value.
+  word = 7;
+  EXPECT(!graph.poll(111, word, 10));
+  word = 7;
+  EXPECT(!graph.poll(125, word, 10));
+  EXPECT(!graph.poll(134, word, 10));
+  EXPECT(graph.poll(135, word, 10)->op == 3);
+
+  word = 8;  // the end of the op
+  EXPECT(!graph.poll(500, word, 10) && !graph.inside() && word == 8);
+}
+
+}  // namespace
+
+int main() {
+  ops_end_in_order();
+  time_counts_from_the_beginning();
+  the_second_waits_for_the_first();
+  who_has_expired_lets_go_of_all();
+  never_is_never();
+  at_random();
+  graphs_tell_by_a_word();
+  std::puts("all as expected");
+}
