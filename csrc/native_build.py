@@ -1,7 +1,8 @@
 """Compiles what is in csrc, for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
 
 Both are lists of commands, which ninja runs where it is there: what has not changed, headers and flags included, is not
-compiled again.
+compiled again. Commands run in the folder that they write to and name our files relative to it, so that a copy of a
+tree with its build folder has nothing to compile.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ def cuda_folder() -> Path:
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a build, which writes `output`."""
+    """One command of a build, which writes `output`. Paths are as seen from the folder that it runs in."""
 
-    output: Path
-    inputs: Sequence[Path]
+    output: str
+    inputs: Sequence[str]
     command: Sequence[str]
     headers_too: bool = False  # the command writes the headers that it read to `output`.d
-    log: Path | None = None  # where what it prints goes; shown if it fails
+    log: str = ""  # where what it prints goes; shown if it fails
 
     @property
     def shell(self) -> str:
         line = shlex.join(self.command)
-        if self.log is None:
-            return line
-        log = shlex.quote(str(self.log))
-        return f"{line} > {log} 2>&1 || {{ cat {log}; exit 1; }}"
+        return f"{line} > {self.log} 2>&1 || {{ cat {self.log}; exit 1; }}" if self.log else line
 
 
-def compile_step(output: Path, source: Path, command: Sequence[str], log: Path | None = None) -> Step:
-    files = ["-MMD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
+def compile_step(output: str, source: str, command: Sequence[str], log: str = "") -> Step:
+    files = ["-MMD", "-MF", f"{output}.d", "-c", source, "-o", output]
     return Step(output, [source], [*command, *files], headers_too=True, log=log)
+
+
+def seen_from(folder: Path, path: Path) -> str:
+    return os.path.relpath(path, folder)
 
 
 class CoreBuild:
@@ -85,7 +87,7 @@ class CoreBuild:
             print("fused_tp: this compiler lacks AVX-512 BF16 (GCC 10 and Clang 9 have it): building portable kernels.")
         user = shlex.split(os.environ.get("CXXFLAGS", ""))
         includes = [flag for path in include_dirs for flag in ("-isystem", path)]
-        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", f"-I{CSRC}", *includes, *user]
+        self.flags = [*COMPILE_FLAGS, f"-DFUSED_TP_X86={int(self.x86)}", *includes, *user]
         self.link_flags = ["-shared", "-pthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
     def sources(self) -> list[Path]:
@@ -96,13 +98,13 @@ class CoreBuild:
         """Compiles what has changed into `folder` and links `output`."""
         steps = []
         for source in self.sources():
-            command = [*self.compiler, *self.flags, *X86_FLAGS.get(isa_of(source), [])]
-            steps.append(compile_step(folder / f"{source.parent.name}_{source.stem}.o", source, command))
+            command = [*self.compiler, f"-I{seen_from(folder, CSRC)}", *self.flags, *X86_FLAGS.get(isa_of(source), [])]
+            name = f"{source.parent.name}_{source.stem}.o"
+            steps.append(compile_step(name, seen_from(folder, source), command))
         objects = [step.output for step in steps]
-        library = folder / output.name
-        command = [*self.compiler, *map(str, objects), *self.link_flags, "-o", str(library)]
-        run_steps([*steps, Step(library, objects, command)], folder)
-        replace(library, output)
+        command = [*self.compiler, *objects, *self.link_flags, "-o", output.name]
+        run_steps([*steps, Step(output.name, objects, command)], folder)
+        replace(folder / output.name, output)
 
 
 @dataclass(frozen=True)
@@ -190,19 +192,19 @@ class CudaBuild:
         codes = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
             threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
-        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, f"-I{CSRC}", *codes, "--threads", str(threads)]
+        csrc = seen_from(folder, CSRC)
+        command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, f"-I{csrc}", *codes, "--threads", str(threads)]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
-            steps.append(compile_step(log.with_suffix(""), source, command, log))
+            steps.append(compile_step(log.stem, seen_from(folder, source), command, log.name))
         says = [f'-DFUSED_TP_BUILT_FOR="{self.built_for}"', *COMPILE_FLAGS]
-        steps.append(compile_step(folder / "built_for.o", CSRC / "cuda" / "built_for.cpp", [*self.compiler, *says]))
+        steps.append(compile_step("built_for.o", f"{csrc}/cuda/built_for.cpp", [*self.compiler, *says]))
         objects = [step.output for step in steps]
-        exports = CSRC / "cuda" / "exports.map"
-        library = folder / output.name
-        command = [str(self.nvcc), *self.host_compiler, "-shared", "--cudart", "static", *map(str, objects)]
-        command += ["-Xlinker", f"--version-script={exports}", "-o", str(library)]
-        run_steps([*steps, Step(library, [*objects, exports], command)], folder)
-        replace(library, output)
+        exports = f"{csrc}/cuda/exports.map"
+        command = [str(self.nvcc), *self.host_compiler, "-shared", "--cudart", "static", *objects]
+        command += ["-Xlinker", f"--version-script={exports}", "-o", output.name]
+        run_steps([*steps, Step(output.name, [*objects, exports], command)], folder)
+        replace(folder / output.name, output)
 
 
 def find_compiler() -> list[str]:
@@ -282,7 +284,7 @@ def jobs() -> int:
 
 
 def run_steps(steps: Sequence[Step], folder: Path) -> None:
-    """Runs those whose inputs or commands have changed since they last ran; all of their files are in `folder`."""
+    """Runs those whose inputs or commands have changed since they last ran, in `folder`."""
     import fcntl  # here, because there is none on Windows, where setup.py says so in a sentence
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,36 +293,35 @@ def run_steps(steps: Sequence[Step], folder: Path) -> None:
         ninja = find_ninja()
         if ninja is None:
             for step in steps:
-                run_if_changed(step)
+                run_if_changed(step, folder)
             return
         (folder / "build.ninja").write_text(ninja_file(steps))
         limit = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        check_run([*ninja, "-C", str(folder), *limit])
+        check_run([*ninja, *limit], folder)
 
 
 def ninja_file(steps: Sequence[Step]) -> str:
-    def names(paths: Sequence[Path]) -> str:
-        return " ".join(str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in paths)
+    def names(paths: Sequence[str]) -> str:
+        return " ".join(path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in paths)
 
     lines = ["rule run", "  command = $run"]
-    lines += ["rule compile", "  command = $run", "  depfile = $out_file.d", "  deps = gcc"]
+    lines += ["rule compile", "  command = $run", "  depfile = $out.d", "  deps = gcc"]
     for step in steps:
-        outputs = names([step.output]) + (f" | {names([step.log])}" if step.log else "")
+        outputs = step.output + (f" | {step.log}" if step.log else "")
         rule = "compile" if step.headers_too else "run"
         lines += [f"build {outputs}: {rule} {names(step.inputs)}", f"  run = {step.shell.replace('$', '$$')}"]
-        lines += [f"  out_file = {str(step.output).replace('$', '$$')}"]
     return "\n".join(lines) + "\n"
 
 
-def run_if_changed(step: Step) -> None:
-    said = step.output.with_name(step.output.name + ".command")
-    inputs = [*step.inputs]
+def run_if_changed(step: Step, folder: Path) -> None:
+    output, said = folder / step.output, folder / f"{step.output}.command"
+    inputs = [folder / path for path in step.inputs]
     if step.headers_too:
         inputs += [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
     newest = max(file.stat().st_mtime for file in inputs)
-    same = said.exists() and said.read_text() == step.shell and step.output.exists()
-    if not same or step.output.stat().st_mtime < newest:
-        check_run(["sh", "-c", step.shell])
+    same = output.exists() and said.exists() and said.read_text() == step.shell
+    if not same or output.stat().st_mtime < newest:
+        check_run(["sh", "-c", step.shell], folder)
         said.write_text(step.shell)
 
 
@@ -334,11 +335,11 @@ def find_ninja() -> list[str] | None:
     return [str(Path(BIN_DIR, "ninja"))]
 
 
-def check_run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+def check_run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=folder)
     print(done.stdout, end="")
     if done.returncode != 0:
-        raise NotBuiltError(f"`{shlex.join(command)}` failed:\n{done.stdout[-4000:]}")
+        raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{done.stdout[-4000:]}")
 
 
 def replace(source: Path, destination: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the package consists of, and that it installs where there is no compiler."""
+"""What the package consists of, and that it installs where there is no compiler, or one of C++ or of CUDA only."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cuda_resources import native_build
+from fused_tp.transport.native_kernels import built_for
 from tests.workers import REPOSITORY
 
 pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
@@ -32,7 +34,7 @@ def build(kind: str, tree: Path, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(tree.parent)],
         cwd=tree,
-        env={**os.environ, "FUSED_TP_REQUIRE_NATIVE": "0", **env},
+        env={**os.environ, "FUSED_TP_REQUIRE_NATIVE": "0", "FUSED_TP_CUDA": "0", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -61,7 +63,7 @@ def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel_without_core(unpacked_sdist: Path) -> tuple[Path, str]:
     """(a wheel built where there is no compiler, what the build printed)"""
-    done = build("build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath)
+    done = build("build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath, FUSED_TP_CUDA="")
     assert done.returncode == 0, done.stdout
     return next(unpacked_sdist.parent.glob("*.whl")), done.stdout
 
@@ -74,12 +76,22 @@ def test_sdist_has_all_that_a_build_and_the_tests_need(unpacked_sdist: Path) -> 
 
 
 def sources(folder: str) -> list[Path]:
-    suffixes = {".py", ".cpp", ".h", ".json", ".typed"}
+    suffixes = {".py", ".cpp", ".h", ".cu", ".cuh", ".map", ".json", ".typed"}
     return [file.relative_to(REPOSITORY) for file in (REPOSITORY / folder).rglob("*") if file.suffix in suffixes]
 
 
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def libraries(wheel: Path) -> list[str]:
+    """The native parts in it, by the first part of their names."""
+    return sorted(name.split(".")[0] for name in contents(wheel) if name.endswith(".so"))
+
+
 def test_wheel_has_every_package_and_no_top_level_of_others(wheel_without_core: tuple[Path, str]) -> None:
-    names = set(zipfile.ZipFile(wheel_without_core[0]).namelist())
+    names = contents(wheel_without_core[0])
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"fused_tp"}
     for folder in ("fused_tp", "triton_kernels", "examples", "benchmarks"):
         installed = "" if folder == "fused_tp" else "fused_tp/"
@@ -91,6 +103,8 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
     wheel, output = wheel_without_core
     assert "native core was not built: no working C++17 compiler was found (tried /bin/false)" in output
     assert "apt-get install g++" in output
+    assert "fused_tp: the device kernels were not built: no " in output and "install the CUDA toolkit" in output
+    assert not libraries(wheel)
     site = wheel.parent / "site"
     zipfile.ZipFile(wheel).extractall(site)
     # -S: no .pth file is read, so that an editable install in this environment does not lend its core.
@@ -112,7 +126,7 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
 def test_a_required_core_that_cannot_be_built_is_an_error(unpacked_sdist: Path) -> None:
     done = build("build_wheel", unpacked_sdist, CXX="/bin/false", FUSED_TP_REQUIRE_NATIVE="1")
     assert done.returncode != 0
-    assert "NativeCoreError: no working C++17 compiler was found" in done.stdout
+    assert "NotBuiltError: no working C++17 compiler was found" in done.stdout
 
 
 def test_a_file_that_does_not_compile_is_named(unpacked_sdist: Path, tmp_path: Path) -> None:
@@ -125,6 +139,64 @@ def test_a_file_that_does_not_compile_is_named(unpacked_sdist: Path, tmp_path: P
     assert done.returncode == 0, done.stdout
     if sys.platform == "linux" and shutil.which("c++"):
         assert "native core was not built" in done.stdout and "heap.cpp" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def native_tree(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sources in which a wheel with the core and the device kernels has been built.
+
+    They come with what this tree has compiled, which is left as it is where it would become the same again: then it
+    takes seconds and not minutes. Else it is compiled.
+    """
+    builder = native_build()
+    try:
+        builder.find_nvcc()
+        builder.find_compiler()
+    except builder.NotBuiltError as error:
+        pytest.skip(str(error))
+    tree = tmp_path_factory.mktemp("native") / "tree"
+    shutil.copytree(unpacked_sdist, tree)
+    for folder in (builder.core_folder(), builder.cuda_folder()):
+        if folder.exists():
+            shutil.copytree(folder, tree / "build" / folder.name)
+    done = build("build_wheel", tree, FUSED_TP_REQUIRE_NATIVE="1", FUSED_TP_CUDA="1")
+    assert done.returncode == 0, done.stdout
+    assert "fused_tp: device kernels were built for sm_80 " in done.stdout
+    return tree
+
+
+def test_wheel_has_the_core_and_the_device_kernels(native_tree: Path) -> None:
+    (wheel,) = native_tree.parent.glob("*.whl")
+    assert libraries(wheel) == ["fused_tp/_core", "fused_tp/_cuda"]
+    # Its name has no Python version, and it says itself what it is for.
+    with zipfile.ZipFile(wheel) as archive:
+        (native_tree.parent / "_cuda.so").write_bytes(archive.read("fused_tp/_cuda.so"))
+    built = built_for(native_tree.parent / "_cuda.so")
+    assert built is not None and built.runs_on(80) and built.runs_on(90)
+
+
+def test_device_kernels_that_do_not_compile_leave_the_core(native_tree: Path) -> None:
+    source = native_tree / "csrc" / "cuda" / "count_up.cu"
+    before = source.read_text()
+    source.write_text("this is not CUDA\n")
+    try:
+        done = build("build_wheel", native_tree, FUSED_TP_CUDA="")
+        assert done.returncode == 0, done.stdout
+        assert "fused_tp: the device kernels were not built: " in done.stdout and "count_up.cu" in done.stdout
+        (wheel,) = native_tree.parent.glob("*.whl")
+        assert libraries(wheel) == ["fused_tp/_core"], "what an earlier build left is not to be shipped"
+        done = build("build_wheel", native_tree, FUSED_TP_CUDA="1")
+        assert done.returncode != 0 and "NotBuiltError: " in done.stdout
+    finally:
+        source.write_text(before)
+
+
+def test_device_kernels_can_be_turned_off(native_tree: Path) -> None:
+    done = build("build_wheel", native_tree, FUSED_TP_CUDA="0")
+    assert done.returncode == 0, done.stdout
+    assert "fused_tp: the device kernels are not built: FUSED_TP_CUDA=0." in done.stdout
+    (wheel,) = native_tree.parent.glob("*.whl")
+    assert libraries(wheel) == ["fused_tp/_core"]
 
 
 def check_syntax(compiler: str, files: list[Path], *flags: str) -> None:
