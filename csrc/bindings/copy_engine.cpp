@@ -132,6 +132,12 @@ void bind_copy_engine(py::module_& m) {
           py::arg("call"), py::arg("stream"), py::arg("results"), NoGil(),
           "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
       .def(
+          "quiet",
+          [](BoundWorkspace& self, double seconds) {
+            return self.with([&](Workspace& w) { return w.quiet(seconds); });
+          },
+          py::arg("seconds"), NoGil(), "Whether all that was enqueued has ended, after waiting that long at most.")
+      .def(
           "slot", [](BoundWorkspace& self, int scatter, int sender) { return (*self).layout().slot(scatter, sender); },
           py::arg("scatter"), py::arg("sender"), "Where a block from `sender` is in this rank's workspace.")
       .def_property_readonly("slot_bytes", [](BoundWorkspace& self) { return (*self).layout().slot_bytes(); })

@@ -1,8 +1,10 @@
 #include "copy_engine/workspace.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace fused_tp::copy_engine {
@@ -51,6 +53,18 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
 }
 
 std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }
+
+bool Workspace::quiet(double seconds) const {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const std::vector<Stream> sides = streams();
+  while (true) {
+    if ((!last_end_ || driver_->done(last_end_->get())) &&
+        std::all_of(sides.begin(), sides.end(), [this](Stream side) { return driver_->idle(side); }))
+      return true;
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
 
 Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
   keeper_.set_timeout(timeout_seconds);

@@ -35,6 +35,9 @@ class Workspace {
   Keeper& keeper() { return keeper_; }
   std::vector<Stream> streams() const;  // our own
 
+  // True once all that was enqueued has ended, false if it has not after that many seconds. Waits on the host.
+  bool quiet(double seconds) const;
+
   // One call of an op, from its first message to its gates. All ranks make the same calls in the same order, and in
   // each the same messages. A call may begin and end inside of another.
   struct Call {

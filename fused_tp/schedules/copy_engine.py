@@ -1,0 +1,258 @@
+"""Schedule `copy_engine`: the library multiplies while the GPU's copy engines move bytes, block by block.
+
+- all_gather_matmul: the own shard is multiplied first, the others in the order of distance, as they arrive.
+- matmul_reduce_scatter: the block of the farthest rank is multiplied first and sent while the next one is; the own one
+  comes last. The terms are summed in float32 in rank order, as everywhere.
+- matmul_all_reduce: the same, then the sums are gathered; in chunks of rows, so that one is multiplied while the one
+  before is summed and gathered.
+
+This is what torch's asynchronous tensor parallelism does with symmetric memory (`torch.distributed._symmetric_memory`,
+the decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+Learning Models", ASPLOS 2023), with deadlines, for any number of ranks and any sizes, and for CUDA graphs. No kernel
+waits for a peer, so all multiprocessors multiply.
+
+`meanwhile` runs on the caller's stream, behind the last block that was sent and before the first that is waited for: it
+fills the time that the last blocks travel, and on a stream of its own it would only compete with the matmuls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.runtime.tracing import span
+from fused_tp.schedules.base import Product
+from fused_tp.schedules.collective import Collective, gather_blocks
+from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.layout import (
+    as_rows,
+    from_rank_major,
+    gathered_shape,
+    gathered_sizes,
+    rank_offsets,
+    row_sizes,
+    to_rank_major,
+)
+from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.transport.base import After, Pending
+from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
+from fused_tp.transport.term_sum import sum_into
+
+CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
+MAX_CHUNKS = 4
+
+
+class CopyEngineSchedule:
+    """Every op over one group as matmuls of the library and copies of blocks.
+
+    Args:
+        engine: of the group.
+        plain: what runs the ops that have no such form: sums and norms of whole tensors.
+        chunks: of an all-reduce; None: as many as its size is worth.
+    """
+
+    name = "copy_engine"
+
+    def __init__(self, engine: CopyEngine, plain: Collective, chunks: int | None = None) -> None:
+        self.engine = engine
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self._plain = plain
+        self._chunks = chunks
+        # By distance: no two ranks turn to the same peer first.
+        self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        self._check("all_gather", (*gathered_shape(x_shard, gather_dim, sizes), gather_dim), x_shard)
+        return gather_blocks(x_shard, gather_dim, sizes, self._gathered)
+
+    def _gathered(self, flat: Tensor) -> Pending[Tensor]:
+        """Everyone's `flat` [n], one after the other: [W * n]."""
+        out = flat.new_empty(self.world_size * flat.numel())
+        places = out.view(self.world_size, flat.numel())
+        call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
+        with span("all_gather", flat, self.name), call:
+            call.gather(flat, list(places.unbind()))
+            places[self.rank].copy_(flat)
+        started = _stream_of(flat)
+
+        def finish() -> Tensor:
+            with call:
+                call.finish(out)
+            if (stream := _stream_of(flat)) != started and stream is not None:
+                flat.record_stream(stream)
+                out.record_stream(stream)
+            return out
+
+        return After(finish)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        return self._plain.reduce_scatter(partial, scatter_dim=scatter_dim)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return self._plain.all_reduce(partial)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._plain.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def all_gather_matmul(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        *,
+        gather_dim: int,
+        gather_size: int | None,
+        return_gathered: bool,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
+        shape = gathered_shape(x_shard, gather_dim, sizes)
+        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
+        counts = row_sizes(shape, gather_dim, sizes)
+        own = as_rows(x_shard).contiguous()
+        gathered = own.new_empty((sum(counts), shape[-1]))
+        shards = gathered.split(counts)
+        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in weights]
+        parts = [y.split(counts) for y in outputs]
+        with self.engine.call("all_gather_matmul", gather_bytes=_most_bytes(shards)) as call:
+            call.gather(own, shards)
+            for source in (self.rank, *self._peers):
+                if source != self.rank:
+                    call.wait_for(source)
+                with span("all_gather_matmul of the shard of rank", source, self.name):
+                    rows = own if source == self.rank else shards[source]
+                    for part, w, bias in zip(parts, weights, biases, strict=True):
+                        sum_of_products([(rows, w)], bias, out=part[source])
+            if return_gathered:
+                shards[self.rank].copy_(own)
+                call.finish(*outputs, gathered)
+            else:
+                call.finish(*outputs)
+        placed = [self._placed(y, shape, gather_dim, counts) for y in outputs]
+        return placed, self._placed(gathered, shape, gather_dim, counts) if return_gathered else None
+
+    def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
+        """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
+        shape = [*shape[:-1], rows.shape[-1]]
+        if prod(shape[:dim]) == 1 or rows.numel() == 0:
+            return rows.view(shape)
+        return from_rank_major(rows.split(list(counts)), shape, dim)
+
+    def matmul_reduce_scatter(
+        self,
+        products: Sequence[Product],
+        bias: Tensor | None,
+        *,
+        scatter_dim: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        x, w = products[0]
+        shape = [*x.shape[:-1], w.shape[0]]
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
+        sizes = shard_sizes(shape[scatter_dim], self.world_size)
+        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
+        counts = row_sizes(shape, scatter_dim, sizes)
+        partial = x.new_empty((sum(counts), shape[-1]))
+        out = x.new_empty((counts[self.rank], shape[-1]))
+        most_bytes = max(counts) * shape[-1] * x.element_size()
+        with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
+            scatter = self._scatter("matmul_reduce_scatter", call, rows, partial, counts)
+            if meanwhile is not None:
+                meanwhile()
+            self._sum(scatter, out, bias)
+            call.finish(out)
+        shape[scatter_dim] = sizes[self.rank]
+        return out.view(shape)
+
+    def matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        self._check("matmul_all_reduce", shape, x)
+        rows = [(as_rows(x), w) for x, w in products]
+        m, n = prod(shape[:-1]), w.shape[0]
+        partial, out = x.new_empty((m, n)), x.new_empty((m, n))
+        count = self._chunks_of(m, n, x)
+        chunks = [shard_range(m, count, number) for number in range(count)]
+        most_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
+        waiting: tuple[Scatter, Tensor] | None = None
+        with self.engine.call("matmul_all_reduce", gather_bytes=most_bytes, scatter_bytes=most_bytes) as call:
+            for number, (start, stop) in enumerate(chunks):
+                counts = shard_sizes(stop - start, self.world_size)
+                part = [(x[start:stop], w) for x, w in rows]
+                with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
+                    scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
+                if waiting is not None:
+                    # The chunk before has had a whole matmul's time to move.
+                    self._share(call, *waiting, bias)
+                waiting = scatter, out[start:stop]
+            if meanwhile is not None:
+                meanwhile()
+            assert waiting is not None
+            self._share(call, *waiting, bias)
+            call.finish(out)
+        return out.view(shape)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _scatter(
+        self, op: str, call: Call, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
+    ) -> Scatter:
+        """Multiplies block by block, rows by owner, and sends each to its owner. `partial`: room for the blocks."""
+        scatter = call.scatter()
+        offsets = rank_offsets(counts)
+        blocks = partial.split(list(counts))
+        for owner in (*reversed(self._peers), self.rank):
+            part = [(x[offsets[owner] : offsets[owner] + counts[owner]], w) for x, w in products]
+            with span(f"{op} of the block of rank", owner, self.name):
+                if owner != self.rank:
+                    sum_of_products(part, out=blocks[owner])
+                    scatter.push(owner, blocks[owner])
+                else:
+                    sum_of_products(part, out=scatter.terms(blocks[owner].shape, partial.dtype)[self.rank])
+        return scatter
+
+    def _sum(self, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+        """Every rank's block of `out`, summed."""
+        scatter.receive()
+        sum_into(out, scatter.terms(out.shape, out.dtype), bias)
+        scatter.release()
+
+    def _share(self, call: Call, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+        """Sums this rank's rows of `out` and starts to gather those of the others."""
+        parts = out.split(shard_sizes(out.shape[0], self.world_size))
+        self._sum(scatter, parts[self.rank], bias)
+        call.gather(parts[self.rank], parts)
+
+    def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
+        """From M, N and the dtype only: K is a shard and need not be the same on all ranks."""
+        chunks = self._chunks or m * n * x.element_size() // CHUNK_BYTES
+        return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
+
+    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        self._plain.transport.check(op, dims, x.dtype, x.device)
+
+
+def _most_bytes(tensors: Sequence[Tensor]) -> int:
+    return max(t.nbytes for t in tensors)
+
+
+def _stream_of(t: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(t.device) if t.is_cuda else None

@@ -1,0 +1,377 @@
+"""Gathers and scatters by the GPU's copy engines over symmetric memory: no multiprocessor is spent on moving bytes.
+
+All of it is enqueued on streams of our own and nothing waits on the host. Flags are words of memory that streams write
+and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are written, so a CUDA graph may hold calls.
+
+Gathers pull and scatters push (csrc/copy_engine/workspace.h says why): each moves its bytes once. Which of the two a
+link prefers is next to nothing beside that: NVIDIA's nvbandwidth measures both, as read and write by copy engine.
+
+Deadlines: a thread of the native core (csrc/copy_engine/keeper.h) sees to it that no stream waits for a peer for longer
+than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. What a call was to give is NaN (0xFF bytes) then, on every
+rank whose call had not ended, and the group is unusable.
+
+CUDA graphs: as in `kernel_workspaces`, the memory has to be there and large enough before the capture. Within a
+capture, and between replays and other calls, it is the caller who orders: one op of a group at a time, alike on all
+ranks.
+
+Tests load a look-alike of the CUDA driver (`use_driver`) that moves memory of the host. Then tensors of the CPU go
+through all this unchanged; what waits in a stream there blocks, and raises at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.peer_watch import PeerWatch
+
+_LOG = logging.getLogger("fused_tp")
+
+OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")  # csrc/copy_engine/keeper.h
+
+# Of a place for one message: below it a power of two, above it a multiple of it.
+_LEAST_BYTES = 1 << 16
+_ROUNDED_TO = 16 << 20
+
+# Failure of csrc/copy_engine/keeper.h.
+_NONE, _TIMEOUT, _LOST, _TOLD, _ABORTED = range(5)
+
+_LIBRARY = "libcuda.so.1"
+_for_cpu: str | None = None
+
+
+def use_driver(library: str | Path | None) -> None:
+    """For tests: a look-alike of the CUDA driver, for tensors of the CPU. None: there is none any more."""
+    global _for_cpu
+    _for_cpu = None if library is None else str(library)
+
+
+def driver_of(device: torch.device) -> str:
+    """The driver's library for tensors on `device`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if device.type == "cuda":
+        return _LIBRARY
+    if device.type == "cpu" and _for_cpu is not None:
+        return _for_cpu
+    raise ValueError(f"device is {device}; copy engines are those of NVIDIA GPUs.")
+
+
+def no_copy_engine_on(device: torch.device) -> str | None:
+    """Why tensors on `device` cannot be moved so, whatever the group, or None."""
+    if find_spec("fused_tp._core") is None:
+        return "this installation has no native core"
+    try:
+        driver = import_module("fused_tp._core").Driver(driver_of(device))
+        if not driver.has_stream_memory_ops(device.index or 0):
+            return "streams of this device cannot wait for a word of memory"
+    except ValueError:
+        return f"copy engines are those of NVIDIA GPUs; this is {device.type}"
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return None
+
+
+@dataclass
+class _Slot:
+    """A workspace of the native core and its memory."""
+
+    core: Any
+    buffer: Tensor
+    gather_bytes: int
+    scatter_bytes: int
+    captured: bool = False
+    pending: int = 0  # calls that have begun and not ended
+
+
+class Call:
+    """One call of an op, from its first message to `finish`. Left by an exception, it gives the group up.
+
+    All memory that is given to it is left alone until `finish`. Ranks call the same methods in the same order.
+    """
+
+    def __init__(self, engine: CopyEngine, slot: _Slot, op: str) -> None:
+        self.op = op
+        self._engine = engine
+        self._slot = slot
+        self._core = slot.core
+        self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
+        slot.pending += 1
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Peers wait for what will not come: they hear of it."""
+        self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
+
+    def gather(self, shard: Tensor, places: Sequence[Tensor]) -> None:
+        """Starts to gather every rank's `shard` into `places`, one for each rank; that of this one is left alone.
+
+        All are contiguous and have as many bytes as the shard of their rank.
+        """
+        self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
+
+    def wait_for(self, peer: int) -> None:
+        """The current stream goes on once the shard of `peer` is in its place, that of the last `gather`."""
+        self._core.wait_for(self._call, self._engine.stream(), peer)
+
+    def scatter(self) -> Scatter:
+        """Starts to send blocks to the ranks that sum them."""
+        return Scatter(self, self._slot)
+
+    def finish(self, *results: Tensor) -> None:
+        """The end. `results`, contiguous, become NaN on ranks where the call does not come to a good one.
+
+        Raises:
+            CollectiveTimeoutError: on a CPU: a wait of this call has expired.
+            PeerLostError: on a CPU: for a rank that has ended.
+            FusedTPError: on a CPU: a peer has failed.
+        """
+        self._slot.pending -= 1
+        self._slot.captured |= _capturing()
+        self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
+        if self._engine.device.type == "cpu":
+            self._engine.raise_failure()
+
+
+class Scatter:
+    """Blocks from every rank to every other: `push` for each peer, then `receive`, use of `terms`, `release`."""
+
+    def __init__(self, call: Call, slot: _Slot) -> None:
+        self._call = call
+        self._engine = call._engine
+        self._core = slot.core
+        self._buffer = slot.buffer
+        self.number: int = slot.core.scatter()
+
+    def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Blocks [W, *shape] by rank. That of this rank is for the caller to fill, those of others once received."""
+        world = self._engine.world_size
+        first, per_rank = self._core.slot(self.number, 0) // dtype.itemsize, self._core.slot_bytes // dtype.itemsize
+        slots = self._buffer.view(dtype)[first : first + world * per_rank].view(world, per_rank)
+        return slots[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
+
+    def push(self, peer: int, block: Tensor) -> None:
+        """Sends `block`, contiguous, once the current stream has made it."""
+        self._core.push(self._call._call, self._engine.stream(), self.number, peer, _range(block))
+
+    def receive(self) -> None:
+        """The current stream goes on once all blocks for this rank are there."""
+        self._core.receive(self._call._call, self._engine.stream(), self.number)
+
+    def release(self) -> None:
+        """Behind the last use of `terms`."""
+        self._core.release(self._engine.stream(), self.number)
+
+
+class CopyEngine:
+    """The copy engines of one group on one device.
+
+    Args:
+        memory: of the group.
+        driver: its library, as `driver_of` says.
+        on_failure: is told why the group is unusable from now on.
+
+    Example:
+        with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
+            call.gather(shard, list(gathered))
+            gathered[engine.rank].copy_(shard)
+            call.finish(gathered)
+    """
+
+    def __init__(
+        self, memory: KernelMemory, driver: str, on_failure: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self._memory = memory
+        self.rank = memory.rank
+        self.world_size = memory.world_size
+        self.device = memory.device
+        self._index = 0
+        if self.device.type == "cuda":
+            self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._driver = driver
+        self._on_failure = on_failure
+        self._slot: _Slot | None = None
+        self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use
+        self._lost: list[int] = []  # in the order in which they ended
+        self._told = False
+        self.broken: str | None = None
+        self._watch = PeerWatch(self, memory.pids, CopyEngine._peer_lost, CopyEngine._look)
+        _engines.add(self)
+
+    def stream(self) -> int:
+        """Handle of the caller's stream; 0 is the default one, which is what there is on a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        return handle
+
+    def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> Call:
+        """Begins a call of `op`, one of OPS.
+
+        Args:
+            gather_bytes: of the longest shard that any rank gives to `Call.gather`.
+            scatter_bytes: of the longest block that any rank gives to `Scatter.push`.
+
+        Raises:
+            CollectiveTimeoutError: a wait of an earlier call has expired.
+            PeerLostError: a peer's process has ended.
+            FusedTPError: that was so before, or a peer has failed.
+            RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
+        """
+        self.raise_if_failed()
+        slot = self._slot
+        if slot is None or slot.gather_bytes < gather_bytes or slot.scatter_bytes < scatter_bytes:
+            slot = self._grow(op, gather_bytes, scatter_bytes)
+        return Call(self, slot, op)
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        """Raises what an earlier call has failed with, or that a peer has ended. Waits for nothing."""
+        if self.broken is not None:
+            raise FusedTPError(
+                f"The group's copy engines are unusable since an earlier failure: {self.broken} "
+                "Destroy the process group and make a new one."
+            )
+        self.raise_failure()
+        if self._lost:
+            loss = self._loss()
+            self._fail(loss)
+            self.abort(loss)
+            raise PeerLostError(loss)
+
+    def raise_failure(self) -> None:
+        """Raises what a call has failed with, if any has."""
+        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
+        if failed is None:
+            return
+        kind, sentence = failed.failure, failed.sentence
+        # A peer's death is the cause where both are there: others may have given up for want of it.
+        if self._lost and kind != _ABORTED:
+            self._fail(f"{self._loss()} {sentence}")
+            raise PeerLostError(self.broken)
+        if kind in (_TIMEOUT, _TOLD):
+            self._fail(f"{sentence} FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s.")
+            raise CollectiveTimeoutError(self.broken)
+        self._fail(sentence)
+        raise FusedTPError(sentence)
+
+    def abort(self, why: str) -> None:
+        """Gives up and lets the peers know."""
+        for slot in self._all():
+            slot.core.abort(why)
+
+    def stop(self) -> None:
+        """Ends the native threads: at the end of the program."""
+        for slot in self._all():
+            slot.core.stop()
+
+    def _loss(self) -> str:
+        return f"Rank {self.rank} of {self.world_size} lost rank {self._lost[0]}: it has ended."
+
+    def _fail(self, sentence: str) -> None:
+        self.broken = sentence
+        self._on_failure(sentence)
+
+    def _all(self) -> list[_Slot]:
+        return [*([] if self._slot is None else [self._slot]), *self._outgrown]
+
+    # -- called by the watch's thread ---------------------------------------------------------------------------------
+
+    def _peer_lost(self, rank: int) -> None:
+        self._lost.append(rank)
+        for slot in self._all():
+            slot.core.lose(rank)
+
+    def _look(self) -> None:
+        """Says at once what the next call is going to raise: there may be none, and results are NaN already."""
+        if self._told or self.device.type == "cpu" or self.broken is not None:
+            return
+        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
+        if failed is not None:
+            self._told = True
+            _LOG.error("%s Calls of the group's copy engines that were under way give NaN.", failed.sentence)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _Slot:
+        if _capturing():
+            raise RuntimeError(
+                f"{op} needs room for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
+                f"{'none yet' if self._slot is None else 'less'}; it cannot be made while a CUDA graph is being "
+                "captured. Run the same ops once before the capture."
+            )
+        old = self._slot
+        if old is not None:
+            gather_bytes, scatter_bytes = max(gather_bytes, old.gather_bytes), max(scatter_bytes, old.scatter_bytes)
+        gather_bytes, scatter_bytes = _rounded(gather_bytes), _rounded(scatter_bytes)
+        core = import_module("fused_tp._core").CopyEngineWorkspace
+        nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
+        try:
+            # No rank frees what another may still write to: each waits for its own streams, then making the new memory
+            # waits for all ranks. What they wait for comes, or gives up, within the deadline.
+            if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
+                raise CollectiveTimeoutError("earlier calls did not end")
+            buffer, handle = self._memory.allocate(nbytes)
+            offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
+            addresses = [address + offset for address in handle.buffer_ptrs]
+            made = core(self._driver, self._index, self.rank, addresses, gather_bytes, scatter_bytes)
+            handle.barrier(0, int(settings.timeout_seconds() * 1000))
+        except Exception as error:
+            # Others may have got further; from here on the ranks would not mean the same by their calls.
+            self._fail(f"making a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {error}).")
+            self.abort(str(self.broken))
+            raise
+        if old is not None and (old.captured or old.pending):
+            self._outgrown.append(old)
+        self._slot = slot = _Slot(made, buffer, gather_bytes, scatter_bytes)
+        for rank in self._lost:  # meanwhile; the watch has not seen this slot
+            made.lose(rank)
+        return slot
+
+
+_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for engine in list(_engines):
+        engine.stop()
+
+
+def _rounded(nbytes: int) -> int:
+    size = max(_LEAST_BYTES, 1 << max(0, nbytes - 1).bit_length())
+    return size if size <= _ROUNDED_TO else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    assert t.is_contiguous()
+    return t.data_ptr(), t.nbytes
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

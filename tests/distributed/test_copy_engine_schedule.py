@@ -1,0 +1,420 @@
+"""Schedule `copy_engine` on several ranks: real processes, whose CPU tensors go through a double of the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if find_spec("fused_tp._core") is None:
+    pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import copy_engine, ways
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.kernel_memory import GroupMemory, group_memory
+from fused_tp.transport.torch_dist import torch_dist
+from tests.distributed import test_tp_ops as cases
+from tests.native_build import build_shared
+from tests.reference import assert_within_dtype_error, matmul64, seeded
+from tests.workers import fresh_ranks, run_ranks
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def double() -> str:
+    """The look-alike of libcuda."""
+    return str(build_shared("cuda_double", ["tests/native/doubles/cuda_double.cpp"], ["-O1"]))
+
+
+def ranks(world_size: int, fn: Callable[..., Any], *args: Any, **env: str) -> list[Any]:
+    """`run_ranks` of `fn(schedule, *args)`."""
+    return run_ranks(world_size, with_schedule, double(), fn, args, env=env)
+
+
+def with_schedule(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(schedule_of(group, library), *args)
+
+
+def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
+    """The schedule of a group, made once, as dispatch would."""
+    use_driver(library)
+    assert no_copy_engine_on(CPU) is None
+    described = resolve_group(group)
+    if "schedule under test" not in described.memo:
+        memory = group_memory(described, CPU)
+        assert isinstance(memory, GroupMemory), memory
+        plain = Collective(torch_dist(described, "cpu"))
+        engine = CopyEngine(memory, driver_of(CPU), functools.partial(setattr, plain.transport, "broken"))
+        described.memo["schedule under test"] = CopyEngineSchedule(engine, plain)
+    made: CopyEngineSchedule = described.memo["schedule under test"]
+    return made
+
+
+def group_of(schedule: CopyEngineSchedule) -> Any:
+    memory = schedule.engine._memory
+    assert isinstance(memory, GroupMemory)
+    return memory.group.process_group
+
+
+@contextmanager
+def public_ops_use(schedule: CopyEngineSchedule, chunk_bytes: int = copy_engine.CHUNK_BYTES) -> Iterator[None]:
+    nothing = ways.Way("copy engines", lambda op, dtype: None, lambda group, device: None, lambda *_: schedule)
+    memo = resolve_group(group_of(schedule)).memo
+    try:
+        with (
+            mock.patch.dict(ways.WAYS, copy_engine=nothing),
+            mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="copy_engine"),
+            mock.patch.object(copy_engine, "CHUNK_BYTES", chunk_bytes),
+        ):
+            yield
+    finally:
+        memo.pop(("schedule", "copy_engine", CPU), None)
+        memo.pop("selected schedules", None)
+
+
+def rows_of(schedule: CopyEngineSchedule, t: Tensor, dim: int) -> Tensor:
+    return cases.own_part(t, dim, group_of(schedule))
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def every_op(schedule: CopyEngineSchedule, dtype_name: str) -> None:
+    """Against fp64: odd sizes, empty shards, K = 0, dims in the middle, several weights and products, biases."""
+    dtype = getattr(torch, dtype_name)
+    world, rank = schedule.world_size, schedule.rank
+    for b, m, k, n in [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3)]:
+        x = seeded(b, m, k, dtype=dtype, seed=1)
+        ws = [seeded(n + i, k, dtype=dtype, seed=2 + i, scale=max(k, 1) ** -0.5) for i in range(2)]
+        bias = seeded(n, dtype=dtype, seed=5)
+        for dim in (0, 1):
+            shard, size = rows_of(schedule, x, dim), x.shape[dim]
+            gathered = schedule.all_gather(shard, gather_dim=dim, gather_size=size).wait()
+            assert torch.equal(gathered, x)
+            ys, kept = schedule.all_gather_matmul(
+                shard, ws, [bias, None], gather_dim=dim, gather_size=size, return_gathered=True
+            )
+            assert kept is not None and torch.equal(kept, x)
+            for y, w, added in zip(ys, ws, (bias, None), strict=True):
+                assert_within_dtype_error(y, matmul64(x, w, added), dtype, reduced_over=max(1, k), roundings=2)
+            (y,), nothing = schedule.all_gather_matmul(
+                shard, ws[:1], [None], gather_dim=dim, gather_size=size, return_gathered=False
+            )
+            assert nothing is None
+            assert_within_dtype_error(y, matmul64(x, ws[0]), dtype, reduced_over=max(1, k), roundings=2)
+
+        # Two products on each rank, of widths of K that differ from rank to rank.
+        def pairs(r: int, m: int = m, k: int = k, n: int = n, b: int = b) -> list[tuple[Tensor, Tensor]]:
+            ks = (k, k + r)
+            return [
+                (seeded(b, m, kk, dtype=dtype, seed=10 * r + i), seeded(n, kk, dtype=dtype, seed=10 * r + 5 + i))
+                for i, kk in enumerate(ks)
+            ]
+
+        wanted = sum(matmul64(x, w) for r in range(world) for x, w in pairs(r)) + bias.double()
+        terms = max(1, sum(2 * k + r for r in range(world)))
+        called: list[int] = []
+        for dim in (0, 1):
+            out = schedule.matmul_reduce_scatter(
+                pairs(rank), bias, scatter_dim=dim, meanwhile=functools.partial(called.append, dim)
+            )
+            assert_within_dtype_error(out, rows_of(schedule, wanted, dim), dtype, reduced_over=terms, roundings=4)
+        for chunks in (None, 2, 3):
+            schedule._chunks = chunks
+            out = schedule.matmul_all_reduce(pairs(rank), bias, meanwhile=functools.partial(called.append, 2))
+            assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=4)
+        schedule._chunks = None
+        assert called == [0, 1, 2, 2, 2]
+        out = schedule.matmul_all_reduce(pairs(rank)[:1], None)
+        wanted = sum(matmul64(*pairs(r)[0]) for r in range(world))
+        assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "float64"), (4, "float16")]
+)
+def test_every_op(world_size: int, dtype: str) -> None:
+    ranks(world_size, every_op, dtype)
+
+
+def gradients(schedule: CopyEngineSchedule, dtype: str, strided: bool) -> None:
+    with public_ops_use(schedule, chunk_bytes=64):
+        cases.all_cases(group_of(schedule), dtype, strided)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+def test_forward_and_gradients_of_the_public_ops(world_size: int, dtype: str) -> None:
+    ranks(world_size, gradients, dtype, world_size == 2)
+
+
+def same_bits(schedule: CopyEngineSchedule) -> list[bytes]:
+    x, w = seeded(17, 9, dtype=torch.bfloat16, seed=schedule.rank), seeded(13, 9, dtype=torch.bfloat16, seed=7)
+    found = []
+    for chunks in (1, 4):
+        schedule._chunks = chunks
+        found.append(schedule.matmul_all_reduce([(x, w)], None).view(torch.int16).numpy().tobytes())
+    schedule._chunks = None
+    return found
+
+
+def test_same_bits_on_every_rank_run_and_number_of_chunks() -> None:
+    found = {bits for _ in range(2) for result in ranks(3, same_bits) for bits in result}
+    assert len(found) == 1
+
+
+# ---- calls behind each other ---------------------------------------------------------------------------------------
+
+
+def at_random(schedule: CopyEngineSchedule, seed: int, calls: int) -> None:
+    """The same calls in the same order on all ranks, each rank at its own pace; gathers begun and ended later."""
+    script, pace = random.Random(seed), random.Random(seed + 1 + schedule.rank)
+    pending: list[tuple[Any, Tensor]] = []
+    for number in range(calls):
+        if pace.random() < 0.3:
+            time.sleep(pace.random() * 0.005)
+        m, k, n = script.choice([1, 7, 64, 300]), script.choice([1, 16, 33]), script.choice([1, 40, 130])
+        x, w = seeded(m, k, seed=number, dtype=torch.float32), seeded(n, k, seed=number + 1, dtype=torch.float32)
+        kind = script.randrange(5)
+        if kind == 0 and len(pending) < 3:
+            shard = rows_of(schedule, x, 0)
+            pending.append((schedule.all_gather(shard, gather_dim=0, gather_size=m), x))
+        elif kind == 1 and pending:
+            moving, wanted = pending.pop(script.randrange(len(pending)))
+            assert torch.equal(moving.wait(), wanted), number
+        elif kind == 2:
+            shard = rows_of(schedule, x, 0)
+            (y,), _ = schedule.all_gather_matmul(shard, [w], [None], gather_dim=0, gather_size=m, return_gathered=False)
+            torch.testing.assert_close(y, x @ w.t(), rtol=1e-4, atol=1e-4)
+        elif kind == 3:
+            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+            wanted = rows_of(schedule, schedule.world_size * (x @ w.t()), 0)
+            torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+        else:
+            schedule._chunks = script.choice([1, 3])
+            y = schedule.matmul_all_reduce([(x, w)], None)
+            torch.testing.assert_close(y, schedule.world_size * (x @ w.t()), rtol=1e-4, atol=1e-4)
+    for moving, wanted in pending:
+        assert torch.equal(moving.wait(), wanted)
+    schedule._chunks = None
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_calls_at_a_random_pace_in_growing_workspaces(world_size: int) -> None:
+    ranks(world_size, at_random, 3, 60)
+
+
+def growing(schedule: CopyEngineSchedule) -> list[int]:
+    """Bytes of the workspace after small, large, small; one gather is under way while it grows."""
+    sizes = []
+    for rows in (1, 5000, 2):
+        x, w = seeded(rows, 6, dtype=torch.float32, seed=rows), seeded(40, 6, dtype=torch.float32, seed=2)
+        moving = schedule.all_gather(rows_of(schedule, x, 0), gather_dim=0, gather_size=rows)
+        y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+        torch.testing.assert_close(y, rows_of(schedule, schedule.world_size * (x @ w.t()), 0), rtol=1e-4, atol=1e-4)
+        assert torch.equal(moving.wait(), x)
+        assert schedule.engine._slot is not None
+        sizes.append(schedule.engine._slot.buffer.nbytes)
+    return sizes
+
+
+def test_workspaces_grow_and_stay() -> None:
+    for first, second, third in ranks(2, growing):
+        assert first < second == third
+
+
+def two_engines(schedule: CopyEngineSchedule) -> None:
+    """Calls of two groups, as far as copy engines know, one inside of the other."""
+    other = CopyEngineSchedule(CopyEngine(schedule.engine._memory, driver_of(CPU)), schedule._plain)
+    for number in range(10):
+        x, w = seeded(9, 4, dtype=torch.float32, seed=number), seeded(5, 4, dtype=torch.float32, seed=1)
+        moving = schedule.all_gather(rows_of(schedule, x, 0), gather_dim=0, gather_size=9)
+        y = other.matmul_all_reduce([(x, w)], None)
+        torch.testing.assert_close(y, schedule.world_size * (x @ w.t()))
+        assert torch.equal(moving.wait(), x)
+
+
+def test_two_groups_at_once() -> None:
+    ranks(2, two_engines)
+
+
+# ---- overlap -------------------------------------------------------------------------------------------------------
+
+
+def stalled(schedule: CopyEngineSchedule) -> list[int]:
+    """Which shards have been multiplied while no side stream moves, and after all."""
+    library = ctypes.CDLL(driver_of(CPU))
+    x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
+    schedule.matmul_all_reduce([(x, w)], None)
+    multiplied: list[int] = []
+    real = copy_engine.sum_of_products
+
+    def multiply(*args: Any, **keywords: Any) -> Tensor:
+        multiplied.append(len(multiplied))
+        if len(multiplied) == 1:  # the first product is done with all streams at a standstill
+            out = real(*args, **keywords)
+            library.cuda_double_stall(0)
+            return out
+        return real(*args, **keywords)
+
+    library.cuda_double_stall(1)
+    with mock.patch.object(copy_engine, "sum_of_products", multiply):
+        (y,), _ = schedule.all_gather_matmul(
+            rows_of(schedule, x, 0), [w], [None], gather_dim=0, gather_size=8, return_gathered=False
+        )
+    torch.testing.assert_close(y, x @ w.t())
+    # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
+    library.cuda_double_stall(1)
+    y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: library.cuda_double_stall(0))
+    torch.testing.assert_close(y, rows_of(schedule, schedule.world_size * (x @ w.t()), 0))
+    return multiplied
+
+
+def test_matmuls_run_while_nothing_moves() -> None:
+    assert ranks(2, stalled) == [[0, 1], [0, 1]]
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def step(schedule: CopyEngineSchedule, op: str) -> Tensor:
+    x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
+    if op == "all_gather":
+        return schedule.all_gather(x, gather_dim=0, gather_size=None).wait()
+    if op == "all_gather_matmul":
+        return schedule.all_gather_matmul(
+            x, [w], [None], gather_dim=0, gather_size=None, return_gathered=False
+        )[0][0]  # fmt: skip
+    if op == "matmul_reduce_scatter":
+        return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+    return schedule.matmul_all_reduce([(x, w)], None)
+
+
+@contextmanager
+def results_of_calls() -> Iterator[list[Tensor]]:
+    """What calls are to give, also those that raise."""
+    from fused_tp.transport.copy_engine import Call
+
+    kept: list[Tensor] = []
+    real = Call.finish
+
+    def finish(self: Call, *results: Tensor) -> None:
+        kept.extend(results)
+        real(self, *results)
+
+    with mock.patch.object(Call, "finish", finish):
+        yield kept
+
+
+def without_last(schedule: CopyEngineSchedule, library: str) -> list[str]:
+    """The last rank comes too late to a call, of every op: each on a group of its own, as it is unusable afterwards."""
+    others = [dist.new_group(list(range(schedule.world_size))) for _ in OPS[1:]]
+    schedules = [schedule, *(schedule_of(group, library) for group in others)]
+    for one, op in zip(schedules, OPS, strict=True):
+        step(one, op)
+    os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+    said = []
+    for one, op in zip(schedules, OPS, strict=True):
+        if schedule.rank == schedule.world_size - 1:
+            time.sleep(1.5)
+        begun = time.monotonic()
+        with results_of_calls() as kept, pytest.raises(CollectiveTimeoutError) as raised:
+            step(one, op)
+        assert time.monotonic() - begun < 4
+        assert all(bool(result.isnan().all()) for result in kept)
+        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+            step(one, op)
+        with pytest.raises(FusedTPError, match="unusable since an earlier"):  # and so is what moves by other means
+            one.all_reduce(torch.ones(3))
+        said.append(str(raised.value))
+        time.sleep(max(0.0, begun + 2.0 - time.monotonic()))  # all begin the next op together, but for the last
+    return said
+
+
+def test_a_rank_that_is_late_ends_the_call_on_all() -> None:
+    said = [outcome.unwrap() for outcome in fresh_ranks(3, with_schedule, double(), without_last, (double(),))]
+    for number, op in enumerate(OPS):
+        texts = [one[number] for one in said]
+        assert any(f"{op}, call 2: rank" in text and "of rank 2" in text for text in texts[:2]), texts
+        assert all("FUSED_TP_TIMEOUT is 0.5 s" in text for text in texts)
+
+
+def killed(schedule: CopyEngineSchedule, op: str) -> float:
+    step(schedule, op)
+    if schedule.rank == schedule.world_size - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), 9)
+    begun = time.monotonic()
+    with results_of_calls() as kept, pytest.raises(PeerLostError, match=f"lost rank {schedule.world_size - 1}"):
+        step(schedule, op)
+    assert kept and all(bool(result.isnan().all()) for result in kept)
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_dies_is_noticed_at_once() -> None:
+    outcomes = fresh_ranks(3, with_schedule, double(), killed, ("matmul_all_reduce",), expect_deaths=True)
+    assert all(outcome.unwrap() < 3 for outcome in outcomes[:2])
+
+
+def fails_inside(schedule: CopyEngineSchedule) -> str:
+    """A matmul that fails on one rank in the middle of a call."""
+    step(schedule, "matmul_all_reduce")
+    if schedule.rank == 0:
+        with (
+            mock.patch.object(copy_engine, "sum_of_products", side_effect=RuntimeError("out of memory")),
+            pytest.raises(RuntimeError, match="out of memory"),
+        ):
+            step(schedule, "matmul_reduce_scatter")
+    with pytest.raises(FusedTPError) as raised:
+        step(schedule, "matmul_reduce_scatter")
+    return str(raised.value)
+
+
+def test_a_failure_on_one_rank_ends_the_call_on_all() -> None:
+    begun = time.monotonic()
+    first, second = (one.unwrap() for one in fresh_ranks(2, with_schedule, double(), fails_inside, ()))
+    assert "matmul_reduce_scatter failed on rank 0 (RuntimeError: out of memory)" in first
+    assert "rank 0 told rank 1 that it has given up" in second
+    assert time.monotonic() - begun < 40
+
+
+def late_but_alive(schedule: CopyEngineSchedule) -> list[bool]:
+    """Ranks give up at different times, with several calls under way: nobody ever takes wrong bytes for right."""
+    os.environ["FUSED_TP_TIMEOUT"] = str(0.3 + 0.2 * schedule.rank)
+    pace = random.Random(schedule.rank)
+    right = []
+    try:
+        for number in range(200):
+            x = torch.full((6, 3), float(number + 1))
+            moving = [schedule.all_gather(x, gather_dim=0, gather_size=None) for _ in range(3)]
+            y = schedule.matmul_reduce_scatter([(x, torch.ones(2, 3))], None, scatter_dim=0)
+            right.append(bool((y == 3 * schedule.world_size * (number + 1)).all()))
+            right.extend(bool((one.wait() == number + 1).all()) for one in moving)
+            if pace.random() < 0.05:
+                time.sleep(0.4)
+    except FusedTPError:
+        pass
+    return right
+
+
+def test_nobody_takes_wrong_bytes_for_right_when_ranks_give_up() -> None:
+    for outcome in fresh_ranks(3, with_schedule, double(), late_but_alive, ()):
+        assert all(outcome.unwrap())
