@@ -1,9 +1,9 @@
 """Schedules `one_shot`, `two_shot` and `multimem`: the library multiplies, one device kernel communicates.
 
 They differ in how a sum gets to all ranks (`transport.device_plans.ALGORITHMS`). What follows the sum, a bias or the
-residual and its RMS norm, is in the same kernel, so that the matmul's result is read once. Gathers and sums that are
-scattered are the same in all three. Dtypes that the kernels do not add, and results without elements, go to plain
-collectives.
+residual and its RMS norm, is in the same kernel, so that the matmul's result is read once. Gathers, and sums that are
+scattered, are the same in all three; with a norm behind it, a sum of `multimem` is one of `two_shot`. Dtypes that the
+kernels do not add, and results without elements, go to plain collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.device_plans import SUMMED_DTYPES
+from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.transport.kernel_memory import KernelMemory
 
 
@@ -53,6 +53,7 @@ class DeviceSchedule:
         self.device = device
         self.rank = device.rank
         self.world_size = device.world_size
+        self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
         self._plain = plain
         self._beside = Beside()
         self._gathers: torch.cuda.Stream | None = None
@@ -203,9 +204,9 @@ class DeviceSchedule:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        with span("all_reduce_rms_norm", partial, self.name):
-            normed, new_residual, _ = self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self.name)
-        return normed, new_residual
+        with span("all_reduce_rms_norm", partial, self._normed_by):
+            done = self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)
+        return done.normed, done.new_residual
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """With FUSED_TP_CHECK=1 compares what the ranks are about to do, the margin too: blocks are counted by it."""

@@ -167,13 +167,10 @@ class DeviceCollectives:
             residual: [..., n], the same values on all ranks.
             norm_weight: [n].
             eps: is added to the mean of squares.
-            algorithm: as for `all_reduce`.
+            algorithm: "one_shot" or "two_shot".
             fp8: None: normed has the dtype of `partial`. A float32 tensor of one element: normed is float8_e4m3fn, of
                 normed / fp8, saturated. "row": normed is float8_e4m3fn, of normed / scale, where the scale of a row is
                 max |normed| / 448.
-
-        Raises:
-            ValueError: "multimem" on memory that has no multicast address.
 
         Example:
             normed, residual, _ = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
@@ -188,7 +185,7 @@ class DeviceCollectives:
         if plan.count:
             with self._workspaces.use("device", plan.nbytes, "all_reduce_rms_norm") as workspace:
                 self._kernels.all_reduce_rms_norm(
-                    workspace.native_for(algorithm),
+                    workspace.native,
                     ALGORITHMS[algorithm],
                     partial.data_ptr(),
                     residual.data_ptr(),
@@ -204,6 +201,8 @@ class DeviceCollectives:
                     plan.blocks,
                     self._stream(),
                 )
+        elif output == _FP8_ROW_SCALE and scale is not None:
+            scale.fill_(1.0)  # of rows without elements, as of those of zeros
         return NormedSum(normed, new_residual, scale if output == _FP8_ROW_SCALE else None)
 
     # -- movements ----------------------------------------------------------------------------------------------------

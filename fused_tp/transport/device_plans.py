@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +20,8 @@ from fused_tp.transport.shm import dtype_number
 # bytes. two_shot: every rank sums its part and tells the others; two hops (Thakur et al., "Optimization of Collective
 # Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA, multimem.ld_reduce).
 ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
+# With a norm behind the sum a rank would have to fetch from the switch what it norms, and send it on as two_shot does.
+NORMED_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MOST_KEPT = 4096  # lengths may keep changing
@@ -59,7 +61,7 @@ class Plans:
     def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None) -> Plan:
         def make() -> Plan:
             self._check_summed("x", x)
-            _check_algorithm(algorithm)
+            _check_algorithm(algorithm, ALGORITHMS)
             _check_bias(bias, x, "x")
             return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape)
 
@@ -84,7 +86,7 @@ class Plans:
         def make() -> Plan:
             self._check_summed("partial", partial)
             self._check_dims("partial", partial)
-            _check_algorithm(algorithm)
+            _check_algorithm(algorithm, NORMED_ALGORITHMS)
             columns = partial.shape[-1]
             return self._plan("all_reduce_rms_norm", algorithm, partial.numel(), columns, partial, partial.shape)
 
@@ -191,9 +193,9 @@ def check_like(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) ->
         raise ValueError(f"{name} is on {tensor.device}; {like.device} is needed.")
 
 
-def _check_algorithm(algorithm: str) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm is {algorithm!r}; it must be one of {', '.join(ALGORITHMS)}.")
+def _check_algorithm(algorithm: str, known: Collection[str]) -> None:
+    if algorithm not in known:
+        raise ValueError(f"algorithm is {algorithm!r}; it must be one of {', '.join(known)}.")
 
 
 def _check_bias(bias: Tensor | None, x: Tensor, name: str) -> None:

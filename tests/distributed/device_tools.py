@@ -1,0 +1,98 @@
+"""Ranks that run the device kernels in their CPU build: the same code and protocol, in CPU shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.device import DeviceSchedule, device_collectives
+from fused_tp.transport import native_kernels
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.kernel_memory import group_memory
+from fused_tp.transport.local import LocalSymmetricMemory
+from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
+from fused_tp.transport.torch_dist import torch_dist
+from tests.native_build import cpu_device_library
+from tests.workers import Outcome, fresh_ranks, run_ranks
+
+CPU = torch.device("cpu")
+ALGORITHMS = ("one_shot", "two_shot", "multimem")
+
+
+def device_ranks(world_size: int, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
+    """`run_ranks` of `fn(group, *args)` with the CPU build of the kernels."""
+    return run_ranks(world_size, with_library, str(cpu_device_library()), fn, args, **keywords)
+
+
+def fresh_device_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str | None] | None = None,
+    expect_deaths: bool = False,
+) -> list[Outcome]:
+    """`fresh_ranks` of `fn(group, *args)` with the CPU build of the kernels."""
+    library = str(cpu_device_library())
+    return fresh_ranks(world_size, with_library, library, fn, args, env=env, expect_deaths=expect_deaths, timeout=60)
+
+
+def with_library(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    native_kernels.use_library(library)
+    with multicast():
+        return fn(group, *args)
+
+
+def collectives_of(group: Any) -> DeviceCollectives:
+    """New ones, whatever the group had before."""
+    described = resolve_group(group)
+    memory = group_memory(described, CPU)
+    assert not isinstance(memory, str), memory
+    return device_collectives(memory, Collective(torch_dist(described, "cpu")))
+
+
+@contextmanager
+def forced(group: Any, algorithm: str) -> Iterator[DeviceSchedule]:
+    """All ops of `group` run on this schedule, made new."""
+    described = resolve_group(group)
+    schedule = DeviceSchedule(algorithm, collectives_of(group), Collective(torch_dist(described, "cpu")))
+    key = ("schedule", algorithm, CPU)
+    described.memo[key] = schedule
+    try:
+        with mock.patch.dict(os.environ, {"FUSED_TP_SCHEDULE": algorithm}):
+            yield schedule
+    finally:
+        del described.memo[key]
+        described.memo.pop("selected schedules", None)
+
+
+@contextmanager
+def multicast() -> Iterator[None]:
+    """Memory as if behind an NVLink switch: the CPU build does for `multimem` what the switch would."""
+    with (
+        mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 1, create=True),
+        mock.patch.object(LocalSymmetricMemory, "multicast_ptr", 1),
+    ):
+        yield
+
+
+def rank_and_size(group: Any) -> tuple[int, int]:
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """The very bits that a sum over ranks must have: float32, in rank order, rounded once."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(terms[0].dtype)

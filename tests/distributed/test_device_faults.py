@@ -1,0 +1,230 @@
+"""A rank that stalls, stops or dies in a device kernel: the others raise in time, say who, and nothing is wrong unsaid.
+
+The kernels run in their CPU build. Ranks that only come late are those of the pool: their kernels are made new for each
+test, and what a failure leaves unusable goes with them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.transport import native_kernels
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.kernel_memory import group_memory
+from fused_tp.transport.local import LocalRank, run_local
+from tests.distributed.device_tools import CPU, device_ranks, fresh_device_ranks
+from tests.native_build import cpu_device_library
+
+X = torch.ones(40, 24)
+
+CALLS: dict[str, Callable[[DeviceCollectives], Any]] = {
+    "one_shot": lambda device: device.all_reduce(X, "one_shot"),
+    "two_shot": lambda device: device.all_reduce(X, "two_shot"),
+    "reduce_scatter": lambda device: device.reduce_scatter(X),
+    "all_gather": lambda device: device.all_gather(X),
+    "all_to_all": lambda device: device.sequence_to_heads(X.view(1, 40, 6, 4)),
+    "rms_norm": lambda device: device.all_reduce_rms_norm(X, X, X[0], 1e-6, "two_shot"),
+    "barrier": lambda device: device.barrier(),
+}
+NAMES = {"one_shot": "all_reduce", "two_shot": "all_reduce", "rms_norm": "all_reduce_rms_norm"}
+
+
+def own_kernels(group: Any) -> DeviceCollectives:
+    """Kernels that nothing else of the group knows of."""
+    memory = group_memory(resolve_group(group), CPU)
+    assert not isinstance(memory, str), memory
+    return DeviceCollectives(memory)
+
+
+def late_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return device_ranks(world_size, fn, *args, env={"FUSED_TP_TIMEOUT": "60"}, timeout=60)
+
+
+def without_last(group: Any, name: str) -> str:
+    device = own_kernels(group)
+    CALLS[name](device)
+    os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+    if group.rank() == 2:
+        time.sleep(1.5)  # alive, but it does not come
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        CALLS[name](device)
+    assert 0.5 <= time.monotonic() - begun < 1.5
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+        CALLS[name](device)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["one_shot", "all_to_all"])
+def test_a_rank_that_does_not_come_is_named(name: str) -> None:
+    for sentence in late_ranks(3, without_last, name)[:2]:
+        assert f"{NAMES.get(name, name)}, call 2" in sentence and "rank 2 had not begun the call" in sentence
+        assert "in 0.5 s (FUSED_TP_TIMEOUT)" in sentence
+
+
+def too_late(group: Any) -> str:
+    """Rank 1 comes when the others have given up: it hears of it, and its result is not taken for one."""
+    device = own_kernels(group)
+    rank = group.rank()
+    x = torch.ones(4000)
+    device.all_reduce(x, "two_shot")
+    dist.barrier(group)
+    if rank == 1:
+        time.sleep(1.5)
+    os.environ["FUSED_TP_TIMEOUT"] = "0.5" if rank != 1 else "20"
+    out = torch.zeros_like(x)
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        device.all_reduce(x, "two_shot", out=out)
+    assert time.monotonic() - begun < 5
+    assert bool(out.isnan().any()) and bool((out.isnan() | (out == 3)).all())
+    return str(raised.value)
+
+
+def test_a_rank_that_comes_too_late_raises_too_and_what_is_missing_is_nan() -> None:
+    sentences = late_ranks(3, too_late)
+    assert "gave up" in sentences[1]
+    for rank in (0, 2):
+        assert "rank 1 had not begun the call" in sentences[rank]
+
+
+def stopped(group: Any) -> str:
+    """Rank 1 is stopped somewhere in its calls, and goes on long after."""
+    rank = group.rank()
+    device = own_kernels(group)
+    device.all_reduce(torch.ones(1000))
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    timers = [
+        threading.Timer(when, os.kill, (pids[1], s)) for when, s in ((0.2, signal.SIGSTOP), (1.5, signal.SIGCONT))
+    ]
+    for timer in timers if rank == 0 else []:
+        timer.start()
+    os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        for call in range(1_000_000):
+            x = torch.full((1000,), float(call % 7 + rank))
+            assert bool((device.all_reduce(x, "two_shot") == 2 * (call % 7) + 1).all())
+    for timer in timers if rank == 0 else []:
+        timer.join()
+    return str(raised.value)
+
+
+def test_a_rank_that_is_stopped_by_the_system() -> None:
+    for sentence in late_ranks(2, stopped):
+        assert "all_reduce, call" in sentence
+
+
+def dies(group: Any, name: str) -> float:
+    device = own_kernels(group)
+    CALLS[name](device)
+    dist.barrier(group)
+    if group.rank() == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began_last = time.monotonic()
+    with pytest.raises(PeerLostError, match="lost rank 1: it has ended"):
+        while True:  # rank 1 is killed in one of these, or between two
+            began_last = time.monotonic()
+            CALLS[name](device)
+    took = time.monotonic() - began_last
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+        CALLS[name](device)
+    return took
+
+
+@pytest.mark.parametrize("name", ["all_gather", "rms_norm"])
+def test_a_rank_that_is_killed_is_noticed_long_before_the_deadline(name: str) -> None:
+    outcomes = fresh_device_ranks(3, dies, name, expect_deaths=True)
+    assert outcomes[1].died
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.unwrap() < 5
+
+
+def op_dies(group: Any) -> None:
+    """The same behind a public op; afterwards what would go to plain collectives is refused too."""
+    x, w = torch.ones(4, 6), torch.ones(5, 6)
+    fused_tp.matmul_all_reduce(x, w, group=group)
+    dist.barrier(group)
+    if group.rank() == 0:
+        os._exit(9)
+    with pytest.raises(PeerLostError, match="lost rank 0"):
+        for _ in range(1000):
+            fused_tp.matmul_all_reduce(x, w, group=group)
+    schedule = resolve_group(group).memo["schedule", "one_shot", CPU]
+    assert isinstance(schedule, DeviceSchedule)
+    for argument in (x, x.double()):
+        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+            schedule.all_reduce(argument)
+
+
+def test_an_op_whose_peer_dies() -> None:
+    outcomes = fresh_device_ranks(2, op_dies, env={"FUSED_TP_SCHEDULE": "one_shot"}, expect_deaths=True)
+    assert outcomes[0].died
+    outcomes[1].unwrap()
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_thread_that_does_not_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel: what was to come from the missing rank is not there, and the call says so."""
+    native_kernels.use_library(cpu_device_library())
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "0.2")
+    sentences: list[str] = []
+
+    def ranks(rank: LocalRank) -> None:
+        device = DeviceCollectives(rank)
+        CALLS[name](device)
+        if rank.rank == 0:
+            return
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            CALLS[name](device)
+        sentences.append(str(raised.value))
+
+    run_local(2, ranks, timeout=30)
+    assert len(sentences) == 1 and "rank 0 had not begun the call, in 0.2 s (FUSED_TP_TIMEOUT)" in sentences[0]
+
+
+MADE = {
+    "all_gather": lambda device: device.all_gather(X),
+    "reduce_scatter": lambda device: device.reduce_scatter(X),
+    "rms_norm": lambda device: device.all_reduce_rms_norm(X, X, X[0], 1e-6, "one_shot", fp8="row"),
+    "sequence_to_heads": lambda device: device.sequence_to_heads(X.view(1, 40, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_what_did_not_arrive_is_nan_never_what_was_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results, which an error keeps from the caller, but which on a GPU he holds already: no finite leftovers."""
+    native_kernels.use_library(cpu_device_library())
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "0.2")
+
+    def ranks(rank: LocalRank) -> None:
+        device = DeviceCollectives(rank)
+        MADE[name](device)
+        if rank.rank == 0:
+            return
+        with mock.patch.object(device._workspaces, "_raise_expired"):  # as on a GPU, where a later call raises
+            result = MADE[name](device)
+        for out in result if isinstance(result, tuple) else [result]:
+            assert isinstance(out, Tensor)
+            missing = out.view(2, -1)[0] if name in ("all_gather", "sequence_to_heads") else out
+            assert bool(missing.float().isnan().all()), name
+        with pytest.raises(CollectiveTimeoutError):
+            device.raise_if_expired()
+
+    run_local(2, ranks, timeout=30)

@@ -1,0 +1,524 @@
+"""The device kernels from Python: every collective and the schedules on top, on processes and on threads.
+
+The kernels run in their CPU build. What a sum over ranks must be is known to the bit: float32, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.transport import native_kernels
+from fused_tp.transport.all_to_all_layout import AllToAllLayout
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.device_plans import NORMED_ALGORITHMS
+from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.local import LocalRank, run_local
+from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
+from tests.distributed import test_tp_ops as cases
+from tests.distributed.device_tools import (
+    ALGORITHMS,
+    collectives_of,
+    device_ranks,
+    forced,
+    multicast,
+    rank_and_size,
+    summed,
+)
+from tests.native_build import cpu_device_library
+from tests.reference import assert_within_dtype_error, rms_norm64, seeded
+
+# One element, fewer than a packet of 16 bytes, odd, several packets and a bit, more than one block's share.
+SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
+
+
+def same_bits(actual: Tensor, wanted: Tensor) -> None:
+    assert actual.shape == wanted.shape and actual.dtype == wanted.dtype
+    assert torch.equal(actual.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def terms_of(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    return [seeded(*shape, dtype=dtype, seed=1000 * seed + rank) for rank in range(world_size)]
+
+
+# -- collectives, on any ranks ----------------------------------------------------------------------------------------
+
+
+def sums(device: DeviceCollectives, dtype: torch.dtype) -> None:
+    rank, world_size = device.rank, device.world_size
+    for seed, shape in enumerate(SHAPES):
+        terms = terms_of(world_size, shape, dtype, seed)
+        bias = seeded(shape[-1], dtype=dtype, seed=77)
+        for algorithm in ALGORITHMS:
+            same_bits(device.all_reduce(terms[rank], algorithm), summed(terms))
+            total = device.all_reduce(terms[rank], algorithm, bias)
+            if algorithm == "multimem":  # the switch rounds the sum, then the bias is added
+                wanted = torch.stack([t.double() for t in terms]).sum(0) + bias.double()
+                assert_within_dtype_error(total, wanted, dtype, reduced_over=world_size + 1, roundings=2)
+            else:
+                same_bits(total, summed(terms, bias))
+        in_place = terms[rank].clone()
+        assert device.all_reduce(in_place, "two_shot", bias, out=in_place) is in_place
+        same_bits(in_place, summed(terms, bias))
+        backwards = terms[rank].flip(0).t().contiguous().t() if len(shape) == 2 else terms[rank].flip(0)
+        strided_bias = torch.stack([bias, bias], -1)[..., 0]
+        same_bits(device.all_reduce(backwards, "one_shot", strided_bias), summed([t.flip(0) for t in terms], bias))
+        start, stop = shard_range(shape[0], world_size, rank)
+        same_bits(device.reduce_scatter(terms[rank]), summed(terms)[start:stop])
+        same_bits(device.reduce_scatter(terms[rank], None, bias), summed(terms, bias)[start:stop])
+        stacked = torch.stack(terms)
+        same_bits(device.sum_terms(stacked, bias), summed(terms, bias))
+        same_bits(device.sum_terms(torch.stack([stacked, stacked], 1)[:, 0]), summed(terms))
+    # Blocks of rows, as of a dim in the middle: 3 rows for each index of a dim of 5.
+    terms = terms_of(world_size, (15, 4), dtype)
+    sizes = [3 * size for size in shard_sizes(5, world_size)]
+    wanted = summed(terms).split(sizes)[rank]
+    same_bits(device.reduce_scatter(terms[rank], sizes), wanted)
+
+
+def movements(device: DeviceCollectives, dtype: torch.dtype) -> None:
+    rank, world_size = device.rank, device.world_size
+    for shape in ((1,), (7,), (13, 3), (4 * world_size, 5, 2), (257, 67)):
+        whole = (100 * seeded(*shape)).to(dtype)
+        sizes = shard_sizes(shape[0], world_size)
+        shard = whole.split(sizes)[rank]
+        same_bits(device.all_gather(shard, sizes), whole)
+    shards = [torch.full((2, 3), r, dtype=dtype)[:, ::2] for r in range(world_size)]
+    same_bits(device.all_gather(shards[rank]), torch.cat(shards))
+    for batch, length, heads, head_dim in ((1, 1, 1, 1), (2, 3, 2, 5), (3, 4, 1, 64)):
+        whole = (100 * seeded(batch, length * world_size, heads * world_size, head_dim)).to(dtype)
+        of_sequence = whole.split(length, 1)[rank]
+        of_heads = whole.split(heads, 2)[rank]
+        assert 1 in (batch, world_size) or not of_sequence.is_contiguous()  # its batches lie apart, which takes no copy
+        same_bits(device.sequence_to_heads(of_sequence), of_heads)
+        same_bits(device.heads_to_sequence(of_heads), of_sequence)
+        same_bits(device.heads_to_sequence(device.sequence_to_heads(of_sequence)), of_sequence)
+    device.barrier()
+
+
+def norms(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
+    """Also what must have the same bits on all ranks."""
+    rank, world_size = device.rank, device.world_size
+    results: list[Tensor] = []
+    for seed, shape in enumerate(SHAPES):
+        terms = terms_of(world_size, shape, dtype, seed)
+        residual, weight = seeded(*shape, dtype=dtype, seed=5), seeded(shape[-1], dtype=dtype, seed=6)
+        wanted = residual.double() + torch.stack([t.double() for t in terms]).sum(0)
+        for algorithm in NORMED_ALGORITHMS:
+            name = f"{shape} {algorithm}"
+            normed, stream, none = device.all_reduce_rms_norm(terms[rank], residual, weight, 1e-6, algorithm)
+            assert none is None
+            assert_within_dtype_error(stream, wanted, dtype, reduced_over=world_size + 1, name=name)
+            normed64 = rms_norm64(stream, weight, 1e-6)
+            assert_within_dtype_error(normed, normed64, dtype, reduced_over=shape[-1], name=name)
+            given = torch.tensor(0.01)
+            eight, same, none = device.all_reduce_rms_norm(terms[rank], residual, weight, 1e-6, algorithm, fp8=given)
+            same_bits(same, stream)
+            assert none is None
+            assert_is_fp8(eight, normed64, given)
+            by_row, same, scale = device.all_reduce_rms_norm(terms[rank], residual, weight, 1e-6, algorithm, fp8="row")
+            same_bits(same, stream)
+            assert scale is not None and scale.shape == (*shape[:-1], 1)
+            torch.testing.assert_close(scale.double(), normed64.abs().amax(-1, keepdim=True) / 448, rtol=1e-2, atol=0)
+            assert_is_fp8(by_row, normed64, scale)
+            results += [normed, stream, eight, by_row, scale]
+    return results
+
+
+def assert_is_fp8(eight: Tensor, wanted: Tensor, scale: Tensor) -> None:
+    """Within a rounding to 3 bits of mantissa, and of numbers below the smallest normal one, of what it stands for."""
+    assert eight.dtype == torch.float8_e4m3fn
+    in_range = (wanted / scale.double()).clamp(-448, 448)
+    error = (eight.double() - in_range).abs()
+    assert bool((error <= in_range.abs() / 15 + 2**-9).all()), f"{error.max()} in {in_range}"
+
+
+def every_collective(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
+    sums(device, dtype)
+    movements(device, dtype)
+    return norms(device, dtype)
+
+
+def in_process(group: Any, dtype_name: str) -> list[bytes]:
+    results = every_collective(collectives_of(group), getattr(torch, dtype_name))
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype_name"), [(1, "bfloat16"), (2, "float32"), (3, "float16"), (4, "bfloat16")]
+)
+def test_collectives_of_processes(world_size: int, dtype_name: str) -> None:
+    results = device_ranks(world_size, in_process, dtype_name)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.fixture
+def library() -> Iterator[None]:
+    native_kernels.use_library(cpu_device_library())
+    with multicast():
+        yield
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
+def test_collectives_of_threads(library: None, world_size: int, dtype: torch.dtype) -> None:
+    results = run_local(world_size, lambda rank: every_collective(DeviceCollectives(rank), dtype), timeout=60)
+    for result in results[1:]:
+        for mine, first in zip(result, results[0], strict=True):
+            same_bits(mine, first)
+
+
+def moved(group: Any) -> None:
+    device = collectives_of(group)
+    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex64):
+        movements(device, dtype)
+
+
+def test_what_is_only_moved_may_have_any_dtype() -> None:
+    device_ranks(2, moved)
+
+
+def empties(group: Any) -> None:
+    device = collectives_of(group)
+    x = torch.empty(0, 4)
+    assert device.all_reduce(x, "one_shot", torch.ones(4)).shape == (0, 4)
+    assert device.reduce_scatter(torch.empty(3, 0)).shape == (shard_sizes(3, device.world_size)[device.rank], 0)
+    assert device.all_gather(x).shape == (0, 4)
+    assert device.all_reduce_rms_norm(x, x, torch.ones(4), 1e-6, fp8="row").scale.shape == (0, 1)  # type: ignore[union-attr]
+    assert device.sequence_to_heads(torch.empty(1, 0, 4, 2)).shape == (1, 0, 4 // device.world_size, 2)
+    rows = torch.empty(3, 0)
+    assert device.all_reduce_rms_norm(rows, rows, torch.empty(0), 1e-6, fp8="row").scale.tolist() == [[1.0]] * 3  # type: ignore[union-attr]
+    scalar = device.all_reduce(torch.tensor(1.5))
+    assert scalar.shape == () and scalar.item() == 1.5 * device.world_size
+
+
+def test_nothing_to_do_and_scalars() -> None:
+    device_ranks(2, empties)
+
+
+# -- calls in a row, groups at once -----------------------------------------------------------------------------------
+
+
+def growing(group: Any) -> list[int]:
+    """Twenty calls of all kinds, ever larger, without anything between them."""
+    device = collectives_of(group)
+    rank, world_size = rank_and_size(group)
+    held = []
+    for call in range(20):
+        columns = 31 * (1 + call * call)
+        terms = terms_of(world_size, (24, columns), torch.bfloat16, call)
+        start, stop = shard_range(24, world_size, rank)
+        if call % 4 == 0:
+            same_bits(device.all_reduce(terms[rank], "two_shot"), summed(terms))
+        elif call % 4 == 1:
+            same_bits(device.all_gather(terms[rank]), torch.cat(terms))
+        elif call % 4 == 2:
+            same_bits(device.all_reduce(terms[rank], "one_shot"), summed(terms))
+        else:
+            same_bits(device.reduce_scatter(terms[rank]), summed(terms)[start:stop])
+        held.append(device._workspaces._slots["device"].nbytes)
+    return held
+
+
+def test_twenty_calls_in_a_row_with_a_growing_workspace() -> None:
+    results = device_ranks(3, growing)
+    held = results[0]
+    assert results == [held] * 3 and held == sorted(held) and len(set(held)) >= 3
+
+
+def at_once(group: Any) -> None:
+    """Two groups of the same ranks, each called by a thread of its own."""
+    rank, world_size = rank_and_size(group)
+    assert group is not dist.group.WORLD
+    failed: list[BaseException] = []
+
+    def calls(device: DeviceCollectives, seed: int) -> None:
+        try:
+            for call in range(10):
+                terms = terms_of(world_size, (9 + 300 * (call % 3), 17), torch.float32, seed + call)
+                same_bits(device.all_reduce(terms[rank], ALGORITHMS[call % 3]), summed(terms))
+        except BaseException as error:
+            failed.append(error)
+
+    devices = [collectives_of(group), collectives_of(dist.group.WORLD)]
+    threads = [threading.Thread(target=calls, args=(device, 100 * i)) for i, device in enumerate(devices)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_two_groups_at_once() -> None:
+    device_ranks(4, at_once)  # the default group has these ranks too
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def on_schedule(group: Any, algorithm: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with forced(group, algorithm):
+        return fn(group, *args)
+
+
+def scheduled(world_size: int, algorithm: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return device_ranks(world_size, on_schedule, algorithm, fn, args)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world_size", "dtype_name"),
+    [("one_shot", 2, "bfloat16"), ("two_shot", 3, "float32"), ("multimem", 4, "float16"), ("two_shot", 2, "float64")],
+)
+def test_forward_and_gradients(algorithm: str, world_size: int, dtype_name: str) -> None:
+    scheduled(world_size, algorithm, cases.all_cases, dtype_name, dtype_name in ("bfloat16", "float64"))
+
+
+def used(group: Any) -> list[str]:
+    """The kernels that ran, forward and backward, for each op."""
+    taken: list[str] = []
+    real = Workspaces.use
+
+    def use(self: Workspaces, kind: str, nbytes: int, op: str, **keywords: Any) -> Any:
+        taken.append(op)
+        return real(self, kind, nbytes, op, **keywords)
+
+    x, w = seeded(6, 4), seeded(4, 4)
+    norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
+    with mock.patch.object(Workspaces, "use", use):
+        for op, more in (
+            ("all_gather_matmul", {}),
+            ("matmul_reduce_scatter", {}),
+            ("matmul_all_reduce", {}),
+            ("column_parallel_matmul", {}),
+            ("matmul_all_reduce_rms_norm", norm),
+        ):
+            taken.append(f"{op}:")
+            out = getattr(fused_tp, op)(cases.leaf(x), cases.leaf(w), group=group, **more)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+        fused_tp.all_reduce_rms_norm(x, **norm, group=group)  # type: ignore[arg-type]
+        fused_tp.all_reduce(x.double(), group=group)
+    return taken
+
+
+def test_every_op_runs_its_kernel_forward_and_backward() -> None:
+    for taken in scheduled(2, "two_shot", used):
+        assert taken == [
+            *("all_gather_matmul:", "all_gather", "all_gather", "reduce_scatter"),
+            *("matmul_reduce_scatter:", "reduce_scatter", "all_gather"),
+            *("matmul_all_reduce:", "all_reduce"),
+            *("column_parallel_matmul:", "all_reduce"),
+            *("matmul_all_reduce_rms_norm:", "all_reduce_rms_norm"),
+            "all_reduce_rms_norm",
+        ]
+
+
+@pytest.mark.parametrize("case", [cases.gathered_gradient_case, cases.partly_used_case, cases.main_grad_case])
+def test_gradients_that_go_elsewhere(case: Any) -> None:
+    scheduled(3, "two_shot", case)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_same_bits_on_every_rank_and_run(algorithm: str) -> None:
+    runs = [scheduled(3, algorithm, cases.bits, "bfloat16") for _ in range(2)]
+    assert all(result == runs[0][0] for run in runs for result in run)
+
+
+def bf16_errors(group: Any) -> dict[str, tuple[float, float]]:
+    return cases.bf16_errors(group)
+
+
+def test_bf16_error_is_within_twice_the_unsharded_ops() -> None:
+    for errors in scheduled(4, "one_shot", bf16_errors):
+        for name, (ours, unsharded) in errors.items():
+            assert ours <= 2.0 * unsharded, f"{name}: {ours} against {unsharded}"
+
+
+def schedule_by_hand(schedule: Schedule) -> None:
+    """Every method, every dim, shards that are uneven and empty."""
+    rank, world_size = schedule.rank, schedule.world_size  # type: ignore[attr-defined]
+    for length in (1, 5, 4 * world_size):
+        shape = (3, length, 6)
+        for dim in range(3):
+            whole = seeded(*(length if d == dim else n for d, n in enumerate((3, 4, 6))))
+            size = whole.shape[dim]
+            start, stop = shard_range(size, world_size, rank)
+            shard = whole.narrow(dim, start, stop - start)
+            same_bits(schedule.all_gather(shard, gather_dim=dim, gather_size=size).wait(), whole)
+            terms = terms_of(world_size, tuple(whole.shape), torch.float32)
+            same_bits(
+                schedule.reduce_scatter(terms[rank], scatter_dim=dim),
+                summed(terms).narrow(dim, start, stop - start).contiguous(),
+            )
+        terms = terms_of(world_size, shape, torch.float32)
+        before = terms[rank].clone()
+        same_bits(schedule.all_reduce(terms[rank]), summed(terms))
+        same_bits(terms[rank], before)  # an argument is not overwritten
+        strided = terms[rank].transpose(0, 2)
+        same_bits(schedule.all_reduce(strided), summed(terms).transpose(0, 2).contiguous())
+    x, w, bias = seeded(4, 6, seed=1), seeded(5, 6, seed=2), seeded(5, seed=3)
+    order: list[str] = []
+    y = schedule.matmul_all_reduce([(x, w), (x, w)], bias, meanwhile=lambda: order.append("all_reduce"))
+    torch.testing.assert_close(y, 2 * world_size * (x @ w.t()) + bias, rtol=1e-5, atol=1e-5)
+    rows = schedule.matmul_reduce_scatter(
+        [(x, w), (x, w)], bias, scatter_dim=0, meanwhile=lambda: order.append("reduce_scatter")
+    )
+    start, stop = shard_range(4, world_size, rank)
+    torch.testing.assert_close(rows, y[start:stop], rtol=1e-5, atol=1e-5)
+    assert order == ["all_reduce", "reduce_scatter"]
+
+
+def by_hand(group: Any, algorithm: str) -> None:
+    with forced(group, algorithm) as schedule:
+        schedule_by_hand(schedule)
+
+
+@pytest.mark.parametrize(("world_size", "algorithm"), [(1, "two_shot"), (2, "two_shot"), (4, "one_shot")])
+def test_every_method(world_size: int, algorithm: str) -> None:
+    device_ranks(world_size, by_hand, algorithm)
+
+
+def test_every_method_of_threads(library: None) -> None:
+    def ranks(rank: LocalRank) -> None:
+        schedule = DeviceSchedule("two_shot", DeviceCollectives(rank), None)
+        schedule_by_hand(schedule)
+        with pytest.raises(ValueError, match="Ranks that are threads"):
+            schedule.all_reduce(torch.ones(2, dtype=torch.float64))
+
+    run_local(3, ranks, timeout=60)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(group: Any) -> list[str]:
+    device = collectives_of(group)
+    assert device.has_multicast()
+    with mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 0):
+        without_switch = collectives_of(group)
+        assert not without_switch.has_multicast()
+    x, w = torch.ones(4, 6), torch.ones(6)
+    beyond = AllToAllLayout(1, 1, 64, 64, 0, 0, 64, 0, 0)
+    wrong: list[Callable[[], object]] = [
+        lambda: device.all_reduce(x.double()),
+        lambda: device.all_reduce([1.0]),  # type: ignore[arg-type]
+        lambda: device.all_reduce(x.to("meta")),
+        lambda: device.all_reduce(x, "three_shot"),
+        lambda: without_switch.all_reduce(x, "multimem"),
+        lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, "multimem"),
+        lambda: device.all_reduce(x, "one_shot", torch.ones(5)),
+        lambda: device.all_reduce(x, "one_shot", w.bfloat16()),
+        lambda: device.all_reduce(x, "one_shot", out=torch.ones(6, 4).t()),
+        lambda: device.all_reduce(x, "one_shot", out=torch.ones(4, 5)),
+        lambda: device.reduce_scatter(x, [1, 3]),
+        lambda: device.reduce_scatter(x, [4]),
+        lambda: device.reduce_scatter(x, [3, 2]),
+        lambda: device.all_gather(x, [3, 3]),
+        lambda: device.all_gather(torch.tensor(1.0)),
+        lambda: device.all_to_all(x, beyond, (4, 6)),
+        lambda: device.all_to_all(torch.ones(32), beyond, (4, 6)),
+        lambda: device.sequence_to_heads(torch.ones(1, 2, 3, 4)),
+        lambda: device.heads_to_sequence(torch.ones(1, 3, 2, 4)),
+        lambda: device.sequence_to_heads(x),
+        lambda: device.all_reduce_rms_norm(x, x[:3], w, 1e-6),
+        lambda: device.all_reduce_rms_norm(x, x, w.bfloat16(), 1e-6),
+        lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8=torch.ones(2)),
+        lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8="column"),  # type: ignore[arg-type]
+        lambda: device.sum_terms(torch.ones(0, 3)),
+    ]
+    sentences = []
+    for call in wrong:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        sentences.append(str(raised.value))
+    assert torch.equal(device.all_reduce(x), 2 * x)  # nothing has been sent, so the group goes on
+    return sentences
+
+
+SAID = [
+    "x has dtype torch.float64; sums take float32, bfloat16 and float16",
+    "A tensor is needed, not list",
+    "x is on meta; this group's kernels work on cpu",
+    "algorithm is 'three_shot'; it must be one of one_shot, two_shot, multimem",
+    "algorithm is 'multimem', which needs memory with a multicast address",
+    "algorithm is 'multimem'; it must be one of one_shot, two_shot.",
+    "bias has shape (5,); (6,) is needed",
+    "bias has dtype torch.bfloat16; torch.float32 is needed",
+    "out must be contiguous; its strides are (1, 4)",
+    "out has shape (4, 5); (4, 6) is needed",
+    "counts is [1, 3]; rows must be cut as torch.chunk does",
+    "counts is [4]; one number is needed for each of 2 ranks",
+    "counts [3, 2] add up to 5; rows has 4",
+    "counts [3, 3] give rank",
+    "shard must have at least one dim",
+    "layout reaches over 128 bytes of x, which has 96",
+    "layout reaches over 128 bytes of the result, which has 96",
+    "x has 3 heads, which 2 ranks cannot share equally",
+    "x has a sequence of 3, which 2 ranks cannot share equally",
+    "x must be [batch, sequence, heads, head_dim]",
+    "residual has shape (3, 6); (4, 6) is needed",
+    "norm_weight has dtype torch.bfloat16; torch.float32 is needed",
+    "fp8 must be a float32 tensor of one element on cpu",
+    "fp8 is 'column'; it must be None",
+    "terms must have a term in dim 0",
+]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    for sentences in device_ranks(2, refused):
+        for said, wanted in zip(sentences, SAID, strict=True):
+            assert wanted in said
+
+
+def test_more_ranks_than_an_error_record_has_bits_for() -> None:
+    memory = mock.Mock(world_size=64)
+    with pytest.raises(ValueError, match="serve up to 63 ranks, and the group has 64"):
+        DeviceCollectives(memory)
+
+
+def mismatched(group: Any) -> str:
+    with forced(group, "one_shot"), mock.patch.dict(os.environ, {"FUSED_TP_CHECK": "1"}):
+        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+        with pytest.raises(RankMismatchError) as raised:
+            fused_tp.matmul_all_reduce(torch.ones(2 + group.rank(), 3), torch.ones(4, 3), group=group)
+    return str(raised.value)
+
+
+def test_ranks_that_disagree_are_told_where_they_are_asked_to_check() -> None:
+    for sentence in device_ranks(2, mismatched):
+        for rows in (2, 3):
+            assert f"matmul_all_reduce (one_shot)(dims=[{rows}, 4" in sentence
+
+
+def spans(group: Any) -> list[str]:
+    with forced(group, "one_shot"), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+    return [event.key for event in profile.key_averages()]
+
+
+def test_parts_show_in_a_profile() -> None:
+    for names in device_ranks(2, spans):
+        assert "matmul [2, 3]x[4, 3] f32" in names and "all_reduce [2, 4] one_shot" in names
+
+
+def test_layouts_say_how_far_they_reach() -> None:
+    layout = AllToAllLayout(2, 3, 8, 100, 40, 10, 48, 24, 8)
+    assert layout.part_bytes == 48
+    assert layout.reach(2) == (100 + 40 + 20 + 8, 2 * 48)
+    assert AllToAllLayout(0, 3, 8, 1, 1, 1, 1, 1, 1).reach(4) == (0, 0)
+    with pytest.raises(ValueError, match="negative"):
+        AllToAllLayout(1, 1, 1, -1, 0, 0, 0, 0, 0).reach(2)
+    assert prod(SHAPES[-1]) * 2 > 16 << 10  # more than one block
