@@ -69,7 +69,7 @@ def cpu_device_library() -> Path:
 
     Launches have run when they return, whatever their stream. Ranks are processes, or threads of one.
     """
-    return build_shared("fused_tp_cuda_on_cpu", device_sources(), [*GPU_ON_CPU_FLAGS, "-O2"])
+    return build_shared("fused_tp_cuda_on_cpu", device_sources(), [*GPU_ON_CPU_FLAGS, "-O1"])
 
 
 def device_sources() -> list[Path]:

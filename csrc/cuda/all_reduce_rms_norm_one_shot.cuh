@@ -1,5 +1,5 @@
 // (normed, new_residual) of rms_norm.cuh, every row by every rank: one exchange, as in all_reduce_one_shot.cuh, which
-// says what orders what. new_residual may be residual, and normed may be partial.
+// says what orders what. new_residual may be residual; normed, of the same dtype, may be partial.
 #pragma once
 
 #include "rms_norm.cuh"
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int step = 1; step < call.world(); ++step) {
       const int peer = (call.rank() + step) % call.world();
       const Rows slot{data_at(call, peer) + plan.term(call.rank()), slot_pitch, 0};
-      copy_rows(slot, partial, share, own.residual.pitch);
+      copy_rows<sizeof(T), kAligned>(slot, partial, share, norm.columns);
     }
     put(call, plan, 0, true);
     good = wait(call, plan, 0);
@@ -29,8 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (good) {
     const RowTerms<kWorld> terms{
         {data_at(call, call.rank()), slot_pitch, 0}, plan.term_bytes, partial, call.rank(), call.world()};
-    norm_rows<T, kWorld, kAligned>(job, share, terms, own,
-                                   [&](auto&& body) { body(own, std::bool_constant<kAligned>{}); });
+    norm_rows<T, kWorld, kAligned>(job, share, terms, own);
   } else {
     fill_missing_rows<T>(norm, share);
   }

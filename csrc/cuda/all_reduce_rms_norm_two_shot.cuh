@@ -1,5 +1,9 @@
 // (normed, new_residual) of rms_norm.cuh, each row by its owner, who writes both to all: two exchanges, as in
-// all_reduce_two_shot.cuh, which says what orders what. new_residual may be residual, and normed may be partial.
+// all_reduce_two_shot.cuh, which says what orders what. new_residual may be residual; normed, of the same dtype, may be
+// partial.
+//
+// An owner first norms its rows into its own arrays and then copies them to the peers: what it reads again is in L2,
+// and the loop that norms is the same, and as short of registers, as with one shot.
 #pragma once
 
 #include "rms_norm.cuh"
@@ -32,12 +36,24 @@ __global__ void __launch_bounds__(kThreads, 1)
             {slot + normed_in_result(owned, norm.columns, sizeof(T)), normed_pitch, first},
             own.scales ? reinterpret_cast<float*>(scales) : nullptr};
   };
+  auto copy_results = [&](const RowResults& to, const RowResults& from, Share rows) {
+    copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
+    if (norm.output == NormOutput::kSameDtype) {
+      copy_rows<sizeof(T), kAligned>(to.normed, from.normed, rows, norm.columns);
+    } else {
+      copy_fp8_rows<T, kAligned>(to.normed, from.normed, rows, norm.columns);
+    }
+    if (!own.scales) return;
+    for (int64_t row = rows.first + threadIdx.x; row < rows.last; row += kThreads) {
+      to.scales[row - to.normed.first] = from.scales[row - from.normed.first];
+    }
+  };
   bool good = call.alive();
   if (good) {
     for (int step = 1; step < call.world(); ++step) {
       const int owner = (call.rank() + step) % call.world();
       const Rows slot{data_at(call, owner) + plan.term(call.rank()), term_pitch, owner * owned};
-      copy_rows(slot, partial, share_of(owner), own.residual.pitch);
+      copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
     }
     put(call, plan, 0, true);
     good = wait(call, plan, 0);
@@ -47,31 +63,21 @@ __global__ void __launch_bounds__(kThreads, 1)
                                    partial,
                                    call.rank(),
                                    call.world()};
-      norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own, [&](auto&& body) {
-        body(own, std::bool_constant<kAligned>{});
-#pragma unroll 1
-        for (int step = 1; step < call.world(); ++step) {
-          const int rank = call.rank() + step;
-          body(results_at(rank < call.world() ? rank : rank - call.world(), call.rank()), std::true_type{});
-        }
-      });
+      norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own);
+      __syncthreads();
+      for (int step = 1; step < call.world(); ++step) {
+        const int peer = (call.rank() + step) % call.world();
+        copy_results(results_at(peer, call.rank()), own, share_of(call.rank()));
+      }
     }
     put(call, plan, 1, good);
     good = good && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {
-    const Share share = share_of(owner);
     if (!good) {
-      fill_missing_rows<T>(norm, share);
+      fill_missing_rows<T>(norm, share_of(owner));
     } else if (owner != call.rank()) {
-      const RowResults result = results_at(call.rank(), owner);
-      copy_rows(own.residual, result.residual, share, own.residual.pitch);
-      copy_rows(own.normed, result.normed, share, own.normed.pitch);
-      if (own.scales && share.first < share.last) {
-        copy_bytes(reinterpret_cast<char*>(own.scales + share.first),
-                   reinterpret_cast<char*>(result.scales + share.first - owner * owned),
-                   (share.last - share.first) * 4);
-      }
+      copy_results(own, results_at(call.rank(), owner), share_of(owner));
     }
   }
   end(call);

@@ -47,16 +47,19 @@ int32_t for_dtype(int32_t dtype, Choose&& choose) {
   }
 }
 
-// choose(world) for a constant: the number of ranks where loops over them are unrolled, else 0.
+// choose(world) for a constant: the number of ranks where loops over them are unrolled, else 0. On a CPU, where they
+// are only tested, two numbers stand for all.
 template <class Choose>
 int32_t for_world(int32_t world, Choose&& choose) {
   switch (world) {
     case 2:
       return choose(std::integral_constant<int, 2>{});
+#ifdef __CUDACC__
     case 4:
       return choose(std::integral_constant<int, 4>{});
     case 8:
       return choose(std::integral_constant<int, 8>{});
+#endif
     default:
       return choose(std::integral_constant<int, 0>{});
   }

@@ -91,17 +91,16 @@ struct RowTerms {
   __device__ int count() const { return kWorld ? kWorld : ranks; }
 };
 
-// Where its results go: its own arrays, or slots of peers, which are aligned whatever these are.
+// Arrays, or slots, that results are in.
 struct RowResults {
   Rows residual, normed;
-  float* scales;  // of row 0; null: rows have none
+  float* scales;  // of row normed.first; null: rows have none
 };
 
-// Adds up and norms rows [rows.first, rows.last). `for_results(body)` calls body(results, std::bool_constant<aligned>)
-// for each place that results go to, this rank's own arrays first.
-template <class T, int kWorld, bool kAligned, class ForResults>
+// Adds up and norms rows [rows.first, rows.last).
+template <class T, int kWorld, bool kAligned>
 __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share rows, const RowTerms<kWorld>& terms,
-                                          const RowResults& own, ForResults&& for_results) {
+                                          const RowResults& own) {
   constexpr int kElements = kPacketElements<T>;
   const RmsNorm& norm = job.norm;
   const int64_t columns = norm.columns, packets = ceil_div(columns, kElements);
@@ -143,9 +142,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       for (int k = 0; k < kElements; ++k) {
         if (kAligned || p * kElements + k < columns) squares += total[k] * total[k];
       }
-      for_results([&](const RowResults& to, auto aligned) {
-        store_of_row<T, decltype(aligned)::value>(to.residual[row], p, columns, sum);
-      });
+      store_of_row<T, kAligned>(own.residual[row], p, columns, sum);
       return sum;
     };
 
@@ -183,10 +180,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
 
     if (norm.output == NormOutput::kSameDtype) {
       for_normed([&](int64_t p, float (&values)[kElements]) {
-        const Packet packet = pack<T>(values);
-        for_results([&](const RowResults& to, auto aligned) {
-          store_of_row<T, decltype(aligned)::value>(to.normed[row], p, columns, packet);
-        });
+        store_of_row<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
       });
       continue;
     }
@@ -202,16 +196,13 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       largest = max_over(group, largest);
       scale = largest > 0 ? largest / kFp8Largest : 1.0f;  // a row of zeros is divided by something
       if (group.lane() == 0 && last > 0) {
-        for_results([&](const RowResults& to, auto) { to.scales[row - to.normed.first] = scale; });
+        own.scales[row] = scale;
       }
     }
     for_normed([&](int64_t p, float (&values)[kElements]) {
 #pragma unroll
       for (int k = 0; k < kElements; ++k) values[k] = values[k] / scale;
-      const Packet packet = pack_fp8<T>(values);
-      for_results([&](const RowResults& to, auto aligned) {
-        store_fp8<T, decltype(aligned)::value>(to.normed[row], p, columns, packet);
-      });
+      store_fp8<T, kAligned>(own.normed[row], p, columns, pack_fp8<T>(values));
     });
   }
 }
@@ -225,13 +216,25 @@ __device__ __forceinline__ RowResults given_results(const RmsNorm& norm) {
           norm.output == NormOutput::kFp8RowScale ? norm.scale : nullptr};
 }
 
-// Rows that lie one behind the other on both sides, or each on its own.
-__device__ __forceinline__ void copy_rows(const Rows& to, const Rows& from, Share rows, int64_t row_bytes) {
+// Copies rows of numbers of kBytes: whole packets, one row right behind the other on both sides, or number by number.
+template <int kBytes, bool kAligned>
+__device__ __forceinline__ void copy_rows(const Rows& to, const Rows& from, Share rows, int64_t columns) {
   if (rows.first >= rows.last) return;
-  if (to.pitch == from.pitch) {
-    copy_bytes(to[rows.first], from[rows.first], (rows.last - rows.first) * to.pitch);
+  if constexpr (kAligned) {
+    copy_units<Packet>(to[rows.first], from[rows.first], (rows.last - rows.first) * to.pitch / 16);
   } else {
-    for (int64_t row = rows.first; row < rows.last; ++row) copy_bytes(to[row], from[row], row_bytes);
+#pragma unroll 1
+    for (int64_t row = rows.first; row < rows.last; ++row) copy_units<Bits<kBytes>>(to[row], from[row], columns);
+  }
+}
+
+// Rows of fp8: in units of what a packet of T becomes.
+template <class T, bool kAligned>
+__device__ __forceinline__ void copy_fp8_rows(const Rows& to, const Rows& from, Share rows, int64_t columns) {
+  using Unit = std::conditional_t<kAligned, uint32_t, uint8_t>;
+#pragma unroll 1
+  for (int64_t row = rows.first; row < rows.last; ++row) {
+    copy_units<Unit>(to[row], from[row], columns / static_cast<int64_t>(sizeof(Unit)));
   }
 }
 

@@ -22,7 +22,7 @@
 using gpu_on_cpu::blockIdx;
 using gpu_on_cpu::dim3;
 using gpu_on_cpu::gridDim;
-using gpu_on_cpu::threadIdx;
+#define threadIdx (gpu_on_cpu::thread_index())
 
 inline void __syncthreads() { gpu_on_cpu::synchronize(true); }
 inline int __syncthreads_and(int predicate) { return gpu_on_cpu::synchronize(predicate != 0); }

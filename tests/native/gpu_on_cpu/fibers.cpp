@@ -18,9 +18,12 @@
 
 namespace gpu_on_cpu {
 
-thread_local dim3 threadIdx, blockIdx, gridDim;
+thread_local dim3 blockIdx, gridDim;
 
 namespace {
+
+// What switches between fibers is not itself looked at: to ThreadSanitizer it would be all of them.
+#define UNSEEN __attribute__((no_sanitize_thread))
 
 constexpr size_t kStackBytes = 256 << 10;
 
@@ -63,7 +66,7 @@ struct Fiber : Context {
 // All of an OS thread's fibers; it runs one block at a time.
 class Block {
  public:
-  void run(unsigned threads, const std::function<void()>& kernel) {
+  UNSEEN void run(unsigned threads, const std::function<void()>& kernel) {
     while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
     kernel_ = &kernel;
     threads_ = live_ = threads;
@@ -75,7 +78,7 @@ class Block {
     acquire();
   }
 
-  bool synchronize(bool yes) {
+  UNSEEN bool synchronize(bool yes) {
     release();
     all_yes_ &= yes;
     if (++arrived_ == threads_) {
@@ -90,14 +93,16 @@ class Block {
     return verdict_;
   }
 
-  void yield(State state) {
-    Fiber& fiber = *fibers_[threadIdx.x];
+  UNSEEN void yield(State state) {
+    Fiber& fiber = *running_;
     fiber.state = state;
     switch_to(fiber, host_);
   }
 
+  UNSEEN unsigned index() const { return index_; }
+
  private:
-  void start(Fiber& fiber) {
+  UNSEEN void start(Fiber& fiber) {
     getcontext(&fiber.registers);
     fiber.registers.uc_stack.ss_sp = fiber.stack;
     fiber.registers.uc_stack.ss_size = fiber.stack_bytes;
@@ -106,7 +111,7 @@ class Block {
     fiber.state = State::kReady;
   }
 
-  void run_all_once() {
+  UNSEEN void run_all_once() {
     bool ready = false, moved = false;
     backwards_ = !backwards_;  // no kernel may rely on an order
     for (unsigned turn = 0; turn < threads_; ++turn) {
@@ -114,7 +119,8 @@ class Block {
       Fiber& fiber = *fibers_[index];
       if (fiber.state != State::kReady && fiber.state != State::kPaused) continue;
       ready = true;
-      threadIdx.x = index;
+      index_ = index;
+      running_ = &fiber;
       switch_to(host_, fiber);
       moved |= fiber.state != State::kPaused;
     }
@@ -125,9 +131,9 @@ class Block {
     }
   }
 
-  static void main_of_fiber();
+  UNSEEN static void main_of_fiber();
 
-  void switch_to(Context& from, Context& to) {
+  UNSEEN void switch_to(Context& from, Context& to) {
 #if defined(__SANITIZE_THREAD__)
     if (!host_.tsan) host_.tsan = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
@@ -168,6 +174,8 @@ class Block {
   }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  Fiber* running_ = nullptr;
+  unsigned index_ = 0;  // of the fiber that runs
   Context host_;
   const std::function<void()>* kernel_ = nullptr;
   unsigned threads_ = 0, live_ = 0, arrived_ = 0;
@@ -197,6 +205,8 @@ void run_grid(dim3 grid, dim3 threads, const std::function<void()>& kernel) {
     block.run(threads.x, kernel);
   }
 }
+
+dim3 thread_index() { return block.index(); }
 
 bool synchronize(bool yes) { return block.synchronize(yes); }
 

@@ -14,7 +14,10 @@ struct dim3 {
   dim3(unsigned x_) : x(x_) {}
 };
 
-extern thread_local dim3 threadIdx, blockIdx, gridDim;
+extern thread_local dim3 blockIdx, gridDim;
+
+// A function, since the fibers of an OS thread share its variables.
+dim3 thread_index();
 
 // Runs a kernel to its end: for all blocks in order, by all threads of each at once.
 void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
