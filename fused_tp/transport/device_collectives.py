@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -350,8 +351,7 @@ def _norm_output(fp8: Tensor | str | None, partial: Tensor) -> tuple[int, Tensor
 @cache
 def _workspace_class() -> Any:
     """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
-    from fused_tp import _core
-
+    core = import_module("fused_tp._core")
     base: Any = kernel_module("workspace").Workspace
 
     class DeviceWorkspace(base):
@@ -360,7 +360,7 @@ def _workspace_class() -> Any:
         def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
             super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0)
             self._handle = handle  # keeps the peers' memory too, where ranks are threads: one may have returned
-            self.native = _core.DeviceWorkspace(
+            self.native = core.DeviceWorkspace(
                 self.addresses.data_ptr(),
                 self.state.data_ptr(),
                 self.error.data_ptr(),
