@@ -12,8 +12,7 @@ cores do not take, runs on plain collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
+from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.collective import Collective, gather_blocks
-from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
+from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
@@ -56,7 +56,7 @@ class FusedKernel:
         self.rank = memory.rank
         self.world_size = memory.world_size
         self._plain = plain
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._beside = Beside()
         self._pulling: torch.cuda.Stream | None = None
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernel_module("operands").kernels_of(memory.arch)
@@ -105,7 +105,7 @@ class FusedKernel:
         if not flat.is_cuda:
             return Done(pull())
         if self._pulling is None:
-            self._pulling = self._own_stream(flat.device)
+            self._pulling = self._beside.own_stream(flat.device)
         stream = self._pulling
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
@@ -169,15 +169,8 @@ class FusedKernel:
                 gathered=return_gathered,
                 direct=rows * k * x_shard.dtype.itemsize <= DIRECT_BYTES,
             )
-        outputs = [self._placed(y, shape, gather_dim, counts) for y in outputs]
-        return outputs, None if gathered is None else self._placed(gathered, shape, gather_dim, counts)
-
-    def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
-        """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
-        shape = [*shape[:-1], rows.shape[-1]]
-        if prod(shape[:dim]) == 1 or rows.numel() == 0:
-            return rows.view(shape)
-        return from_rank_major(rows.split(list(counts)), shape, dim)
+        outputs = [placed(y, shape, gather_dim, counts) for y in outputs]
+        return outputs, None if gathered is None else placed(gathered, shape, gather_dim, counts)
 
     def matmul_reduce_scatter(
         self,
@@ -199,7 +192,10 @@ class FusedKernel:
         nbytes = module.workspace_bytes(
             sum(counts), shape[-1], x.dtype, self.world_size, launch, rows_per_rank=counts[0]
         )
-        with self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace, self._beside(meanwhile, x):
+        with (
+            self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
+            self._beside(meanwhile, x.device),
+        ):
             out: Tensor = module.gemm_reduce_scatter(
                 _few(rows), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
             )
@@ -239,43 +235,12 @@ class FusedKernel:
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check(op, shape, x, launch)
         nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
-        with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x):
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x.device):
             rows = _few([(as_rows(x), w) for x, w in products])
             out, normed = module.gemm_all_reduce(rows, workspace=workspace, launch=launch, two_shot=two_shot, **tail)
         return out.view(shape), None if normed is None else normed.view(shape)
 
     # -- parts --------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _beside(self, meanwhile: Callable[[], None] | None, x: Tensor) -> Iterator[None]:
-        """Runs `meanwhile` beside what is launched inside: on a GPU on a stream of its own, joined at the end.
-
-        There is one for each stream of the caller's. What `meanwhile` allocates belongs to its pool and is used on the
-        caller's stream. That is safe: the pool hands it out again to later work of that stream only, which begins by
-        waiting for all that the caller's had been given before.
-        """
-        if meanwhile is None:
-            yield
-        elif not x.is_cuda:
-            yield
-            meanwhile()
-        else:
-            stream = torch.cuda.current_stream(x.device)
-            before = stream.record_event()
-            yield
-            if stream.cuda_stream not in self._sides:
-                self._sides[stream.cuda_stream] = self._own_stream(x.device)
-            side = self._sides[stream.cuda_stream]
-            side.wait_event(before)
-            try:
-                with torch.cuda.stream(side):
-                    meanwhile()
-            finally:
-                stream.wait_stream(side)
-
-    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = kernel_module("streams").own_streams(self, device, 1)[0]
-        return stream
 
     def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
         return kernel_module("launch").launch_for(

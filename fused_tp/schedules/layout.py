@@ -62,3 +62,14 @@ def to_rank_major(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 def from_rank_major(parts: Sequence[Tensor], shape: Sequence[int], dim: int) -> Tensor:
     """A tensor of `shape` from every rank's part of it along `dim`."""
     return torch.cat([part.view(*shape[:dim], -1, *shape[dim + 1 :]) for part in parts if part.numel()], dim=dim)
+
+
+def placed(rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
+    """Rank-major `rows` [M, n], `counts` of each rank, as [*shape[:-1], n].
+
+    A copy where dims before `dim` are longer than 1.
+    """
+    shape = [*shape[:-1], rows.shape[-1]]
+    if prod(shape[:dim]) == 1 or rows.numel() == 0:
+        return rows.view(shape)
+    return from_rank_major(rows.split(list(counts)), shape, dim)

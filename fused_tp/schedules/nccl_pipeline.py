@@ -27,9 +27,9 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import sum_of_products
 from fused_tp.schedules.layout import (
     as_rows,
-    from_rank_major,
     gathered_shape,
     gathered_sizes,
+    placed,
     rank_offsets,
     row_sizes,
 )
@@ -97,8 +97,8 @@ class NcclPipeline(Collective):
                     multiply(gathered[begin:end], begin)
         if return_gathered and not moving.brings_own_rows:
             gathered[start : start + len(own)].copy_(own)
-        outputs = [_placed(y, shape, gather_dim, counts) for y in outputs]
-        return outputs, _placed(gathered, shape, gather_dim, counts) if return_gathered else None
+        outputs = [placed(y, shape, gather_dim, counts) for y in outputs]
+        return outputs, placed(gathered, shape, gather_dim, counts) if return_gathered else None
 
     def matmul_reduce_scatter(
         self,
@@ -228,11 +228,3 @@ def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
     offset = start % len(bias) if len(bias) else 0
     repeats = -(-(offset + count) // max(1, len(bias)))
     return bias.repeat(repeats)[offset : offset + count]
-
-
-def _placed(rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
-    """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
-    shape = [*shape[:-1], rows.shape[-1]]
-    if prod(shape[:dim]) == 1 or rows.numel() == 0:
-        return rows.view(shape)
-    return from_rank_major(rows.split(list(counts)), shape, dim)

@@ -14,6 +14,7 @@ from fused_tp.schedules.ring_one_sided import OneSidedRing
 from fused_tp.schedules.ring_send_recv import SendRecvRing
 from fused_tp.schedules.ring_state import RingCall
 from fused_tp.schedules.select import select_schedule
+from fused_tp.transport.nccl import nccl_dist
 from fused_tp.transport.shm import shm_transport
 from fused_tp.transport.torch_dist import torch_dist
 
@@ -66,5 +67,9 @@ def select_ring(group: Group, k: Tensor, v: Tensor, seq_len: int) -> Ring:
         shared = shm_transport(group)
         assert shared is not None, "select_schedule has just found it"
         return OneSidedRing(shared)
+    if name == "nccl_pipeline":
+        own = nccl_dist(group, k.device)
+        assert not isinstance(own, str), "select_schedule has just found it"
+        return SendRecvRing(own)
     transport = torch_dist(group, k.device.type)
     return CollectiveRing(transport) if name == "plain" else SendRecvRing(transport)

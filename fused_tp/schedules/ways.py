@@ -18,6 +18,7 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
@@ -25,6 +26,7 @@ from fused_tp.transport.hosts import Hosts, hosts_of
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
+from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
@@ -204,10 +206,24 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
     return make
 
 
+# -- nccl_pipeline: a communicator of our own -------------------------------------------------------------------------
+
+
+def _no_nccl(group: Group, device: torch.device) -> str | None:
+    transport = nccl_dist(group, device)
+    return transport if isinstance(transport, str) else None
+
+
+def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    transport = nccl_dist(group, device)
+    assert isinstance(transport, NcclDist), "there is no obstacle"
+    return NcclPipeline(transport, chunks)
+
+
 # -- hierarchical: two levels -----------------------------------------------------------------------------------------
 
 # The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
-INSIDE = ("one_sided", "fused_kernel")
+INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
 def _no_hosts(group: Group, device: torch.device) -> str | None:
@@ -236,7 +252,8 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
         return inside[op, dtype]
 
     made: dict[Way, Schedule] = {}
-    across = torch_dist(hosts.across, device.type)
+    own = nccl_dist(hosts.across, device)
+    across = torch_dist(hosts.across, device.type) if isinstance(own, str) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))
 
 
@@ -257,5 +274,6 @@ WAYS: dict[str, Way] = {
             ("multimem", _no_multimem),
         )
     },
+    "nccl_pipeline": Way("NCCL", _lacks_nothing, _no_nccl, _nccl_pipeline, ("cuda",)),
     "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
 }
