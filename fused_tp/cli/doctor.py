@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fused_tp.cli.doctor_gpu import examine_gpu
+from fused_tp.cli.findings import NOTE, OK, PROBLEM, Finding, dotted, output_of
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
-from fused_tp.schedules.ways import no_kernel_on
 
-OK, NOTE, PROBLEM = "ok", "note", "problem"
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
 MINIMUM_PYTHON = (3, 10)
@@ -76,17 +76,6 @@ _OPS = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `advice` says what to do about a problem."""
-
-    section: str
-    name: str
-    value: str
-    status: str = OK
-    advice: str = ""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fused-tp doctor`."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -106,8 +95,8 @@ def main(arguments: argparse.Namespace) -> int:
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
     core = _core()
-    sections = (_software(), _processor(core), _native_core(core), _gpu(), _libraries(), _settings(), _schedules(core))
-    return [finding for section in sections for finding in section]
+    parts = (_software(), _processor(core), _native_core(core), examine_gpu(core), _libraries(), _settings())
+    return [finding for part in (*parts, _schedules(core)) for finding in part]
 
 
 def report(findings: list[Finding]) -> str:
@@ -129,12 +118,12 @@ def report(findings: list[Finding]) -> str:
 def _software() -> Iterator[Finding]:
     section = "Software"
     too_old = sys.version_info[:2] < MINIMUM_PYTHON
-    advice = f"Python {_dotted(MINIMUM_PYTHON)} or later is needed." if too_old else ""
+    advice = f"Python {dotted(MINIMUM_PYTHON)} or later is needed." if too_old else ""
     yield Finding(section, "python", platform.python_version(), PROBLEM if too_old else OK, advice)
     yield Finding(section, "fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     too_old = release < MINIMUM_TORCH
-    advice = f"torch {_dotted(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
+    advice = f"torch {dotted(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
     yield Finding(section, "torch", torch.__version__, PROBLEM if too_old else OK, advice)
     if not dist.is_available():
         yield Finding(section, "torch.distributed", "missing", PROBLEM, "Install a torch that was built with it.")
@@ -181,28 +170,6 @@ def _native_core(core: ModuleType | None) -> Iterator[Finding]:
             "container must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
         )
         yield Finding(section, "two processes share", f"no: {why_not}", PROBLEM, advice)
-
-
-def _gpu() -> Iterator[Finding]:
-    section = "GPU"
-    on_gpu = torch.cuda.is_available()
-    reason = no_kernel_on(torch.device("cuda" if on_gpu else "cpu"))
-    if reason is None:
-        value = "can run on GPUs that reach each other by NVLink" if on_gpu else "can run interpreted, for tests"
-        yield Finding(section, "fused kernels", value)
-    else:
-        yield Finding(section, "fused kernels", f"none: {reason}", NOTE)
-    if not on_gpu:
-        yield Finding(section, "CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        yield Finding(section, f"cuda:{index}", f"{properties.name}, sm_{properties.major}{properties.minor}, {memory}")
-    nccl = _dotted(torch.cuda.nccl.version()) if dist.is_nccl_available() else ""
-    yield Finding(
-        section, "NCCL", nccl or "missing", OK if nccl else PROBLEM, "" if nccl else "Install a torch with NCCL."
-    )
 
 
 def _libraries() -> Iterator[Finding]:
@@ -354,24 +321,9 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
-def _output(command: str, *arguments: str) -> list[str]:
-    path = shutil.which(command)
-    if path is None:
-        return []
-    try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
 def _first_line(command: str, *arguments: str) -> str:
-    return next(iter(_output(command, *arguments)), "")
+    return next(iter(output_of(command, *arguments)), "")
 
 
 def _last_line(command: str, *arguments: str) -> str:
-    return next(reversed(_output(command, *arguments)), "")
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+    return next(reversed(output_of(command, *arguments)), "")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from fused_tp.cli import doctor
+from fused_tp.cli import doctor, doctor_gpu
 from fused_tp.cli.main import COMMANDS, main
+from fused_tp.transport import cuda_driver, native_kernels
 
 
 def finding(name: str) -> doctor.Finding:
@@ -74,6 +78,160 @@ def test_settings_that_cannot_be_are_problems(
     monkeypatch.setenv(name, value)
     found = finding(name)
     assert found.status == doctor.PROBLEM and advice in found.advice
+
+
+# -- GPUs, of machines that have them ----------------------------------------------------------------------------------
+
+
+class Machine:
+    """What torch and the driver say of a box of GPUs; tests change what they like."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.gpus = [SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30) for _ in range(4)]
+        self.peers = {(one, other) for one in range(4) for other in range(4)}
+        self.atomics = set(self.peers)
+        self.attributes = {cuda_driver.MULTICAST: 1}
+        self.nccl = SimpleNamespace(
+            version_text="2.27.3", has_windows=True, has_zero_cta=False, has_revoke=False, has_shared_devices=False
+        )
+        self.core = ModuleType("core")
+        self.core.__dict__["NcclLibrary"] = lambda: self.nccl
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", self.properties)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in self.peers)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 0))
+        monkeypatch.setattr(cuda_driver, "device_attribute", lambda attribute, device: self.attributes.get(attribute))
+        monkeypatch.setattr(
+            cuda_driver, "peer_attribute", lambda attribute, one, other: int((one, other) in self.atomics)
+        )
+        version = tmp_path / "version"
+        version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
+        monkeypatch.setattr(doctor_gpu, "_MODULE_VERSION", version)
+        self.library = tmp_path / "_cuda.so"
+        monkeypatch.setattr(native_kernels, "LIBRARY", self.library)
+        monkeypatch.setattr(native_kernels, "built_for", lambda path=self.library: self.built)
+        self.built: native_kernels.BuiltFor | None = None
+
+    def properties(self, device: int) -> SimpleNamespace:
+        return self.gpus[device]
+
+    def findings(self, core: bool = True) -> dict[str, doctor.Finding]:
+        return {one.name: one for one in doctor_gpu.examine_gpu(self.core if core else None)}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_gpus_that_all_reach_each_other(machine: Machine) -> None:
+    found = machine.findings()
+    assert found["NVIDIA driver"].value == "580.95.05, for CUDA up to 13.0"
+    assert found["CUDA of torch"].value == "13.0"
+    assert found["cuda:3"].value == "NVIDIA H200, sm_90, 141 GiB, multicast"
+    assert found["peer access"].value == "all 4 GPUs reach each other, with atomics"
+    assert found["NCCL"].value == (
+        "2.27.3, has zero-copy windows; a later one adds collectives by copy engines, communicators that can be "
+        "stopped, several ranks on one GPU"
+    )
+    assert found["device kernels"].value.startswith("none: they were not built when fused_tp was installed")
+    assert all(one.status != doctor.PROBLEM for one in found.values())
+
+
+def test_gpus_in_pairs(machine: Machine) -> None:
+    machine.peers = {(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (2, 0)}
+    machine.atomics = {(0, 1), (1, 0)}
+    machine.attributes = {}
+    found = machine.findings()
+    assert found["cuda:0"].value == "NVIDIA H200, sm_90, 141 GiB"
+    assert found["cuda:0 reaches"].value == (
+        "cuda:1 with atomics; cuda:2 without atomics, so not for kernels; cuda:3 not at all"
+    )
+    assert found["cuda:3 reaches"].value == "cuda:2 without atomics, so not for kernels; cuda:0, cuda:1 not at all"
+    assert found["cuda:0 reaches"].status == doctor.OK and found["cuda:3 reaches"].status == doctor.NOTE
+    machine.gpus = machine.gpus[:1]
+    assert not [name for name in machine.findings() if "reaches" in name or "peer" in name]
+
+
+def test_a_gpu_that_does_not_answer(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: int) -> SimpleNamespace:
+        if device == 1:
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
+        return machine.gpus[device]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    found = machine.findings()
+    assert found["cuda:1"].status == doctor.PROBLEM
+    assert found["cuda:1"].value == "unusable: CUDA error: unspecified launch failure"
+    assert "cuda:2" in found
+
+
+def test_a_driver_too_old_for_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
+    found = machine.findings()["CUDA of torch"]
+    assert found.status == doctor.PROBLEM and "13.0, which this driver does not serve" in found.value
+
+
+def test_a_driver_beside_a_torch_without_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = machine.findings()
+    assert found["CUDA of torch"].status == doctor.NOTE and "install a torch with CUDA" in found["CUDA of torch"].advice
+    assert found["CUDA devices"].status == doctor.NOTE and "NCCL" not in found
+
+
+def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in doctor_gpu._NCCL_FEATURES:
+        setattr(machine.nccl, name, True)
+    assert machine.findings()["NCCL"].value.endswith("several ranks on one GPU")
+    assert machine.findings(core=False)["NCCL"].value == "2.27.3; schedule nccl_pipeline needs the native core"
+
+    def too_old() -> None:
+        raise RuntimeError("NCCL 2.18.1 is too old.")
+
+    machine.core.__dict__["NcclLibrary"] = too_old
+    assert "not for schedule nccl_pipeline: NCCL 2.18.1 is too old." in machine.findings()["NCCL"].value
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert machine.findings()["NCCL"].status == doctor.PROBLEM
+
+
+def test_what_the_core_says_of_nccl_is_what_is_asked() -> None:
+    core = doctor._core()
+    if core is None:
+        pytest.skip("the native core is not built")
+    assert all(hasattr(core.NcclLibrary, name) for name in (*doctor_gpu._NCCL_FEATURES, "version_text"))
+
+
+def test_device_kernels_that_are_not_for_this_gpu(machine: Machine) -> None:
+    machine.library.touch()
+    machine.built = native_kernels.BuiltFor(("sm_80",), (13, 0, 88))
+    found = machine.findings()["device kernels"]
+    assert found.status == doctor.PROBLEM and found.value == "built for sm_80 by CUDA 13.0, but not usable"
+    assert found.advice.startswith("They were built for sm_80, and this GPU is sm_90; reinstall")
+
+
+def test_device_kernels_that_can_be_loaded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.library.touch()
+    machine.built = native_kernels.BuiltFor(("sm_90a", "compute_90"), (13, 0, 88))
+    monkeypatch.setattr(native_kernels, "no_native_kernels", lambda arch: None)
+    found = machine.findings()["device kernels"]
+    assert (found.status, found.value) == (doctor.OK, "built for sm_90a, compute_90 by CUDA 13.0")
+
+
+def test_device_kernels_without_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.library.touch()
+    machine.built = native_kernels.BuiltFor(("sm_90a",), (13, 0, 88))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = machine.findings()["device kernels"]
+    assert found.status == doctor.NOTE and found.value.startswith("built for sm_90a by CUDA 13.0; torch finds no GPU")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
