@@ -16,7 +16,7 @@ int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out,
   }
   auto launch_in = [&](auto unit) -> int32_t {
     using Unit = decltype(unit);
-    const AllToAll job{in, out, *layout, ceil_div(part_bytes / static_cast<int64_t>(sizeof(Unit)), blocks)};
+    const AllToAll job{in, out, *layout, ceil_div(ceil_div(part_bytes, 16), blocks)};
     return launch(all_to_all_kernel<Unit>, blocks, kThreads, stream, *workspace, plan, job);
   };
   // A stride is not used where there is but one of what it counts.

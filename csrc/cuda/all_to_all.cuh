@@ -15,7 +15,7 @@ struct AllToAll {
   const void* in;
   void* out;
   AllToAllLayout layout;
-  int64_t per_block;  // units of each part
+  int64_t per_block;  // packets of each part
 };
 
 // Number of a unit in a part, in digits: it steps without a division.
@@ -84,7 +84,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllToAll);
   const AllToAllLayout& layout = job.layout;
   constexpr int64_t kBytes = sizeof(Unit);
-  const Share share = block_share(layout.batches * layout.rows * (layout.row_bytes / kBytes), job.per_block);
+  // Shared out in packets: a rank's unit is what its own arrays allow, and blocks must have the same share everywhere.
+  constexpr int64_t kUnits = 16 / kBytes;
+  const int64_t count = layout.batches * layout.rows * (layout.row_bytes / kBytes);
+  const Share packets = block_share(ceil_div(count, kUnits), job.per_block);
+  const Share share{packets.first * kUnits, packets.last * kUnits < count ? packets.last * kUnits : count};
   auto in_runs = [&](int part) -> Runs {
     char* data = static_cast<char*>(const_cast<void*>(job.in)) + part * layout.in_part_stride;
     return {data, layout.in_batch_stride, layout.in_row_stride};

@@ -140,7 +140,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
       unpack<T>(sum, total);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) {
-        if (kAligned || p * kElements + k < columns) squares += total[k] * total[k];
+        if (kAligned || p * kElements + k < columns) squares = fmaf(total[k], total[k], squares);
       }
       store_of_row<T, kAligned>(own.residual[row], p, columns, sum);
       return sum;

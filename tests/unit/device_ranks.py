@@ -2,177 +2,70 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from fused_tp.transport.shm import dtype_number
 from tests.native_build import cpu_device_library
 from triton_kernels import protocol
 
-ONE_SHOT, TWO_SHOT, MULTIMEM = 0, 1, 2
-ALGORITHMS = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT, "multimem": MULTIMEM}
-SAME_DTYPE, FP8_STATIC, FP8_ROW = 0, 1, 2
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-INVALID, NOT_SUPPORTED = 1, 801
+_core = pytest.importorskip("fused_tp._core")
 
-
-class CWorkspace(Structure):
-    _fields_ = [
-        ("addresses", c_void_p),
-        ("state", c_void_p),
-        ("error", c_void_p),
-        ("half_bytes", c_int64),
-        ("timeout_ns", c_int64),
-        ("multicast", c_uint64),
-        ("rank", c_int32),
-        ("world", c_int32),
-    ]
-
-
-class CBias(Structure):
-    _fields_ = [("data", c_void_p), ("columns", c_int64)]
-
-
-class CLayout(Structure):
-    _fields_ = [(name, c_int64) for name in "batches rows row_bytes".split()] + [
-        (f"{side}_{of}_stride", c_int64) for side in ("in", "out") for of in ("part", "batch", "row")
-    ]
-
-
-class CNorm(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("residual", "weight", "normed", "new_residual", "scale")),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("eps", c_double),
-        ("output", c_int32),
-    ]
-
-
-def _function(*arguments: Any) -> Any:
-    return ctypes.CFUNCTYPE(c_int32, *arguments)
-
-
-_WORKSPACE = POINTER(CWorkspace)
-
-
-class Launchers(Structure):
-    """csrc/cuda/launchers.h."""
-
-    _fields_ = [
-        ("abi_version", c_int32),
-        ("barrier", _function(_WORKSPACE, c_void_p)),
-        (
-            "all_reduce",
-            _function(_WORKSPACE, c_int32, c_void_p, c_void_p, c_int64, c_int32, CBias, c_int32, c_void_p),
-        ),
-        (
-            "reduce_scatter",
-            _function(_WORKSPACE, c_void_p, c_void_p, c_int64, c_int64, c_int32, CBias, c_int32, c_void_p),
-        ),
-        ("all_gather", _function(_WORKSPACE, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p)),
-        ("all_to_all", _function(_WORKSPACE, c_void_p, c_void_p, POINTER(CLayout), c_int32, c_void_p)),
-        (
-            "all_reduce_rms_norm",
-            _function(_WORKSPACE, c_int32, c_void_p, POINTER(CNorm), c_int32, c_int32, c_void_p),
-        ),
-        ("sum_terms", _function(c_void_p, c_int32, c_int64, c_void_p, c_int64, c_int32, CBias, c_void_p)),
-        ("count_up", _function(c_void_p, c_void_p)),
-        ("error_string", ctypes.CFUNCTYPE(c_char_p, c_int32)),
-    ]
+ONE_SHOT, TWO_SHOT, MULTIMEM = range(3)
+SAME_DTYPE, FP8_STATIC_SCALE, FP8_ROW_SCALE = range(3)
+PAD = 16  # elements around what `placed` gives
 
 
 @cache
-def launchers() -> Launchers:
-    library = ctypes.CDLL(str(cpu_device_library()))
-    library.fused_tp_launchers.restype = POINTER(Launchers)
-    found: Launchers = library.fused_tp_launchers().contents
-    return found
+def kernels() -> Any:
+    """The `_core.DeviceKernels` of the CPU build."""
+    return _core.DeviceKernels(str(cpu_device_library()))
 
 
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def bias_of(tensor: Tensor | None) -> CBias:
-    return CBias(address(tensor), 1 if tensor is None else tensor.numel())
-
-
-@dataclass
 class Rank:
-    """One rank's side: its workspace, and the ops on tensors. Every op returns the launcher's error number."""
+    """One rank's workspace, and the ops on it with tensors in place of addresses."""
 
-    rank: int
-    world: int
-    memory: Tensor
-    addresses: Tensor
-    timeout_seconds: float
-    multicast: bool = True
-    state: Tensor = field(default_factory=lambda: torch.zeros(protocol.COUNTERS, dtype=torch.int64))
-    error: Tensor = field(default_factory=lambda: torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64))
-
-    @property
-    def workspace(self) -> CWorkspace:
-        return CWorkspace(
-            self.addresses.data_ptr(),
-            self.state.data_ptr(),
-            self.error.data_ptr(),
-            self.memory.nbytes // 2 // protocol.DATA_ALIGNMENT * protocol.DATA_ALIGNMENT,
-            int(self.timeout_seconds * 1e9),
-            1 if self.multicast else 0,
-            self.rank,
-            self.world,
+    def __init__(self, rank: int, memories: Sequence[Tensor], timeout_seconds: float, multicast: bool) -> None:
+        self.rank = rank
+        self.world = len(memories)
+        self.addresses = torch.tensor([memory.data_ptr() for memory in memories])
+        self.state = torch.zeros(protocol.COUNTERS, dtype=torch.int64)
+        self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64)
+        half_bytes = memories[rank].nbytes // 2 // protocol.DATA_ALIGNMENT * protocol.DATA_ALIGNMENT
+        pointers = self.addresses.data_ptr(), self.state.data_ptr(), self.error.data_ptr()
+        self.workspace = _core.DeviceWorkspace(
+            *pointers, half_bytes, int(timeout_seconds * 1e9), int(multicast), rank, self.world
         )
 
-    def barrier(self) -> int:
-        return launchers().barrier(byref(self.workspace), None)
+    def barrier(self) -> None:
+        kernels().barrier(self.workspace, 0)
 
     def all_reduce(
         self, x: Tensor, out: Tensor, *, algorithm: int = ONE_SHOT, bias: Tensor | None = None, blocks: int = 2
-    ) -> int:
-        return launchers().all_reduce(
-            byref(self.workspace),
-            algorithm,
-            address(x),
-            address(out),
-            x.numel(),
-            DTYPES[x.dtype],
-            bias_of(bias),
-            blocks,
-            None,
-        )
+    ) -> None:
+        sizes = x.numel(), dtype_number(x.dtype), *_bias(bias)
+        kernels().all_reduce(self.workspace, algorithm, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, chunk: int, *, bias: Tensor | None = None, blocks: int = 2) -> int:
-        return launchers().reduce_scatter(
-            byref(self.workspace),
-            address(x),
-            address(out),
-            x.numel(),
-            chunk,
-            DTYPES[x.dtype],
-            bias_of(bias),
-            blocks,
-            None,
-        )
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor, chunk: int, *, bias: Tensor | None = None, blocks: int = 2
+    ) -> None:
+        sizes = x.numel(), chunk, dtype_number(x.dtype), *_bias(bias)
+        kernels().reduce_scatter(self.workspace, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
-    def all_gather(self, x: Tensor, out: Tensor, chunk: int, *, blocks: int = 2) -> int:
-        """`chunk` in bytes."""
-        return launchers().all_gather(
-            byref(self.workspace), address(x), address(out), out.nbytes, chunk, blocks, None
-        )
+    def all_gather(self, x: Tensor, out: Tensor, chunk: int, *, blocks: int = 2) -> None:
+        """`chunk` in elements."""
+        sizes = out.nbytes, chunk * out.element_size()
+        kernels().all_gather(self.workspace, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
-    def all_to_all(self, x: Tensor, out: Tensor, layout: tuple[int, ...], *, blocks: int = 2) -> int:
-        return launchers().all_to_all(
-            byref(self.workspace), address(x), address(out), byref(CLayout(*layout)), blocks, None
-        )
+    def all_to_all(self, x: Tensor, out: Tensor, layout: Sequence[int], *, blocks: int = 2) -> None:
+        kernels().all_to_all(self.workspace, x.data_ptr(), out.data_ptr(), tuple(layout), blocks, 0)
 
     def all_reduce_rms_norm(
         self,
@@ -181,33 +74,33 @@ class Rank:
         weight: Tensor,
         normed: Tensor,
         new_residual: Tensor,
-        scale: Tensor | None,
-        eps: float,
         *,
+        eps: float,
+        scale: Tensor | None = None,
         algorithm: int = ONE_SHOT,
         output: int = SAME_DTYPE,
         blocks: int = 2,
-    ) -> int:
-        rows, columns = partial.shape
-        norm = CNorm(
-            *(address(tensor) for tensor in (residual, weight, normed, new_residual, scale)), rows, columns, eps, output
-        )
-        return launchers().all_reduce_rms_norm(
-            byref(self.workspace), algorithm, address(partial), byref(norm), DTYPES[partial.dtype], blocks, None
+    ) -> None:
+        tensors = [tensor.data_ptr() for tensor in (partial, residual, weight, normed, new_residual)]
+        sizes = *partial.shape, eps, output, dtype_number(partial.dtype)
+        kernels().all_reduce_rms_norm(
+            self.workspace, algorithm, *tensors, 0 if scale is None else scale.data_ptr(), *sizes, blocks, 0
         )
 
 
 class Ranks:
     """All ranks of a group. `run` calls a function on each, in threads of their own."""
 
-    def __init__(self, world: int, workspace_bytes: int = 1 << 20, timeout_seconds: float = 20.0) -> None:
+    def __init__(
+        self, world: int, *, workspace_bytes: int = 1 << 20, timeout_seconds: float = 20.0, multicast: bool = True
+    ) -> None:
         memories = [aligned_bytes(workspace_bytes, 128).zero_() for _ in range(world)]
-        addresses = torch.tensor([memory.data_ptr() for memory in memories])
-        self.ranks = [Rank(rank, world, memories[rank], addresses, timeout_seconds) for rank in range(world)]
+        self.memories = memories
+        self.ranks = [Rank(rank, memories, timeout_seconds, multicast) for rank in range(world)]
 
-    def run(self, function: Callable[..., Any], *, only: range | None = None) -> list[Any]:
+    def run(self, function: Callable[[Rank], Any], *, only: Sequence[int] | None = None) -> list[Any]:
         """function(rank) on every rank, or on some; their results in order."""
-        chosen = [self.ranks[rank] for rank in only or range(len(self.ranks))]
+        chosen = [self.ranks[rank] for rank in (range(len(self.ranks)) if only is None else only)]
         results: list[Any] = [None] * len(chosen)
         errors: list[BaseException] = []
 
@@ -235,22 +128,22 @@ def aligned_bytes(nbytes: int, to: int) -> Tensor:
     return whole[-whole.data_ptr() % to :][:nbytes]
 
 
-def at_offset(values: Tensor, elements: int) -> Tensor:
-    """The same values, so many elements behind a multiple of 16 bytes, between guards that `guards_hold` checks."""
-    pad = 16
+def placed(values: Tensor, offset: int) -> Tensor:
+    """The same values, `offset` elements behind a multiple of 16 bytes, between guards that `guards_hold` checks."""
     size = values.element_size()
-    whole = aligned_bytes((values.numel() + elements + 2 * pad) * size, 16).view(values.dtype)
-    whole.view(torch.uint8).fill_(0xA5)
-    placed = whole[pad + elements :][: values.numel()].view(values.shape)
-    placed.copy_(values)
-    return placed
+    whole = aligned_bytes((values.numel() + offset + 2 * PAD) * size, 16).fill_(0xA5).view(values.dtype)
+    tensor = whole[PAD + offset :][: values.numel()].view(values.shape)
+    return tensor.copy_(values)
 
 
-def guards_hold(placed: Tensor) -> bool:
-    """Whether nothing around a tensor of `at_offset` has been written."""
-    size = placed.element_size()
-    nbytes = placed.numel() * size
-    around = placed.new_empty(0).set_(placed.untyped_storage()).view(torch.uint8)
-    start = placed.data_ptr() - around.data_ptr()
-    before, after = around[start - 16 * size : start], around[start + nbytes : start + nbytes + 15 * size]
+def guards_hold(tensor: Tensor) -> bool:
+    """Whether nothing beside a tensor of `placed` has been written."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    pad = PAD * tensor.element_size()
+    start = tensor.data_ptr() - storage.data_ptr()
+    before, after = storage[start - pad : start], storage[start + tensor.nbytes :][:pad]
     return bool((before == 0xA5).all() and (after == 0xA5).all())
+
+
+def _bias(bias: Tensor | None) -> tuple[int, int]:
+    return (0, 1) if bias is None else (bias.data_ptr(), bias.numel())

@@ -35,7 +35,7 @@ inline __half __float2half_rn(float value) {
   int exponent = 0;
   std::frexp(magnitude, &exponent);
   // In units of the last place, which nearbyint rounds to; a carry runs into the exponent, as it should.
-  const int unit = exponent < -13 ? -24 : exponent - 11;
+  const int unit = exponent < -13 || magnitude == 0 ? -24 : exponent - 11;
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
   const int bits = unit == -24 ? steps : ((unit + 25) << 10) + steps - 1024;
   return {static_cast<uint16_t>(sign | bits)};

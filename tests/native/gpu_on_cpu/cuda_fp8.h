@@ -14,7 +14,7 @@ inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float value, __nv_saturation_t, 
   const float magnitude = std::fmin(std::fabs(value), 448.0f);
   int exponent = 0;
   std::frexp(magnitude, &exponent);
-  const int unit = exponent < -5 ? -9 : exponent - 4;
+  const int unit = exponent < -5 || magnitude == 0 ? -9 : exponent - 4;
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
   return static_cast<uint8_t>(sign | (unit == -9 ? steps : ((unit + 10) << 3) + steps - 8));
 }

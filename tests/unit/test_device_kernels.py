@@ -1,0 +1,536 @@
+"""The device kernels of csrc/cuda on the CPU: the same sources, with threads as ranks, against sums in rank order."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.partition import shard_range
+from fused_tp.transport.shm import dtype_number
+from tests.native_build import GPU_ON_CPU, GPU_ON_CPU_FLAGS, build_program, device_sources, require_sanitizer
+from tests.reference import assert_within_dtype_error, seeded
+from tests.unit.device_ranks import (
+    FP8_ROW_SCALE,
+    FP8_STATIC_SCALE,
+    MULTIMEM,
+    ONE_SHOT,
+    SAME_DTYPE,
+    TWO_SHOT,
+    Rank,
+    Ranks,
+    guards_hold,
+    kernels,
+    placed,
+)
+from triton_kernels import protocol
+
+WORLDS = (1, 2, 3, 4)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALGORITHMS = (ONE_SHOT, TWO_SHOT, MULTIMEM)
+COUNTS = (0, 1, 7, 251, 4096, 10007)  # none, one, less than 16 bytes, primes, whole packets
+EPS = 1e-5
+
+
+def inputs(world: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """One tensor for each rank."""
+    return [seeded(*shape, dtype=dtype, seed=seed * 100 + rank) for rank in range(world)]
+
+
+def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """What a sum must be to the bit: in fp32, in the order of ranks, the bias last, rounded once."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    if bias is not None:
+        total = total + bias.float().repeat(-(-total.numel() // bias.numel()))[: total.numel()]
+    return total.to(terms[0].dtype)
+
+
+def assert_bits(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def is_missing(tensor: Tensor) -> bool:
+    return bool((tensor.contiguous().view(torch.uint8) == 0xFF).all())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_reduce(world: int, dtype: torch.dtype, algorithm: int) -> None:
+    ranks = Ranks(world)
+    for number, count in enumerate(COUNTS):
+        xs = inputs(world, count, dtype=dtype, seed=number)
+        expected = summed(xs)
+        # Aligned, alike and unlike misaligned, and in place.
+        for x_offset, out_offset in ((0, 0), (1, 1), (3, 0), (0, 5)):
+            x_at = [placed(x, x_offset * (rank + 1)) for rank, x in enumerate(xs)]
+            outs = [placed(torch.zeros_like(x), out_offset) for x in xs]
+            blocks = 1 + (number + out_offset) % 4
+            ranks.run(lambda r: r.all_reduce(x_at[r.rank], outs[r.rank], algorithm=algorithm, blocks=blocks))  # noqa: B023
+            for x, given, out in zip(xs, x_at, outs, strict=True):
+                assert_bits(out, expected)
+                assert_bits(given, x)
+                assert guards_hold(out)
+            ranks.run(lambda r: r.all_reduce(x_at[r.rank], x_at[r.rank], algorithm=algorithm, blocks=blocks))  # noqa: B023
+            for given in x_at:
+                assert_bits(given, expected)
+                assert guards_hold(given)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("columns", (1, 5, 64))
+def test_all_reduce_with_bias(columns: int, algorithm: int) -> None:
+    for world, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (3, torch.float32), (4, torch.float16)):
+        xs = inputs(world, 77, columns, dtype=dtype)
+        bias = placed(seeded(columns, dtype=dtype, seed=9), columns % 2)
+        outs = [torch.empty_like(x) for x in xs]
+        Ranks(world).run(lambda r: r.all_reduce(xs[r.rank], outs[r.rank], algorithm=algorithm, bias=bias))  # noqa: B023
+        if algorithm == MULTIMEM and world > 1:  # the switch rounds before the bias is added
+            expected = summed([summed([x.flatten() for x in xs]), torch.zeros(xs[0].numel(), dtype=dtype)], bias)
+        else:
+            expected = summed([x.flatten() for x in xs], bias)
+        for out in outs:
+            assert_bits(out.flatten(), expected)
+
+
+def test_sums_are_as_exact_as_their_dtype() -> None:
+    xs = inputs(4, 5000, dtype=torch.bfloat16)
+    outs = [torch.empty_like(x) for x in xs]
+    Ranks(4).run(lambda r: r.all_reduce(xs[r.rank], outs[r.rank]))
+    reference = torch.stack([x.double() for x in xs]).sum(0)
+    assert_within_dtype_error(outs[0], reference, torch.bfloat16, reduced_over=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_scatter(world: int, dtype: torch.dtype) -> None:
+    ranks = Ranks(world)
+    for number, count in enumerate(COUNTS):
+        chunk = -(-count // world)
+        xs = inputs(world, count, dtype=dtype, seed=number)
+        bias = seeded(3, dtype=dtype, seed=7) if number % 2 else None
+        expected = summed(xs, bias)
+        x_at = [placed(x, (number + rank) % 3) for rank, x in enumerate(xs)]
+        mine = [slice(*shard_range(count, world, rank)) for rank in range(world)]
+        outs = [placed(torch.zeros_like(x[own]), number % 2) for x, own in zip(xs, mine, strict=True)]
+        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], outs[r.rank], chunk, bias=bias, blocks=3))  # noqa: B023
+        for rank, out in enumerate(outs):
+            assert_bits(out, expected[mine[rank]])
+            assert_bits(x_at[rank], xs[rank])
+            assert guards_hold(out)
+        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], x_at[r.rank][mine[r.rank]], chunk, bias=bias))  # noqa: B023
+        for rank, given in enumerate(x_at):
+            assert_bits(given[mine[rank]], expected[mine[rank]])
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather(world: int, dtype: torch.dtype) -> None:
+    ranks = Ranks(world)
+    for number, count in enumerate(COUNTS):
+        chunk = -(-count // world)
+        whole = (torch.arange(count) * 37 % 251).to(dtype)
+        shards = [placed(whole[slice(*shard_range(count, world, rank))], number % 5) for rank in range(world)]
+        outs = [placed(torch.zeros_like(whole), (number + rank) % 4) for rank in range(world)]
+        ranks.run(lambda r: r.all_gather(shards[r.rank], outs[r.rank], chunk, blocks=3))  # noqa: B023
+        for out in outs:
+            assert_bits(out, whole)
+            assert guards_hold(out)
+
+        def in_place(r: Rank) -> None:
+            own = slice(*shard_range(count, world, r.rank))  # noqa: B023
+            out = outs[r.rank]  # noqa: B023
+            own_part = out[own].clone()
+            out.fill_(1)
+            out[own] = own_part
+            r.all_gather(out[own], out, chunk, blocks=1)  # noqa: B023
+
+        ranks.run(in_place)
+        for out in outs:
+            assert_bits(out, whole)
+
+
+# [batches, rows, ranks, columns] of each rank to [ranks, batches, rows, columns], where rows and columns may be odd.
+@pytest.mark.parametrize("columns", (1, 3, 8, 40))
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_to_all(world: int, dtype: torch.dtype, columns: int) -> None:
+    ranks = Ranks(world)
+    for batches, rows in ((1, 1), (2, 5), (3, 33)):
+        shape = batches, rows, world, columns
+        numbers = torch.arange(batches * rows * world * columns)
+        xs = [placed(((numbers * 31 + rank * 7) % 251).to(dtype).view(shape), rank) for rank in range(world)]
+        outs = [torch.empty(world, batches, rows, columns, dtype=dtype) for _ in range(world)]
+        run, part = columns * xs[0].element_size(), rows * columns * xs[0].element_size()
+        layout = batches, rows, run, run, world * part, world * run, batches * part, part, run
+        ranks.run(lambda r: r.all_to_all(xs[r.rank], outs[r.rank], layout, blocks=2))  # noqa: B023
+        for rank, out in enumerate(outs):
+            assert_bits(out, torch.stack([x[:, :, rank] for x in xs]))
+        backs = [torch.zeros_like(x) for x in xs]
+        back = (*layout[:3], *layout[6:], *layout[3:6])
+        ranks.run(lambda r: r.all_to_all(outs[r.rank], backs[r.rank], back, blocks=3))  # noqa: B023
+        for x, given_back in zip(xs, backs, strict=True):
+            assert_bits(given_back, x)
+
+
+def test_all_to_all_in_place() -> None:
+    xs = [torch.arange(3 * 50) + 1000 * rank for rank in range(3)]
+    expected = torch.stack(xs).view(3, 3, 50).transpose(0, 1).reshape(3, -1)
+    Ranks(3).run(lambda r: r.all_to_all(xs[r.rank], xs[r.rank], (1, 1, 400, 400, 0, 0, 400, 0, 0)))
+    assert torch.equal(torch.stack(xs), expected)
+
+
+def norm_reference(xs: list[Tensor], residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(normed in fp64, new_residual to the bit)."""
+    h = summed([*xs, residual])
+    h64 = h.double()
+    return h64 * torch.rsqrt(h64.square().mean(-1, keepdim=True) + EPS) * weight.double(), h
+
+
+NORM_SHAPES = ((1, 8), (5, 64), (7, 33), (3, 1), (13, 1000), (0, 8))
+
+
+@pytest.mark.parametrize("algorithm", (ONE_SHOT, TWO_SHOT))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_reduce_rms_norm(world: int, dtype: torch.dtype, algorithm: int) -> None:
+    ranks = Ranks(world)
+    for number, (rows, columns) in enumerate(NORM_SHAPES):
+        given = inputs(world, rows, columns, dtype=dtype, seed=number)
+        xs = [placed(x, (number + rank) % 2) for rank, x in enumerate(given)]
+        residual, weight = seeded(rows, columns, dtype=dtype, seed=98), seeded(columns, dtype=dtype, seed=99)
+        wanted, h = norm_reference(xs, residual, weight)
+        normed = [placed(torch.zeros_like(x), 0) for x in xs]
+        residuals = [placed(torch.zeros_like(x), 0) for x in xs]
+
+        def apart(r: Rank) -> None:
+            results = normed[r.rank], residuals[r.rank]  # noqa: B023
+            r.all_reduce_rms_norm(xs[r.rank], residual, weight, *results, eps=EPS, algorithm=algorithm, blocks=3)  # noqa: B023
+
+        def in_place(r: Rank) -> None:
+            x = xs[r.rank]  # noqa: B023
+            own = residuals[r.rank].copy_(residual)  # noqa: B023
+            r.all_reduce_rms_norm(x, own, weight, x, own, eps=EPS, algorithm=algorithm, blocks=2)  # noqa: B023
+
+        ranks.run(apart)
+        for out, new in zip(normed, residuals, strict=True):
+            assert_bits(new, h)
+            assert_within_dtype_error(out, wanted, dtype, reduced_over=columns)
+            assert_bits(out, normed[0])
+            assert guards_hold(out) and guards_hold(new)
+        ranks.run(in_place)
+        for x, new in zip(xs, residuals, strict=True):
+            assert_bits(new, h)
+            assert_bits(x, normed[0])
+
+
+@pytest.mark.parametrize("output", (FP8_STATIC_SCALE, FP8_ROW_SCALE))
+@pytest.mark.parametrize("algorithm", (ONE_SHOT, TWO_SHOT))
+@pytest.mark.parametrize("world", (1, 2, 3))
+def test_all_reduce_rms_norm_to_fp8(world: int, algorithm: int, output: int) -> None:
+    for dtype, rows, columns in ((torch.bfloat16, 9, 128), (torch.float32, 4, 37), (torch.float16, 5, 72)):
+        xs = inputs(world, rows, columns, dtype=dtype)
+        xs[0][0, :] = -sum(x[0] for x in xs[1:]) if world > 1 else 0.0
+        residual, weight = seeded(rows, columns, dtype=dtype, seed=98), seeded(columns, dtype=dtype, seed=99)
+        residual[0, :] = 0
+        wanted, h = norm_reference(xs, residual, weight)
+        normed = [placed(torch.zeros(rows, columns, dtype=torch.uint8), 0) for _ in xs]
+        residuals = [torch.empty_like(residual) for _ in xs]
+        static = output == FP8_STATIC_SCALE
+        scales = [torch.full((1 if static else rows,), 0.004 if static else torch.nan) for _ in xs]
+
+        def call(r: Rank) -> None:
+            results = normed[r.rank], residuals[r.rank]  # noqa: B023
+            r.all_reduce_rms_norm(
+                xs[r.rank],  # noqa: B023
+                residual,  # noqa: B023
+                weight,  # noqa: B023
+                *results,
+                eps=EPS,
+                scale=scales[r.rank],  # noqa: B023
+                algorithm=algorithm,
+                output=output,
+            )
+
+        Ranks(world).run(call)
+        for fp8, new, scale in zip(normed, residuals, scales, strict=True):
+            assert_bits(new, h)
+            assert_bits(fp8, normed[0])
+            assert_bits(scale, scales[0])
+            assert guards_hold(fp8)
+            if not static:
+                largest = wanted.abs().amax(-1)
+                expected = torch.where(largest > 0, largest / 448, 1.0)
+                torch.testing.assert_close(scale.double(), expected, rtol=1e-5, atol=0)
+            exact = wanted / scale.double().view(-1, 1)
+            quantized = fp8.view(torch.float8_e4m3fn).double()
+            # Half a unit in the last place of 3 bits, or of the smallest number; what is too large is the largest.
+            bound = torch.maximum(exact.abs() * (2**-4 + 1e-4), torch.tensor(2**-10 + 1e-6).double())
+            assert bool(((quantized - exact.clamp(-448, 448)).abs() <= bound).all())
+
+
+def test_fp8_saturates_and_rounds_as_torch_does() -> None:
+    values = torch.cat([torch.linspace(-500, 500, 4001), torch.logspace(-12, 9, 999, base=2), torch.zeros(2)])
+    rows = values.view(-1, 1)  # the norm of one column is its sign, so it all comes from the weights
+    weight = values.clone()
+    columns = values.numel()
+    partial = torch.ones(1, columns)
+    normed, new = torch.empty(1, columns, dtype=torch.uint8), torch.empty(1, columns)
+    Ranks(1).run(
+        lambda r: r.all_reduce_rms_norm(
+            partial, torch.zeros(1, columns), weight, normed, new, eps=0.0, scale=torch.ones(1), output=FP8_STATIC_SCALE
+        )
+    )
+    assert rows.numel() == columns
+    assert_bits(normed[0], values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_terms(dtype: torch.dtype) -> None:
+    for count, terms, offset, stride in (
+        (1, 1, 0, 1),
+        (1000, 3, 0, 1000),
+        (333, 4, 1, 335),
+        (64, 2, 0, 80),
+        (0, 2, 0, 0),
+    ):
+        memory = placed(seeded(stride * (terms - 1) + count, dtype=dtype), offset)
+        bias = seeded(7, dtype=dtype, seed=3) if terms % 2 else None
+        out = placed(torch.zeros(count, dtype=dtype), offset)
+        bias_arguments = (0, 1) if bias is None else (bias.data_ptr(), 7)
+        sizes = out.data_ptr(), count, dtype_number(dtype), *bias_arguments
+        kernels().sum_terms(memory.data_ptr(), terms, stride, *sizes, 0)
+        assert_bits(out, summed([memory[term * stride :][:count] for term in range(terms)], bias))
+        assert guards_hold(out)
+
+
+def test_count_up() -> None:
+    word = torch.zeros(1, dtype=torch.int64)
+    for _ in range(3):
+        kernels().count_up(word.data_ptr(), 0)
+    assert word.item() == 3
+
+
+def test_no_rank_passes_a_barrier_before_all_have_come() -> None:
+    came: list[float] = [0.0] * 3
+
+    def late(r: Rank) -> float:
+        time.sleep(0.05 * r.rank)
+        came[r.rank] = time.monotonic()
+        r.barrier()
+        return time.monotonic()
+
+    assert min(Ranks(3).run(late)) >= max(came)
+
+
+@pytest.mark.parametrize("world", (2, 3, 4))
+def test_one_workspace_serves_calls_of_all_kinds_in_a_row(world: int) -> None:
+    ranks = Ranks(world)
+    alike = random.Random(world)
+    calls = [(alike.randrange(5), alike.randrange(1, 3000), alike.randrange(1, 6)) for _ in range(20)]
+    checks: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(world)]
+
+    def all_calls(r: Rank) -> None:
+        own = random.Random(100 * world + r.rank)
+        for number, (op, count, blocks) in enumerate(calls):
+            time.sleep(own.choice((0, 0, 0, 0.002)))
+            xs = inputs(world, count, dtype=DTYPES[number % 3], seed=number)
+            x, total, mine = xs[r.rank], summed(xs), slice(*shard_range(count, world, r.rank))
+            out = torch.empty_like(x)
+            if op <= MULTIMEM:
+                r.all_reduce(x, out, algorithm=op, blocks=blocks)
+                checks[r.rank].append((out, total))
+            elif op == 3:
+                r.reduce_scatter(x, out[mine], -(-count // world), blocks=blocks)
+                checks[r.rank].append((out[mine], total[mine]))
+            else:
+                r.all_gather(xs[0][mine].clone(), out, -(-count // world), blocks=blocks)
+                checks[r.rank].append((out, xs[0]))
+
+    ranks.run(all_calls)
+    for rank, results in zip(ranks.ranks, checks, strict=True):
+        for actual, expected in results:
+            assert_bits(actual, expected)
+        assert rank.state[protocol.EPOCH] == len(calls) and not rank.error.any()
+
+
+def every_op(x: Tensor) -> dict[str, Callable[[Rank], list[Tensor]]]:
+    """All ops that give results, by name; each returns its results."""
+
+    def reduce(algorithm: int) -> Callable[[Rank], list[Tensor]]:
+        def call(r: Rank) -> list[Tensor]:
+            out = torch.zeros_like(x)
+            r.all_reduce(x, out, algorithm=algorithm)
+            return [out]
+
+        return call
+
+    def norm(algorithm: int, output: int) -> Callable[[Rank], list[Tensor]]:
+        def call(r: Rank) -> list[Tensor]:
+            rows = x.view(10, -1)
+            normed = torch.zeros_like(rows if output == SAME_DTYPE else rows.to(torch.uint8))
+            new, scale = torch.zeros_like(rows), torch.zeros(10)
+            weight = torch.ones_like(rows[0])
+            results = normed, new
+            r.all_reduce_rms_norm(
+                rows, rows, weight, *results, eps=EPS, scale=scale, algorithm=algorithm, output=output
+            )
+            return [*results, *([scale] if output == FP8_ROW_SCALE else [])]
+
+        return call
+
+    def scatter(r: Rank) -> list[Tensor]:
+        out = torch.zeros_like(x[: -(-x.numel() // r.world)])[: shard_length(x, r)]
+        r.reduce_scatter(x, out, -(-x.numel() // r.world))
+        return [out]
+
+    def gather(r: Rank) -> list[Tensor]:
+        out = torch.zeros(x.numel() * r.world, dtype=x.dtype)
+        r.all_gather(x, out, x.numel())
+        return [out]
+
+    def exchange(r: Rank) -> list[Tensor]:
+        part = x.nbytes // r.world // 2 * 2
+        out = torch.zeros_like(x[: part * r.world // 2])
+        r.all_to_all(x, out, (1, 1, part, part, 0, 0, part, 0, 0))
+        return [out]
+
+    return {
+        "all_reduce one_shot": reduce(ONE_SHOT),
+        "all_reduce two_shot": reduce(TWO_SHOT),
+        "all_reduce multimem": reduce(MULTIMEM),
+        "all_reduce_rms_norm one_shot": norm(ONE_SHOT, SAME_DTYPE),
+        "all_reduce_rms_norm two_shot": norm(TWO_SHOT, FP8_ROW_SCALE),
+        "reduce_scatter": scatter,
+        "all_gather": gather,
+        "all_to_all": exchange,
+    }
+
+
+def shard_length(x: Tensor, r: Rank) -> int:
+    start, stop = shard_range(x.numel(), r.world, r.rank)
+    return stop - start
+
+
+OPS = tuple(every_op(torch.zeros(10)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_does_not_come(op: str) -> None:
+    ranks = Ranks(3, timeout_seconds=0.05)
+    ranks.run(Rank.barrier)
+    call = every_op(torch.ones(700, dtype=torch.bfloat16))[op]
+    start = time.monotonic()
+    results = ranks.run(call, only=(0, 2))
+    assert time.monotonic() - start < 5
+    for tensors in results:
+        for tensor in tensors:
+            assert is_missing(tensor), "what did not arrive must be NaN"
+    names = {protocol.OPS[int(ranks.ranks[rank].error[protocol.ERROR_OP])] for rank in (0, 2)}
+    assert names == {op.split()[0]}
+    for rank in (0, 2):
+        error = ranks.ranks[rank].error
+        assert error[protocol.ERROR_SET] == 1
+        assert error[protocol.ERROR_CALL] == 2
+        assert error[protocol.ERROR_RANK] == rank
+        # Who waited for a result that rests on the absent rank may hear first that its maker has given up.
+        if not error[protocol.ERROR_GAVE_UP]:
+            assert error[protocol.ERROR_SOURCE] == 1
+        assert error[protocol.ERROR_ABSENT] == 0b010
+        assert ranks.ranks[rank].state[protocol.EXPIRED] == 2
+
+    # The next call touches nothing of the peers but the word that says that nothing will come.
+    before = [memory.clone() for memory in ranks.memories]
+    start = time.monotonic()
+    results = ranks.run(call, only=(0,))
+    assert time.monotonic() - start < 5
+    assert all(is_missing(tensor) for tensors in results for tensor in tensors)
+    half = ranks.memories[0].nbytes // 2
+    for memory, was in zip(ranks.memories, before, strict=True):
+        assert memory.view(torch.int64)[half // 8] == -3
+        changed = (memory != was).nonzero().flatten()
+        assert changed.min() >= half and changed.max() < half + 8
+    assert ranks.ranks[0].state[protocol.EPOCH] == -3
+
+
+def test_a_rank_that_comes_after_others_have_given_up_hears_so_at_once() -> None:
+    ranks = Ranks(2, timeout_seconds=0.05)
+    call = every_op(torch.ones(700))["all_reduce one_shot"]
+    for _ in range(2):
+        (result,) = ranks.run(call, only=(0,))
+        assert is_missing(result[0])
+    for rank in ranks.ranks:
+        rank.workspace.timeout_ns = int(60e9)
+    start = time.monotonic()
+    # Its first call has all it needs: the other had sent before it gave up. The second has not.
+    (result,) = ranks.run(call, only=(1,))
+    assert bool((result[0] == 2).all())
+    (result,) = ranks.run(call, only=(1,))
+    assert is_missing(result[0]) and time.monotonic() - start < 10
+    error = ranks.ranks[1].error
+    assert error[protocol.ERROR_GAVE_UP] == 1 and error[protocol.ERROR_SOURCE] == 0
+    assert error[protocol.ERROR_CALL] == 2 and error[protocol.ERROR_ABSENT] == 0
+
+
+def test_the_stop_word_ends_waits_for_a_rank() -> None:
+    ranks = Ranks(3, timeout_seconds=60.0)
+    call = every_op(torch.ones(700))["all_reduce two_shot"]
+    start = time.monotonic()
+
+    def stopped(r: Rank) -> Any:
+        if r.rank == 0:
+            return call(r)
+        time.sleep(0.1)
+        ranks.ranks[0].state[protocol.STOP] = 1 << 1
+        return call(r) if r.rank == 2 else None
+
+    ranks.ranks[2].state[protocol.STOP] = 1 << 1
+    results = ranks.run(stopped, only=(0, 2))
+    assert time.monotonic() - start < 20
+    assert all(is_missing(tensors[0]) for tensors in results)
+    assert ranks.ranks[0].error[protocol.ERROR_SET] == 1
+
+
+def test_bad_arguments_are_refused_before_anything_is_launched() -> None:
+    ranks = Ranks(2, workspace_bytes=1 << 16, multicast=False)
+    rank = ranks.ranks[0]
+    x = torch.zeros(1 << 16)
+    small = torch.zeros(64)
+    refused = {
+        "too small a workspace": lambda: rank.all_reduce(x, x),
+        "no blocks": lambda: rank.all_reduce(small, small, blocks=0),
+        "a dtype that is not summed": lambda: rank.all_reduce(small.double(), small.double()),
+        "no multicast": lambda: rank.all_reduce(small, small, algorithm=MULTIMEM),
+        "chunks that leave some out": lambda: rank.reduce_scatter(small, small, 31),
+        "half an element": lambda: rank.all_reduce(small, small.view(torch.uint8)[2:]),
+        "norms by the switch": lambda: rank.all_reduce_rms_norm(
+            *(small.view(8, 8) for _ in range(5)), eps=EPS, algorithm=MULTIMEM
+        ),
+    }
+    for why, call in refused.items():
+        with pytest.raises(RuntimeError, match=r"could not be launched: (invalid argument|operation not supported)"):
+            call()
+            pytest.fail(f"{why} was taken")
+    assert not ranks.memories[1].any() and not rank.state.any()
+
+
+STRESS = [*device_sources(), GPU_ON_CPU / "stress.cpp"]
+
+
+@pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
+def test_no_races_and_no_stray_accesses(sanitizer: str) -> None:
+    """Fibers are threads to ThreadSanitizer, so this covers threads of a block as well as ranks."""
+    require_sanitizer(sanitizer)
+    flags = [*GPU_ON_CPU_FLAGS, "-O0", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    program = build_program(f"device_stress_{re.sub(',', '_', sanitizer)}", STRESS, flags)
+    ran = subprocess.run([program, "40"], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0 and ran.stdout.strip() == "no error", ran.stderr[-5000:]
