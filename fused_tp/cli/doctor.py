@@ -46,6 +46,8 @@ VARIABLES = {
     "FUSED_TP_SHM": "0: do not use CPU shared memory (1)",
     "FUSED_TP_SHM_RESERVE": "bytes of address space each rank reserves for shared memory (32 GiB)",
     "FUSED_TP_ISA": "plain, avx2 or avx512: the most the native core may use (the best this CPU has)",
+    "FUSED_TP_HOST": "names this host, where ranks of one machine share neither memory nor GPUs (its boot id)",
+    "FUSED_TP_NVTX": "1: NVTX ranges always; 0: never (while a tool listens)",
     "FUSED_TP_REQUIRE_NATIVE": "1 when installing: a native core that cannot be built is an error (0)",
     "FUSED_TP_CUDA": "when installing, 0: no device kernels; 1: an error where they cannot be built (built with nvcc)",
     "FUSED_TP_CUDA_ARCHS": "when installing: GPUs to build device kernels for (80;90a;100a+PTX)",
