@@ -1,0 +1,74 @@
+"""Compiling every kernel takes minutes of CPU time, and many other tests wait: so it starts with the session.
+
+It runs at the lowest priority, takes what the others leave, and its tests come last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers import REPOSITORY
+
+_MEASURE = """
+import pickle, sys
+from triton_kernels.resources import measure_all
+results = measure_all()
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(results, file)
+"""
+_WAIT_SECONDS = 550  # below faulthandler_timeout, which bounds the test
+_running: list[tuple[subprocess.Popen[bytes], Path]] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts this folder's tests last; pytest calls it for all items, wherever this file is."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: here in item.path.parents)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and any("kernel_resources" in _fixtures(item) for item in session.items):
+        _start()
+
+
+def pytest_sessionfinish() -> None:
+    for process, path in _running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+        process.wait()
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def kernel_resources() -> Iterator[list[Any]]:
+    """`triton_kernels.resources.measure_all()`, of another process that is under way since the session began."""
+    if not _running:
+        _start()
+    process, path = _running[0]
+    process.wait(_WAIT_SECONDS)
+    assert process.returncode == 0, "see above for what it has written to stderr"
+    with path.open("rb") as file:
+        yield pickle.load(file)
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
+def _start() -> None:
+    path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path)]
+    _running.append((subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True), path))
