@@ -1,8 +1,8 @@
 """Collectives of tensors by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
 
 Tensors are on the group's device; those that are not contiguous are copied first. Ranks call alike: same op, shapes,
-dtypes and algorithm, in the same order. Sums are taken in float32 in the order of the ranks (multimem: in the switch's)
-and rounded once, so every rank has the same bits.
+dtypes and algorithm, in the same order. Sums are taken in float32 in the order of the ranks and rounded once, together
+with a bias; so every rank has the same bits. Those of multimem have the switch's order, and get a bias after rounding.
 
 On a GPU the host waits for nothing: what a kernel reports is raised by a later call (see `kernel_workspaces`), and what
 did not arrive is NaN. The CPU build of the kernels, which tests use, blocks, and raises at once.
@@ -88,7 +88,7 @@ class DeviceCollectives:
         Args:
             x: [..., n], the same shape on all ranks; float32, bfloat16 or float16.
             algorithm: one of `device_plans.ALGORITHMS`.
-            bias: [n], the same values on all ranks; rounded together with the sum.
+            bias: [n], the same values on all ranks.
             out: where to put it, contiguous; may be `x` itself.
 
         Raises:
@@ -125,7 +125,7 @@ class DeviceCollectives:
         Args:
             rows: [M, ..., n], the same shape on all ranks; float32, bfloat16 or float16.
             counts: how many rows each rank gets: equally many, and the last ones what is left. None: ceil(M / W).
-            bias: [n], the same values on all ranks; rounded together with the sum.
+            bias: [n], the same values on all ranks.
 
         Example:
             y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())

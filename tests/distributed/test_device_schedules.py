@@ -197,10 +197,10 @@ def empties(group: Any) -> None:
     assert device.all_reduce(x, "one_shot", torch.ones(4)).shape == (0, 4)
     assert device.reduce_scatter(torch.empty(3, 0)).shape == (shard_sizes(3, device.world_size)[device.rank], 0)
     assert device.all_gather(x).shape == (0, 4)
-    assert device.all_reduce_rms_norm(x, x, torch.ones(4), 1e-6, fp8="row").scale.shape == (0, 1)  # type: ignore[union-attr]
+    assert device.all_reduce_rms_norm(x, x, torch.ones(4), 1e-6, fp8="row").scale.shape == (0, 1)
     assert device.sequence_to_heads(torch.empty(1, 0, 4, 2)).shape == (1, 0, 4 // device.world_size, 2)
     rows = torch.empty(3, 0)
-    assert device.all_reduce_rms_norm(rows, rows, torch.empty(0), 1e-6, fp8="row").scale.tolist() == [[1.0]] * 3  # type: ignore[union-attr]
+    assert device.all_reduce_rms_norm(rows, rows, torch.empty(0), 1e-6, fp8="row").scale.tolist() == [[1.0]] * 3
     scalar = device.all_reduce(torch.tensor(1.5))
     assert scalar.shape == () and scalar.item() == 1.5 * device.world_size
 
@@ -309,7 +309,7 @@ def used(group: Any) -> list[str]:
             taken.append(f"{op}:")
             out = getattr(fused_tp, op)(cases.leaf(x), cases.leaf(w), group=group, **more)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
-        fused_tp.all_reduce_rms_norm(x, **norm, group=group)  # type: ignore[arg-type]
+        fused_tp.all_reduce_rms_norm(x, **norm, group=group)
         fused_tp.all_reduce(x.double(), group=group)
     return taken
 
@@ -349,7 +349,7 @@ def test_bf16_error_is_within_twice_the_unsharded_ops() -> None:
 
 def schedule_by_hand(schedule: Schedule) -> None:
     """Every method, every dim, shards that are uneven and empty."""
-    rank, world_size = schedule.rank, schedule.world_size  # type: ignore[attr-defined]
+    rank, world_size = schedule.rank, schedule.world_size
     for length in (1, 5, 4 * world_size):
         shape = (3, length, 6)
         for dim in range(3):
@@ -414,7 +414,7 @@ def refused(group: Any) -> list[str]:
     beyond = AllToAllLayout(1, 1, 64, 64, 0, 0, 64, 0, 0)
     wrong: list[Callable[[], object]] = [
         lambda: device.all_reduce(x.double()),
-        lambda: device.all_reduce([1.0]),  # type: ignore[arg-type]
+        lambda: device.all_reduce([1.0]),
         lambda: device.all_reduce(x.to("meta")),
         lambda: device.all_reduce(x, "three_shot"),
         lambda: without_switch.all_reduce(x, "multimem"),
@@ -436,7 +436,7 @@ def refused(group: Any) -> list[str]:
         lambda: device.all_reduce_rms_norm(x, x[:3], w, 1e-6),
         lambda: device.all_reduce_rms_norm(x, x, w.bfloat16(), 1e-6),
         lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8=torch.ones(2)),
-        lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8="column"),  # type: ignore[arg-type]
+        lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8="column"),
         lambda: device.sum_terms(torch.ones(0, 3)),
     ]
     sentences = []
