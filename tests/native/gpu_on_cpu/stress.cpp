@@ -165,12 +165,13 @@ void many_calls(int world, int calls, unsigned seed) {
 void missed_calls(int world) {
   Group group(world);
   on_all(world, [&](int rank) {
-    const Workspace ws = group.workspace(rank, 20'000'000);
+    Workspace ws = group.workspace(rank, 30'000'000'000);
     const int32_t bf16 = static_cast<int32_t>(fused_tp::DType::kBF16);
     const int64_t count = 100;
     std::vector<uint16_t> in(count), out(count);
     if (fused_tp_launchers()->barrier(&ws, nullptr)) fail("the barrier", rank, 1);
     if (rank == world - 1) return;
+    ws.timeout_ns = 20'000'000;
     for (int call = 2; call < 5; ++call) {
       const auto algorithm = static_cast<Algorithm>(call % 3);
       if (fused_tp_launchers()->all_reduce(&ws, algorithm, in.data(), out.data(), count, bf16, {}, 2, nullptr)) {
