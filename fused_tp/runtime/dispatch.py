@@ -21,7 +21,7 @@ from fused_tp.runtime import settings
 SHIPPED = Path(__file__).with_name("dispatch.json")
 _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
 _RULE_KEYS = _LIMITS | {"schedule", "chunks"}
-CHUNKED = frozenset({"nccl_pipeline"})  # schedules that a rule may give a number of chunks
+CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules that a rule may give a number of chunks
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from fused_tp.runtime.group import Group
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.hosts import Hosts, hosts_of
@@ -206,6 +208,37 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
     return make
 
 
+# -- copy_engine: over symmetric memory too ---------------------------------------------------------------------------
+
+
+COPY_ENGINE_OPS = frozenset(
+    {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
+)
+
+
+def _no_copy_engine_form(op: str, dtype: torch.dtype) -> str | None:
+    return None if op in COPY_ENGINE_OPS else f"copy engines have nothing for {op}"
+
+
+def _no_copy_engine(group: Group, device: torch.device) -> str | None:
+    what = f"copy engines on {device}"
+    return _too_many(group) or agree(group, what, lambda: no_copy_engine_on(device)) or _no_memory(group, device)
+
+
+def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    plain = _plain(group, device)
+
+    def give_up(sentence: str) -> None:
+        if plain.transport.broken is None:
+            plain.transport.broken = sentence
+
+    engine: CopyEngine | None = group.memo.get(("copy engine", device))
+    if engine is None:
+        engine = CopyEngine(_memory(group, device), driver_of(device), on_failure=give_up)
+        group.memo["copy engine", device] = engine
+    return CopyEngineSchedule(engine, plain, chunks)
+
+
 # -- nccl_pipeline: a communicator of our own -------------------------------------------------------------------------
 
 
@@ -274,6 +307,7 @@ WAYS: dict[str, Way] = {
             ("multimem", _no_multimem),
         )
     },
+    "copy_engine": Way("symmetric memory", _no_copy_engine_form, _no_copy_engine, _copy_engine, ("cuda",), MAX_RANKS),
     "nccl_pipeline": Way("NCCL", _lacks_nothing, _no_nccl, _nccl_pipeline, ("cuda",)),
     "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
 }
