@@ -1,0 +1,96 @@
+"""Schedules that this machine cannot have: refused with the reason where asked for, passed over in a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fused_tp
+from fused_tp.runtime import dispatch
+from fused_tp.schedules.ways import WAYS
+from tests.workers import run_ranks
+
+GPU_ONLY = {
+    "fused_kernel": "kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is cpu",
+    "one_shot": "device kernels run on NVIDIA GPUs; this is cpu",
+    "two_shot": "device kernels run on NVIDIA GPUs; this is cpu",
+    "multimem": "device kernels run on NVIDIA GPUs; this is cpu",
+    "copy_engine": "copy engines are those of NVIDIA GPUs; this is cpu",
+    "nccl_pipeline": "NCCL moves tensors of NVIDIA GPUs, not of cpu",
+}
+
+
+def asked_for(group: Any) -> str:
+    group = dist.new_group(list(range(4)))  # that no other test has asked
+    with pytest.raises(ValueError, match="cannot serve this group") as caught:
+        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_asked_for_it_is_refused_with_the_reason(name: str) -> None:
+    pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
+    said = run_ranks(4, asked_for, env={"FUSED_TP_SCHEDULE": name})
+    assert set(said) == {f"Schedule {name!r} cannot serve this group: rank 0: {GPU_ONLY[name]}."}
+
+
+def named_by_a_table(group: Any) -> str:
+    group = dist.new_group(list(range(4)))
+    y = fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+    assert torch.equal(y, torch.full((2, 4), 12.0))
+    return str(fused_tp.explain("matmul_all_reduce", (2, 3), (4, 3), dtype=torch.float32, group=group))
+
+
+def test_a_table_that_names_them_all_comes_to_what_there_is(tmp_path: Path) -> None:
+    pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
+    table = tmp_path / "table.json"
+    rules = [{"schedule": name} for name in (*GPU_ONLY, "hierarchical", "pipelined", "plain")]
+    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
+    for said in run_ranks(4, named_by_a_table, env={"FUSED_TP_TABLE": str(table)}):
+        assert "forward: pipelined over gloo" in said
+        for name, reason in GPU_ONLY.items():
+            assert f"no {name}: rank 0: {reason}" in said
+        assert "no hierarchical: all of its ranks are on one host" in said
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"schedule": "plain", "chunks": 2}, "chunks is a number from 1 on, for"),
+        ({"schedule": "nccl_pipeline", "chunks": 0}, "chunks is a number from 1 on, for"),
+        ({"schedule": "nccl_pipeline", "chunks": True}, "chunks is a number from 1 on, for"),
+        ({"chunks": 2}, "needs a schedule and may have"),
+    ],
+)
+def test_chunks_are_for_those_that_take_them(rule: dict[str, object], said: str, tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"arch": {"default": {"default": {"default": [rule]}}}}))
+    with pytest.raises(ValueError, match=said):
+        dispatch.load_table(str(table))
+
+
+def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table.json"
+    rules = [{"schedule": "nccl_pipeline", "max_bytes": 100, "chunks": 3}, {"schedule": "plain"}]
+    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
+    monkeypatch.setenv("FUSED_TP_TABLE", str(table))
+    small = dispatch.choose("matmul_all_reduce", torch.float32, 4, None, 5, 2, "nccl", "sm_90")
+    assert (small.schedule, small.chunks) == ("nccl_pipeline", 3)
+    without = dispatch.choose("matmul_all_reduce", torch.float32, 4, None, 5, 2, "nccl", "sm_90", ("nccl_pipeline",))
+    assert (without.schedule, without.chunks) == ("plain", None)
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    for said in run_ranks(2, unknown, env={"FUSED_TP_SCHEDULE": "magic"}):
+        assert said == f"FUSED_TP_SCHEDULE names schedule 'magic'; there are {', '.join(WAYS)}."
+
+
+def unknown(group: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+    return str(caught.value)
