@@ -126,6 +126,15 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
 # -- the transport -----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _UnderWay:
+    """A pipeline, and the call of its last exchange that was enqueued."""
+
+    call: _Call
+    pipeline: Any
+    abandoned: bool = False
+
+
 class Moving(Pending[None]):
     """The exchanges of one movement, and the tensors that they read and write.
 
@@ -133,10 +142,10 @@ class Moving(Pending[None]):
     stream that has waited, which mostly is the one it was allocated in; any other use of it is told to the allocator.
     """
 
-    def __init__(self, transport: NcclDist, call: _Call, pipeline: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, transport: NcclDist, under_way: _UnderWay, tensors: Sequence[Tensor]) -> None:
         self._transport = transport
-        self._call = call
-        self._pipeline = pipeline
+        self._under_way = under_way
+        self._pipeline = under_way.pipeline
         self._tensors = tensors
         self._stream = transport.stream()
 
@@ -150,7 +159,10 @@ class Moving(Pending[None]):
 
     def send(self) -> None:
         """Of a scatter: enqueue the next exchange, behind what has been computed by now."""
-        self._transport.attempt(self._call, lambda: self._pipeline.send(self._transport.stream()))
+        # A call of its own: who gets stuck in the middle can be told from who has sent all.
+        if len(self._pipeline):
+            self._under_way.call = self._transport.begin(self._under_way.call.op)
+        self._transport.attempt(self._under_way.call, lambda: self._pipeline.send(self._transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
         """What is computed from now on comes behind that exchange, by default the last one of all."""
@@ -158,7 +170,7 @@ class Moving(Pending[None]):
         index = last if exchange is None else exchange
         stream = self._transport.stream()
         if index >= 0:
-            self._transport.wait(self._call, self._pipeline, index, stream)
+            self._transport.wait(self._under_way, index, stream)
         if index == last:
             if stream != self._stream:
                 self._transport.used_elsewhere(self._tensors)
@@ -167,6 +179,7 @@ class Moving(Pending[None]):
     def __del__(self) -> None:
         if not self._tensors:
             return
+        self._under_way.abandoned = True
         with suppress(Exception):
             self._transport.abandon(self._tensors)
 
@@ -201,8 +214,7 @@ class NcclDist(TorchDist):
         _, self._driver = _load()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
-        self._under_way: deque[tuple[_Call, Any]] = deque()
-        self._last: _Call | None = None
+        self._under_way: deque[_UnderWay] = deque()
         self._noticed = 0  # the call that a notice has been left for
         self._gone: list[int] = []
         self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
@@ -286,20 +298,25 @@ class NcclDist(TorchDist):
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
 
     def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
+        call = self.begin(op)
+        try:
+            pipeline = self.attempt(call, lambda: launch(self.stream()))
+        except BaseException:
+            self.abandon(tensors)
+            raise
+        under_way = _UnderWay(call, pipeline)
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._under_way.append(under_way)
+        return Moving(self, under_way, tensors)
+
+    def begin(self, op: str) -> _Call:
+        """One more exchange, or several that are enqueued together."""
         if self.broken is not None:
             raise self._failure(_Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
         self.calls += 1
         self._ops.append(op)
-        call = self._last = _Call(op, self.calls, time.perf_counter())
         self.communicator.timeout_seconds = settings.timeout_seconds()
-        try:
-            pipeline = self.attempt(call, lambda: launch(self.stream()))
-        except FusedTPError:
-            self.abandon(tensors)
-            raise
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._under_way.append((call, pipeline))
-        return Moving(self, call, pipeline, tensors)
+        return _Call(op, self.calls, time.perf_counter())
 
     def attempt(self, call: _Call, work: Callable[[], Any]) -> Any:
         """What `work` returns; what it raises as an error of this group."""
@@ -308,13 +325,13 @@ class NcclDist(TorchDist):
         except RuntimeError as error:
             raise self._failure(call, error) from error
 
-    def wait(self, call: _Call, pipeline: Any, index: int, stream: int) -> None:
+    def wait(self, under_way: _UnderWay, index: int, stream: int) -> None:
         """`stream` goes on behind an exchange of the pipeline."""
         begun = time.perf_counter()
         try:
-            pipeline.wait(index, stream)
+            under_way.pipeline.wait(index, stream)
         except RuntimeError as error:
-            raise self._failure(call, error) from error
+            raise self._failure(under_way.call, error) from error
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
@@ -371,7 +388,11 @@ class NcclDist(TorchDist):
 
     def _peer_lost(self, rank: int) -> None:
         self._gone.append(rank)
+        self._forget_what_has_ended()  # all does by what follows
         self.communicator.lose(rank, "its process has ended")
+        # At the end of a program ranks end one after the other, and nothing is under way any more.
+        if self._under_way:
+            self._tell()
 
     def _look(self) -> None:
         if self.broken is not None:
@@ -380,11 +401,10 @@ class NcclDist(TorchDist):
             if self._under_way:
                 self._tell()
             return
-        while self._under_way and self._under_way[0][1].ended():
-            self._under_way.popleft()
+        self._forget_what_has_ended()
         if not self._under_way:
             return
-        call, _ = self._under_way[0]
+        call = self._under_way[0].call
         if time.perf_counter() - call.started < _LOOK_SECONDS:
             return
         if self._noticed < call.number:
@@ -393,9 +413,14 @@ class NcclDist(TorchDist):
         if self._board.given_up():
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
+    def _forget_what_has_ended(self) -> None:
+        with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
+            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].pipeline.ended()):
+                self._under_way.popleft()
+
     def _tell(self) -> None:
         """Says at once what the next call is going to raise: there may be none, and peers elsewhere wait."""
-        call, _ = self._under_way[0]
+        call = self._under_way[0].call
         with self._judging:
             if self.broken is not None:
                 return

@@ -1,4 +1,4 @@
-"""Pipelines over NCCL: every op and gradient, equal bits, real overlap. Between processes, over doubles of libraries."""
+"""Pipelines over NCCL: every op and gradient, equal bits, real overlap. The libraries are doubles, the ranks real."""
 
 from __future__ import annotations
 

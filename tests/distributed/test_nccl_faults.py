@@ -1,0 +1,180 @@
+"""Ranks that die or stall in the middle of a pipeline over NCCL: the others raise in time, and go on without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.schedules import nccl_pipeline
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
+from fused_tp.transport import nccl
+from tests.distributed.nccl_tools import fresh_nccl_ranks, transport_of
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
+    pytest.mark.skipif(sys.platform != "linux", reason="watches and stops processes"),
+]
+
+NOTICE_SECONDS = 2.0  # how long after a loss, or a deadline, a rank may take to raise
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+Work = Callable[[], None]
+
+
+def step(schedule: NcclPipeline, op: str) -> Tensor:
+    x, w = torch.ones(8 * schedule.world_size, 6), torch.ones(5, 6)
+    if op == "all_gather_matmul":
+        return schedule.all_gather_matmul(
+            x, [w], [None], gather_dim=0, gather_size=None, return_gathered=False
+        )[0][0]  # fmt: skip
+    if op == "matmul_reduce_scatter":
+        return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+    return schedule.matmul_all_reduce([(x, w)], None)
+
+
+def until_error(schedule: NcclPipeline, op: str) -> tuple[FusedTPError, float]:
+    """What an endless loop of the op raises, and how long its last call has taken."""
+    while True:
+        begun = time.monotonic()
+        try:
+            step(schedule, op)
+        except FusedTPError as error:
+            return error, time.monotonic() - begun
+
+
+def in_the_middle(work: Work) -> Any:
+    """Runs `work` at the second matmul from now on: with exchanges before and behind it."""
+    product, calls = nccl_pipeline.sum_of_products, 0
+
+    def multiply(*args: Any, **keywords: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            work()
+        return product(*args, **keywords)
+
+    return mock.patch.object(nccl_pipeline, "sum_of_products", multiply)
+
+
+def group_of(ranks: list[int]) -> Any:
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def check_unusable(schedule: NcclPipeline, op: str) -> None:
+    with pytest.raises(FusedTPError, match="is unusable since an earlier failure"):
+        step(schedule, op)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+KILLED_IN = ("all_gather_matmul", "matmul_all_reduce")
+
+
+@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
+def killed_case(group: Any) -> list[tuple[str, str, float]]:
+    """One op after the other loses its last rank; who is left goes on in a group of its own."""
+    rank, living = dist.get_rank(group), list(range(dist.get_world_size(group)))
+    found = []
+    for op in KILLED_IN:
+        schedule = NcclPipeline(transport_of(group), 4)
+        step(schedule, op)
+        victim = living.pop()
+        if rank == victim:
+            with in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                until_error(schedule, op)
+        error, seconds = until_error(schedule, op)
+        check_unusable(schedule, op)
+        found.append((type(error).__name__, str(error), seconds))
+        group = group_of(living)
+        dist.barrier(group)  # before another one dies all have heard of this one
+    return found
+
+
+def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
+    outcomes = fresh_nccl_ranks(3, killed_case, expect_deaths=True, FUSED_TP_TIMEOUT="30")
+    assert [outcome.died for outcome in outcomes] == [False, True, True]
+    found = outcomes[0].unwrap()
+    for (kind, message, seconds), victim, op in zip(found, (2, 1), KILLED_IN, strict=True):
+        assert kind == PeerLostError.__name__, message
+        assert f"lost rank {victim}" in message and op in message and "rank 0 of" in message
+        assert seconds < NOTICE_SECONDS
+
+
+# -- stalled -----------------------------------------------------------------------------------------------------------
+
+DEADLINE = 1.5
+
+
+@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
+def stalled_case(group: Any) -> list[tuple[str, str, float]]:
+    """A rank computes for longer than the deadline, in the middle of one op after the other, each in a new group."""
+    rank, found = dist.get_rank(group), []
+    for op in OPS:
+        pipelines = group_of([0, 1, 2])
+        schedule = NcclPipeline(transport_of(pipelines), 4)
+        step(schedule, op)
+        if rank == 1:
+            with in_the_middle(lambda: time.sleep(2 * DEADLINE)):
+                error, seconds = until_error(schedule, op)
+        else:
+            error, seconds = until_error(schedule, op)
+        check_unusable(schedule, op)
+        found.append((type(error).__name__, str(error), seconds))
+        dist.barrier(group)
+        fresh = NcclPipeline(transport_of(group_of([0, 1, 2])), 4)
+        assert torch.equal(step(fresh, "matmul_all_reduce"), torch.full((24, 5), 18.0))
+    return found
+
+
+def test_a_rank_that_stalls_is_a_timeout_that_names_it() -> None:
+    outcomes = fresh_nccl_ranks(3, stalled_case, FUSED_TP_TIMEOUT=str(DEADLINE))
+    for outcome in outcomes:
+        for (kind, message, seconds), op in zip(outcome.unwrap(), OPS, strict=True):
+            assert kind == CollectiveTimeoutError.__name__, message
+            assert op in message and f"rank {outcome.rank} of 3" in message and "(FUSED_TP_TIMEOUT)" in message
+            if outcome.rank != 1:
+                assert seconds < DEADLINE + NOTICE_SECONDS, message
+                assert re.search(
+                    r"for ranks? (\d \(last[^)]*\) and )?1( \(last[^)]*\))?.* which had not arrived", message
+                )
+
+
+# -- what reaches ranks of other hosts ---------------------------------------------------------------------------------
+
+
+@mock.patch.object(nccl, "watchable", lambda processes: {})
+def told_case(group: Any) -> tuple[str, str, float]:
+    """Rank 0 gives up early, and rank 1 waits for rank 2 still: only the store can tell it."""
+    rank = dist.get_rank(group)
+    schedule = NcclPipeline(transport_of(group), 4)
+    step(schedule, "all_gather_matmul")
+    if rank == 0:
+        os.environ["FUSED_TP_TIMEOUT"] = "1"
+    if rank == 2:
+        with in_the_middle(lambda: time.sleep(4)):
+            error, seconds = until_error(schedule, "matmul_reduce_scatter")
+    else:
+        error, seconds = until_error(schedule, "matmul_reduce_scatter")
+    dist.barrier(group)  # the store's answers are wanted until the last has raised
+    return type(error).__name__, str(error), seconds
+
+
+def test_a_rank_that_gives_up_tells_the_others() -> None:
+    first, *others = (outcome.unwrap() for outcome in fresh_nccl_ranks(3, told_case, FUSED_TP_TIMEOUT="30"))
+    assert first[0] == CollectiveTimeoutError.__name__ and first[2] < 1 + NOTICE_SECONDS
+    for kind, message, seconds in others:
+        assert kind == CollectiveTimeoutError.__name__, message
+        assert "rank 0 has given the group up. It said: matmul_reduce_scatter" in message
+        assert seconds < 6 + NOTICE_SECONDS
