@@ -252,8 +252,10 @@ SharedEvent EventPool::take() {
     }
   }
   if (!event) event = std::make_unique<const OwnEvent>(driver_, device_);
-  // Whoever lets go of it last gives it back, be it after the pool is gone.
-  return SharedEvent(event.release(), [free = std::weak_ptr<Free>(free_)](const OwnEvent* used) {
+  // Whoever lets go of it last gives it back, be it after the pool is gone; but not in a forked child, where the pool's
+  // mutex may be locked for ever.
+  return SharedEvent(event.release(), [free = std::weak_ptr<Free>(free_), forks = count_forks()](const OwnEvent* used) {
+    if (forks != count_forks()) return;
     std::unique_ptr<const OwnEvent> owned(used);
     if (const std::shared_ptr<Free> pool = free.lock()) {
       std::lock_guard<std::mutex> lock(pool->mutex);

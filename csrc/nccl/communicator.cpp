@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <future>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -150,15 +151,23 @@ struct Communicator::Handle {
     return asked == Result::kSuccess ? error : asked;
   }
 
-  // What is in flight will not end well, so its outputs become NaN; then everything that waits is made to go on.
-  void abort(const std::vector<Range>& outputs) {
-    driver->ignore_captures();
+  // The outputs of what has not ended become NaN. Nothing reads them before the ops have ended, and their memory is
+  // nobody else's as long as the caller knows of no failure: so this comes first of all.
+  void poison(const std::deque<InFlight>& in_flight) {
     Driver::Device guard(*driver, device);
-    // Before the abort: nothing can read the outputs while the op that writes them has not ended, and afterwards the
-    // memory may be somebody else's.
-    for (const Range& output : outputs)
-      driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
-    if (!outputs.empty()) driver->synchronize(side_stream.get(), kPoisonSeconds);
+    bool any = false;
+    for (const InFlight& op : in_flight) {
+      if (driver->done(op.ended->get())) continue;
+      for (const Range& output : op.outputs)
+        driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
+      any = true;
+    }
+    if (any) driver->synchronize(side_stream.get(), kPoisonSeconds);
+  }
+
+  // Everything that waits is made to go on.
+  void abort() {
+    Driver::Device guard(*driver, device);
     std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
     if (!lock_within(lock, kLockSeconds) && library->has_revoke()) {
       // Some thread hangs inside of NCCL, most likely in a launch that finds the queue full of kernels that wait. To
@@ -434,12 +443,15 @@ void Communicator::wait(const Ticket& ticket) {
   const auto begun = Clock::now();
   Backoff backoff(options_.interrupted);
   Driver::Device guard(*driver_, device_);
+  // The watchdog comes first, and says more, unless the op has not even begun: then it is not peers that are late.
+  const double seconds = 1.1 * timeout() + 0.1;
   while (!driver_->done(ticket.ended->get())) {
     check();
-    if (seconds_since(begun) > timeout()) {
+    if (seconds_since(begun) > seconds) {
       fail(Kind::kTimeout,
            where("waiting for " + std::string(ticket.op) + " (call " + std::to_string(ticket.number) + ")") +
-               " took longer than " + in_seconds(timeout()) + " (FUSED_TP_TIMEOUT).");
+               " took longer than " + in_seconds(timeout()) +
+               " (FUSED_TP_TIMEOUT) and it has not begun: what it comes after has not ended.");
       break;
     }
     backoff.step();
@@ -530,41 +542,48 @@ void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
 }
 
 void Communicator::fail(Kind kind, const std::string& sentence) {
-  {
-    std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (failed()) return;
-    failure_kind_ = kind;
-    failure_ = sentence;
-    failed_.store(true, std::memory_order_release);
-  }
+  std::lock_guard<std::mutex> first(failing_mutex_);
+  if (failed()) return;
   watch_->clear();
-  std::vector<Range> outputs;
+  std::deque<InFlight> in_flight;
   {
     std::lock_guard<std::mutex> lock(in_flight_mutex_);
-    try {
-      Driver::Device guard(*driver_, device_);
-      for (const InFlight& op : in_flight_)
-        if (!driver_->done(op.ended->get())) outputs.insert(outputs.end(), op.outputs.begin(), op.outputs.end());
-    } catch (const driver::DriverError&) {  // nothing can be written to a broken device
-    }
-    in_flight_.clear();
+    in_flight.swap(in_flight_);
   }
-  // A thread of its own: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
-  // graphs that hold its ops to be destroyed. Two communicators that are aborted one after the other could block each
-  // other, and the watchdog has others to look after.
   {
     std::lock_guard<std::mutex> lock(aborts().mutex);
     ++aborts().under_way;
   }
-  std::thread([handle = handle_, outputs = std::move(outputs)] {
+  const auto publish = [&] {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure_kind_ = kind;
+    failure_ = sentence;
+    failed_.store(true, std::memory_order_release);
+  };
+  // A thread of its own: this one may be capturing a graph, and ncclCommAbort waits for the communicator's kernels, for
+  // peers to abort too, and for the CUDA graphs that hold its ops to be destroyed. Two communicators that are aborted
+  // one after the other could block each other, and the watchdog has others to look after.
+  std::promise<void> published;
+  std::future<void> has_been_published = published.get_future();
+  std::thread([&publish, handle = handle_, in_flight = std::move(in_flight), done = std::move(published)]() mutable {
     try {
-      handle->abort(outputs);
-    } catch (const std::exception&) {  // the driver is gone, with everything on the device
+      handle->driver->ignore_captures();
+      handle->poison(in_flight);
+    } catch (const std::exception&) {  // nothing can be written to a broken device
     }
+    in_flight.clear();
+    publish();
+    done.set_value();  // and the communicator may be gone
+    try {
+      handle->abort();
+    } catch (const std::exception&) {
+    }
+    handle.reset();
     std::lock_guard<std::mutex> lock(aborts().mutex);
     --aborts().under_way;
     aborts().fewer.notify_all();
   }).detach();
+  has_been_published.wait();
 }
 
 void Communicator::expired(const std::string& what, double seconds) {

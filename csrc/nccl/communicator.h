@@ -138,6 +138,10 @@ class Communicator {
     void* data;
     size_t bytes;
   };
+  struct InFlight {
+    SharedEvent ended;
+    std::vector<Range> outputs;
+  };
 
   Communicator(std::shared_ptr<const Library> library, std::shared_ptr<const Driver> driver, int device, int rank,
                int size, Options options, std::shared_ptr<Handle> handle);
@@ -173,13 +177,10 @@ class Communicator {
   std::atomic<uint64_t> calls_{0};
   std::atomic<bool> closed_{false};
 
-  struct InFlight {
-    SharedEvent ended;
-    std::vector<Range> outputs;
-  };
   std::mutex in_flight_mutex_;
   std::deque<InFlight> in_flight_;
 
+  std::mutex failing_mutex_;          // one thread after the other fails
   mutable std::mutex failure_mutex_;  // of the next two
   Kind failure_kind_ = Kind::kNone;
   std::string failure_;

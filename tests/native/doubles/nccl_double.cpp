@@ -124,6 +124,7 @@ float from_f16(uint16_t bits) {
 uint16_t to_f16(float value) {
   const uint16_t sign = __builtin_signbit(value) ? 0x8000 : 0;
   if (__builtin_isnan(value)) return 0x7e00;
+  if (value == 0) return sign;
   const float magnitude = __builtin_fabsf(value);
   if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
   int exponent = 0;
