@@ -104,7 +104,13 @@ void Workspace::wait_for(const Call& call, Stream stream, int peer) {
     driver_->wait(stream, call.arrived[static_cast<size_t>(peer)]->get());
 }
 
-int Workspace::scatter() { return static_cast<int>(scatters_++ % kChannels); }
+int Workspace::scatter() {
+  for (int tries = 0; tries < kChannels; ++tries) {
+    const int index = static_cast<int>(scatters_++ % kChannels);
+    if (!std::exchange(open_[index], true)) return index;
+  }
+  throw std::logic_error("a scatter cannot begin before one of those that have begun has been received");
+}
 
 void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory block) {
   require_room(block.bytes, layout().slot_bytes(), "a block");
@@ -116,6 +122,7 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
 }
 
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
+  open_[scatter] = false;
   steps_.clear();
   protocol_.receive(steps_, scatter, call.number);
   run(stream, steps_);

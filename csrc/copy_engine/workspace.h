@@ -51,7 +51,8 @@ class Workspace {
   // memory is left alone until the end of the call.
   void gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to);
   void wait_for(const Call& call, Stream stream, int peer);
-  // The number of a new scatter, for the following.
+  // The number of a new scatter, for the following. Throws std::logic_error where kChannels have begun and not yet been
+  // received: what they send would wait for this rank, and this rank for that.
   int scatter();
   // What is in `stream` up to here has made the block, which is left alone until the end of the call.
   void push(Call& call, Stream stream, int scatter, int peer, Memory block);
@@ -78,6 +79,7 @@ class Workspace {
   uint64_t calls_ = 0;
   uint64_t gathers_ = 0;
   uint64_t scatters_ = 0;
+  bool open_[kChannels] = {};  // scatters that have begun and not yet been received
   uint64_t passages_ = 0;
   Stream last_stream_ = nullptr;
   SharedEvent last_end_;

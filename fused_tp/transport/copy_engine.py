@@ -139,7 +139,11 @@ class Call:
         self._core.wait_for(self._call, self._engine.stream(), peer)
 
     def scatter(self) -> Scatter:
-        """Starts to send blocks to the ranks that sum them."""
+        """Starts to send blocks to the ranks that sum them.
+
+        Raises:
+            RuntimeError: two that have begun have not been received yet, in this call or one around it.
+        """
         return Scatter(self, self._slot)
 
     def finish(self, *results: Tensor) -> None:

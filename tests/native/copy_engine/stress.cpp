@@ -1,0 +1,223 @@
+// Ranks as threads, each with a workspace of its own on the double of the driver, which run far ahead of their streams:
+// many calls are enqueued before the first has ended, some of them as a graph that is replayed. Ranks pause, stop
+// coming or give up, at random. Every result must be right, or NaN where some rank has given up; and all streams must
+// go on.
+//
+//     stress <libcuda double> <ranks> <rounds> <seed> <1: with such trouble>
+//
+// Without trouble also under ThreadSanitizer. A rank that gives up races on purpose: what is read then is not used.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "copy_engine/workspace.h"
+
+using namespace fused_tp::copy_engine;
+using namespace std::chrono_literals;
+using fused_tp::driver::OwnStream;
+
+namespace {
+
+constexpr size_t kWords = 600;  // of a message
+constexpr int kCalls = 24;
+constexpr double kTimeout = 0.4;
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::abort();
+}
+
+uint64_t value(int call, int rank) { return static_cast<uint64_t>(call) * 64 + rank + 1; }
+
+DeviceAddress at(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
+
+struct Double {
+  void* library;
+  template <typename Function>
+  Function find(const char* name) const {
+    return reinterpret_cast<Function>(::dlsym(library, name));
+  }
+};
+
+// A step in a stream: what a kernel would do.
+struct Kernel {
+  const Double& library;
+  Stream stream;
+  template <typename Work>
+  void operator()(Work work) const {
+    auto* kept = new Work(std::move(work));
+    library.find<void (*)(Stream, void (*)(void*), void*)>("cuda_double_enqueue")(
+        stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, kept);  // kept: a graph may do it again
+  }
+};
+
+// How a rank behaves in a round.
+struct Mood {
+  int stops_before = kCalls;  // this call it does not make, nor any after
+  bool aborts = false;        // then it says so
+  bool pauses = false;
+};
+
+struct Shared {
+  int world;
+  std::vector<std::vector<char>> memory;
+  std::vector<Mood> moods;
+  bool all_well() const {
+    return std::all_of(moods.begin(), moods.end(), [](const Mood& m) { return m.stops_before == kCalls && !m.pauses; });
+  }
+};
+
+void wait_for_all(std::atomic<int>& counter, int world) {
+  counter.fetch_add(1);
+  while (counter.load() % world != 0) std::this_thread::sleep_for(50us);
+}
+
+void play(const std::shared_ptr<const Driver>& driver, const Double& library, Shared& shared, int rank, unsigned seed,
+          std::atomic<int>& made, std::atomic<int>& ended) {
+  const int world = shared.world;
+  const Driver::Device guard(*driver, 0);
+  std::vector<DeviceAddress> addresses;
+  for (auto& memory : shared.memory) addresses.push_back(at(memory.data()));
+  const OwnStream caller(driver, 0, false);
+  // What a call sends, what it gives, and what that was behind its gates.
+  using Words = std::vector<uint64_t>;
+  std::vector<Words> sent(kCalls, Words(kWords)), given(kCalls, Words(kWords * world)), taken(2 * kCalls, given[0]);
+  std::vector<std::unique_ptr<Workspace::Call>> calls;
+  std::mt19937 script(seed), pace(seed + 1 + rank);
+  const Mood mood = shared.moods[rank];
+  {
+    Workspace workspace(driver, 0, rank, addresses, 8 * kWords, 8 * kWords);
+    wait_for_all(made, world);
+    const Stream stream = caller.get();
+    const Kernel kernel{library, stream};
+    std::vector<int> open;
+    auto end_gather = [&](int call) {
+      for (int peer = 0; peer < world; ++peer) workspace.wait_for(*calls[call], stream, peer);
+      workspace.finish(*calls[call], stream, {{at(given[call].data()), 8 * given[call].size()}});
+      driver->copy(at(taken[call].data()), at(given[call].data()), 8 * given[call].size(), stream);
+    };
+    // One call; the numbers that it sends are made in the stream.
+    auto make = [&](int call, bool gather, bool leave_open) {
+      calls.push_back(std::make_unique<Workspace::Call>(workspace.begin(Op::kOther, stream, kTimeout)));
+      Words& own = sent[call];
+      Words& result = given[call];
+      kernel([&own, call, rank] { std::fill(own.begin(), own.end(), value(call, rank)); });
+      if (gather) {
+        std::vector<Memory> places;
+        for (int peer = 0; peer < world; ++peer) places.push_back({at(&result[peer * kWords]), 8 * kWords});
+        workspace.gather(*calls[call], stream, {at(own.data()), 8 * kWords}, places);
+        driver->copy(at(&result[rank * kWords]), at(own.data()), 8 * kWords, stream);
+        if (leave_open)
+          open.push_back(call);
+        else
+          end_gather(call);
+        return;
+      }
+      const int scatter = workspace.scatter();
+      for (int distance = world - 1; distance >= 1; --distance)
+        workspace.push(*calls[call], stream, scatter, peer_at(rank, distance, world), {at(own.data()), 8 * kWords});
+      workspace.receive(*calls[call], stream, scatter);
+      for (int peer = 0; peer < world; ++peer) {
+        const DeviceAddress slot =
+            peer == rank ? at(own.data()) : addresses[rank] + workspace.layout().slot(scatter, peer);
+        driver->copy(at(&result[peer * kWords]), slot, 8 * kWords, stream);
+      }
+      workspace.release(stream, scatter);
+      workspace.finish(*calls[call], stream, {{at(result.data()), 8 * result.size()}});
+      driver->copy(at(taken[call].data()), at(result.data()), 8 * result.size(), stream);
+    };
+
+    // The second half of the calls is a graph, which a rank that comes so far replays twice.
+    const bool graph = script() % 2 == 0;
+    void* captured = nullptr;
+    int enqueued = 0;
+    for (int call = 0; call < kCalls; ++call) {
+      const bool gather = script() % 2 == 0, leave_open = script() % 4 == 0;
+      if (call == mood.stops_before) break;
+      if (graph && call == kCalls / 2) {
+        for (int opened : open) end_gather(opened);
+        open.clear();
+        require(library.find<int (*)(Stream)>("cuda_double_begin_capture")(stream) == 0, "capture");
+      }
+      if (mood.pauses && pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::duration<double>(2 * kTimeout));
+      if (pace() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 2000));
+      make(call, gather, leave_open && !(graph && call >= kCalls / 2));
+      enqueued = call + 1;
+    }
+    for (int call : open) end_gather(call);
+    if (graph && enqueued > kCalls / 2) {
+      auto end_capture = library.find<void* (*)(Stream, Stream)>("cuda_double_end_capture");
+      auto free_graph = library.find<void (*)(void*)>("cuda_double_free_graph");
+      captured = end_capture(stream, nullptr);
+      for (Stream side : workspace.streams())
+        if (driver->capturing(side)) free_graph(end_capture(side, nullptr));
+      auto replay = library.find<void (*)(void*, Stream)>("cuda_double_replay");
+      replay(captured, stream);
+      if (enqueued == kCalls) {  // else this rank has come to its end
+        for (int call = kCalls / 2; call < enqueued; ++call)
+          driver->copy(at(taken[kCalls + call].data()), at(taken[call].data()), 8 * taken[call].size(), stream);
+        replay(captured, stream);
+      }
+      free_graph(captured);
+    }
+    if (mood.stops_before < kCalls && mood.aborts) workspace.keeper().abort("as the test wants");
+    require(driver->synchronize(stream, 30), "a stream that nothing lets go on");
+    const bool given_up = workspace.keeper().failure() != Failure::kNone;
+    require(!(shared.all_well() && given_up), "a rank has given up for no reason");
+    for (int call = 0; call < enqueued; ++call) {
+      const bool replayed = captured != nullptr && call >= kCalls / 2 && enqueued == kCalls;
+      for (const Words* words : {replayed ? &taken[kCalls + call] : &taken[call], replayed ? &taken[call] : nullptr}) {
+        if (words == nullptr) continue;
+        const bool nan = std::all_of(words->begin(), words->end(), [](uint64_t word) { return word == ~uint64_t{0}; });
+        require(!nan || given_up, "NaN on a rank that has not given up");
+        for (size_t i = 0; i < words->size() && !nan; ++i)
+          require((*words)[i] == value(call, static_cast<int>(i / kWords)), "wrong bytes taken for right");
+      }
+    }
+    wait_for_all(ended, world);  // nobody frees what others may still write to
+  }
+  wait_for_all(made, world);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 6) return 2;
+  const auto driver = Driver::open(arguments[1]);
+  const Double library{::dlopen(arguments[1], RTLD_NOW)};
+  const int world = std::atoi(arguments[2]), rounds = std::atoi(arguments[3]);
+  std::mt19937 chance(static_cast<unsigned>(std::atoi(arguments[4])));
+  int troubled = 0;
+  for (int round = 0; round < rounds; ++round) {
+    Shared shared;
+    shared.world = world;
+    const auto bytes = static_cast<size_t>(Layout(world, 8 * kWords, 8 * kWords).bytes());
+    for (int rank = 0; rank < world; ++rank) shared.memory.emplace_back(bytes);
+    shared.moods.resize(world);
+    for (Mood& mood : shared.moods) {
+      if (std::atoi(arguments[5]) == 0) continue;
+      const auto kind = chance() % 8;
+      if (kind == 0) mood.stops_before = static_cast<int>(chance() % kCalls);
+      if (kind == 1) mood.pauses = true;
+      mood.aborts = chance() % 2 == 0;
+    }
+    troubled += !shared.all_well();
+    std::atomic<int> made{0}, ended{0};
+    const unsigned seed = chance();
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < world; ++rank)
+      ranks.emplace_back(play, driver, std::cref(library), std::ref(shared), rank, seed, std::ref(made),
+                         std::ref(ended));
+    for (std::thread& one : ranks) one.join();
+  }
+  std::printf("%d rounds, %d of them with trouble\n", rounds, troubled);
+}

@@ -1,0 +1,189 @@
+"""Copy engines: the arithmetic of the workspace, the protocol in all orders, ranks that run far ahead of streams."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fused_tp.transport import copy_engine
+from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.local import LocalGroup
+from tests.native_build import build_program, build_shared, require_sanitizer
+
+NATIVE = Path("tests/native/copy_engine")
+NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+CPU = torch.device("cpu")
+
+
+def double(*flags: str) -> str:
+    name = "_".join(["cuda_double", *(flag.split("=")[-1] for flag in flags)])
+    return str(build_shared(name, ["tests/native/doubles/cuda_double.cpp"], ["-O1", *flags]))
+
+
+def test_arithmetic() -> None:
+    program = build_program("copy_engine_arithmetic", [NATIVE / "arithmetic.cpp"], ["-Icsrc", "-O1"])
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- the protocol --------------------------------------------------------------------------------------------------
+
+
+def explore(world: int, calls: str, givers: int, fault: str = "none", walks: int = 0) -> tuple[int, str]:
+    """(states or steps, what is wrong or nothing), see model.cpp."""
+    program = build_program("copy_engine_model", [NATIVE / "model.cpp"], ["-Icsrc", "-O2"])
+    command = [str(program), str(world), calls, str(givers), fault, str(walks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    states, _, wrong = done.stdout.strip().partition(" ")
+    assert done.returncode == (1 if wrong else 0), done.stderr
+    return int(states), wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "calls", "givers"), [(2, "ggg", 0), (2, "sss", 0), (2, "GGG", 0), (3, "gs", 0), (2, "g", 1), (2, "s", 1)]
+)
+def test_protocol_in_all_orders(world: int, calls: str, givers: int) -> None:
+    states, wrong = explore(world, calls, givers)
+    assert states > 100 and wrong == ""
+
+
+@pytest.mark.parametrize(("world", "calls", "givers"), [(2, "gsgs", 2), (2, "GSsgg", 1), (3, "gGs", 2), (3, "GSsg", 0)])
+def test_protocol_in_random_orders(world: int, calls: str, givers: int) -> None:
+    steps, wrong = explore(world, calls, givers, walks=1000)
+    assert steps > 10_000 and wrong == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "calls", "givers", "wrong"),
+    [
+        ("token not taken", "GGG", 0, "wrong bytes"),
+        ("token not taken", "SSS", 0, "wrong bytes"),
+        ("ready not cleared", "GGG", 0, "wrong bytes"),
+        ("ready not cleared", "SSS", 0, "wrong bytes"),
+        ("not given back", "gg", 0, "words that are not what they were"),
+        ("not given back", "GGG", 0, "nothing lets go on"),
+        ("told before copied", "gg", 0, "wrong bytes"),
+        ("gates before the sum", "sss", 1, "wrong bytes"),
+        ("one gate", "gg", 1, "wrong bytes"),
+        ("gates left open", "gg", 1, "wrong bytes"),
+    ],
+)
+def test_the_model_finds_what_is_wrong(fault: str, calls: str, givers: int, wrong: str) -> None:
+    assert wrong in explore(2, calls, givers, fault, walks=4000)[1]
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------
+
+
+def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
+    sources = [NATIVE / "stress.cpp"]
+    for folder in ("copy_engine", "driver"):
+        sources += sorted(Path(__file__).parents[2].joinpath("csrc", folder).glob("*.cpp"))
+    name = "_".join(["copy_engine_stress", *(flag.split("=")[-1] for flag in flags)])
+    program = build_program(name, sources, ["-Icsrc", "-O1", *flags])
+    command = [str(program), double(*flags), str(world), str(rounds), str(seed), str(int(trouble))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 5)])
+def test_ranks_that_give_up_far_ahead_of_their_streams(world: int, seed: int) -> None:
+    assert "with trouble" in stress(world, 6, seed, True)
+
+
+def test_streams_under_thread_sanitizer(tmp_path: Path) -> None:
+    require_sanitizer("thread")
+    # Of the dynamic linker, which frees what ended threads of a loaded library had.
+    suppressions = tmp_path / "suppressions"
+    suppressions.write_text("race:_dl_deallocate_tls\n")
+    stress(3, 4, 1, False, "-fsanitize=thread", TSAN_OPTIONS=f"halt_on_error=1:suppressions={suppressions}")
+
+
+def test_streams_under_address_sanitizer() -> None:
+    require_sanitizer("address")
+    # What calls of the double enqueue in place of kernels is never freed: a graph may do it again.
+    stress(2, 4, 2, True, "-fsanitize=address", ASAN_OPTIONS="detect_leaks=0")
+
+
+# ---- the transport -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver() -> Iterator[None]:
+    use_driver(double())
+    yield
+    use_driver(None)
+
+
+def test_there_are_none_on_a_cpu() -> None:
+    assert no_copy_engine_on(CPU) in (
+        "copy engines are those of NVIDIA GPUs; this is cpu",
+        "this installation has no native core",
+    )
+    with pytest.raises(ValueError, match="copy engines are those of NVIDIA GPUs"):
+        driver_of(CPU)
+
+
+@NEEDS_CORE
+def test_a_driver_that_cannot_be_loaded_is_a_reason(tmp_path: Path) -> None:
+    use_driver(tmp_path / "libcuda.so")
+    try:
+        assert "the CUDA driver could not be loaded" in str(no_copy_engine_on(CPU))
+    finally:
+        use_driver(None)
+
+
+@NEEDS_CORE
+def test_a_group_of_one(driver: Any) -> None:
+    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    shard = torch.arange(5.0)
+    with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
+        call.gather(shard, [shard])
+        call.finish(shard)
+    assert torch.equal(shard, torch.arange(5.0))
+
+
+@NEEDS_CORE
+def test_it_does_not_grow_under_capture(driver: Any) -> None:
+    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    with engine.call("all_gather", gather_bytes=100) as call:
+        call.finish()
+    with mock.patch.object(copy_engine, "_capturing", return_value=True):
+        with engine.call("all_gather", gather_bytes=200) as call:  # there is room
+            call.finish()
+        with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):
+            engine.call("all_gather", gather_bytes=1 << 30)
+    first = engine._slot
+    assert first is not None and first.captured
+    with engine.call("all_gather", gather_bytes=1 << 20) as call:
+        call.finish()
+    assert engine._outgrown == [first]  # the graph may still use it
+
+
+@NEEDS_CORE
+def test_two_scatters_at_a_time(driver: Any) -> None:
+    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    call = engine.call("matmul_all_reduce", scatter_bytes=100)
+    first, second = call.scatter(), call.scatter()
+    with pytest.raises(RuntimeError, match="before one of those that have begun has been received"):
+        call.scatter()
+    second.receive()
+    third = call.scatter()  # where the second was
+    assert third.number == second.number != first.number
+    first.receive()
+    assert call.scatter().number == first.number
+
+
+def test_sizes_are_rounded() -> None:
+    assert copy_engine._rounded(0) == copy_engine._LEAST_BYTES
+    assert copy_engine._rounded((1 << 20) + 1) == 2 << 20
+    assert copy_engine._rounded((32 << 20) + 1) == 48 << 20
