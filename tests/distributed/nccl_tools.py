@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,39 +15,33 @@ from fused_tp.schedules import nccl_pipeline, ways
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import NcclDist, nccl_dist
-from tests.native_build import build_shared
+from tests.native.doubles.libraries import cuda_double, nccl_double
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
 
-@functools.cache
-def doubles() -> tuple[Path, Path]:
-    """The look-alikes of libnccl and libcuda, built if they have not been."""
-    cuda = build_shared("cuda_double", ["tests/native/doubles/cuda_double.cpp"], ["-O1"])
-    flags = ["-O1", f'-DCUDA_DOUBLE="{cuda}"']
-    return build_shared("nccl_double", ["tests/native/doubles/nccl_double.cpp"], flags), cuda
+def doubles() -> tuple[str, str]:
+    """Paths of the look-alikes of libnccl and libcuda, which are built if they have not been."""
+    return str(nccl_double()), str(cuda_double())
 
 
 def nccl_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, env: Mapping[str, str | None] | None = None
 ) -> list[Any]:
     """`run_ranks` of `fn(group, *args)` with the doubles."""
-    libraries = [str(path) for path in doubles()]
-    return run_ranks(world_size, with_doubles, libraries, fn, args, env=env)
+    return run_ranks(world_size, with_doubles, doubles(), fn, args, env=env)
 
 
 def fresh_nccl_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, expect_deaths: bool = False, **env: str
 ) -> list[Outcome]:
     """`fresh_ranks` of `fn(group, *args)` with the doubles."""
-    libraries = [str(path) for path in doubles()]
-    return fresh_ranks(world_size, with_doubles, libraries, fn, args, env=env, expect_deaths=expect_deaths, timeout=60)
+    return fresh_ranks(world_size, with_doubles, doubles(), fn, args, env=env, expect_deaths=expect_deaths, timeout=60)
 
 
-def with_doubles(group: Any, libraries: list[str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    nccl_path, cuda_path = libraries
-    nccl.use_libraries(nccl_path, cuda_path)
+def with_doubles(group: Any, libraries: tuple[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    nccl.use_libraries(*libraries)
     return fn(group, *args)
 
 
@@ -80,16 +71,3 @@ def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> I
     finally:
         memo.pop(("schedule", "nccl_pipeline", CPU), None)
         memo.pop("selected schedules", None)
-
-
-class Streams:
-    """The double's knob: while it is stalled no stream begins another step."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(nccl.libraries().cuda)
-
-    def stall(self) -> None:
-        self._library.cuda_double_stall(1)
-
-    def go_on(self) -> None:
-        self._library.cuda_double_stall(0)

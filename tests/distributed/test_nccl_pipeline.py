@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import time
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules import nccl_pipeline, ring_select
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.base import sum_in_rank_order
-from tests.distributed.nccl_tools import Streams, nccl_ranks, public_ops_use, transport_of
+from fused_tp.transport.nccl import gather_plan, scatter_plan
+from tests.distributed.nccl_tools import nccl_ranks, public_ops_use, transport_of
 from tests.distributed.test_tp_ops import all_cases, check, own_part
+from tests.native.doubles.libraries import cuda_knobs, load_doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 pytestmark = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
@@ -281,22 +284,22 @@ def test_ranks_that_disagree_are_told() -> None:
 @contextmanager
 def stalled_until(multiplied: int) -> Iterator[None]:
     """Nothing moves before that many matmuls have run: whoever waits for a movement before them waits in vain."""
-    streams, product, done = Streams(), nccl_pipeline.sum_of_products, 0
+    streams, product, done = cuda_knobs(), nccl_pipeline.sum_of_products, 0
 
     def counting(*args: Any, **keywords: Any) -> Tensor:
         nonlocal done
         y = product(*args, **keywords)
         done += 1
         if done == multiplied:
-            streams.go_on()
+            streams.cuda_double_stall(0)
         return y
 
-    streams.stall()
+    streams.cuda_double_stall(1)
     try:
         with mock.patch.object(nccl_pipeline, "sum_of_products", counting):
             yield
     finally:
-        streams.go_on()
+        streams.cuda_double_stall(0)
     assert done >= multiplied
 
 
@@ -324,6 +327,49 @@ def overlap_case(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_matmuls_run_while_nothing_moves(world_size: int) -> None:
     nccl_ranks(world_size, overlap_case, env={"FUSED_TP_TIMEOUT": "5"})
+
+
+def graph_case(group: Any) -> None:
+    """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
+    transport, (driver, _), knobs = transport_of(group), load_doubles(), cuda_knobs()
+    core, communicator = importlib.import_module("fused_tp._core"), transport.communicator
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    counts, columns = (3, 2, 0, 4)[:world_size], 5
+    own, gathered = torch.zeros(counts[rank], columns), torch.zeros(sum(counts), columns)
+    partial, terms = torch.zeros(sum(counts), columns), torch.zeros(world_size, counts[rank], columns)
+    stream = core.DriverStream(driver, communicator.device)
+    knobs.cuda_double_begin_capture(stream.handle)
+    plan = gather_plan(counts, rank, 4)
+    gather = core.GatherPipeline(
+        communicator, plan.native, counts, 4 * columns, own.data_ptr(), gathered.data_ptr(), stream.handle
+    )
+    for i in range(len(gather)):
+        gather.wait(i, stream.handle)
+    plan = scatter_plan(counts, rank, 4)
+    scatter = core.ScatterPipeline(
+        communicator, plan.native, counts, 4 * columns, partial.data_ptr(), False, terms.data_ptr()
+    )
+    for i in range(len(plan.ranges)):
+        scatter.send(stream.handle)
+        scatter.wait(i, stream.handle)
+    graph = knobs.cuda_double_end_capture(stream.handle, communicator.stream)
+    assert gathered.abs().max() == 0 and gather.ended() and scatter.ended()
+    for replay in range(1, 4):
+        own.fill_(10.0 * replay + rank)
+        partial.fill_(100.0 * replay + rank)
+        knobs.cuda_double_replay(graph, stream.handle)
+        assert driver.synchronize(communicator.device, stream.handle, 10)
+        for peer in range(world_size):
+            rows = gathered[sum(counts[:peer]) :][: counts[peer]]
+            assert peer == rank or torch.equal(rows, torch.full_like(rows, 10.0 * replay + peer))
+            assert peer == rank or torch.equal(terms[peer], torch.full_like(terms[peer], 100.0 * replay + peer))
+    knobs.cuda_double_free_graph(graph)
+    torch.testing.assert_close(NcclPipeline(transport).all_reduce(torch.ones(3)), torch.full((3,), float(world_size)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pipelines_can_be_captured(world_size: int) -> None:
+    nccl_ranks(world_size, graph_case)
 
 
 def spans_case(group: Any) -> list[str]:
