@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       fill_missing(part, share);
     } else if (owner != call.rank()) {
       const char* result = data_at(call, call.rank()) + plan.result(owner);
-      for_packets<4>(share, [&](auto unroll, int64_t i) {
+      for_packets<kCopyUnroll>(share, [&](auto unroll, int64_t i) {
         constexpr int kUnroll = decltype(unroll)::value;
         Packet packets[kUnroll];
 #pragma unroll

@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_unit<Packet>(char* to, Packet value) {
 
 template <class Unit>
 __device__ __forceinline__ void copy_units(char* to, const char* from, int64_t count) {
-  for_packets<4>({0, count}, [&](auto unroll, int64_t i) {
+  for_packets<sizeof(Unit) == 16 ? kCopyUnroll : 4>({0, count}, [&](auto unroll, int64_t i) {
     constexpr int kUnroll = decltype(unroll)::value;
     constexpr int64_t kBytes = sizeof(Unit);
     Unit units[kUnroll];

@@ -100,19 +100,30 @@ __device__ __forceinline__ void store_slot(char* slot, const Packet (&packets)[k
   for (int u = 0; u < kUnroll; ++u) store_packet(slot + (i + u * kThreads) * 16, packets[u]);
 }
 
-// body(count, i): this thread is to handle packets i, i + kThreads, ..., so many; `count` is a constant, kUnroll as
-// long as there are enough, so that as many loads are under way at once.
+// body(count, i): this thread is to handle packets i, i + kThreads, ..., so many; `count` is a constant, so all their
+// loads can be under way at once: kUnroll as long as there are enough, and then half of it, and half of that.
+template <int kUnroll, class Body>
+__device__ __forceinline__ void for_packets_from(int64_t i, int64_t last, Body&& body) {
+  constexpr int kAhead = (kUnroll - 1) * kThreads;
+  if (i + kAhead < last) {
+    body(std::integral_constant<int, kUnroll>{}, i);
+    i += kUnroll * kThreads;
+  }
+  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, last, body);
+}
+
 template <int kUnroll, class Body>
 __device__ __forceinline__ void for_packets(Share share, Body&& body) {
   int64_t i = share.first + threadIdx.x;
-  if constexpr (kUnroll > 1) {
-    for (; i + (kUnroll - 1) * kThreads < share.last; i += kUnroll * kThreads) {
-      body(std::integral_constant<int, kUnroll>{}, i);
-    }
-  }
 #pragma unroll 1
-  for (; i < share.last; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+  for (; i + (kUnroll - 1) * kThreads < share.last; i += kUnroll * kThreads) {
+    body(std::integral_constant<int, kUnroll>{}, i);
+  }
+  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, share.last, body);
 }
+
+// How many packets a thread copies at once.
+constexpr int kCopyUnroll = 8;
 
 // Where one slot, at the same offset everywhere, lies at the peers: [1], [2], ... are the ranks after this one, in
 // turn, so that ranks write to different ones at any time; [0] is this rank's own. kWorld 0: as many as there are.
