@@ -1,0 +1,159 @@
+"""What setup.py builds with: which GPUs it builds for, where it finds nvcc, and that only what has changed is built."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cuda_resources import native_build
+
+native = native_build()
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("90a", ["arch=compute_90a,code=sm_90a"]),
+        ("9.0", ["arch=compute_90,code=sm_90"]),
+        ("80;sm_100a+PTX", [f"arch=compute_{a},code={b}" for a, b in (("80", "sm_80"), ("100a", "sm_100a"))]),
+        ("80, 86 89", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "86", "89")]),
+    ],
+)
+def test_architectures_from_the_environment(text: str, flags: list[str]) -> None:
+    found = [flag for arch in native.parse_archs(text) for flag in arch.flags[1::2]]
+    assert found == flags + ["arch=compute_100,code=compute_100"] * ("PTX" in text)
+
+
+@pytest.mark.parametrize("text", ["hopper", "8", "80;;x", "90b", "90+ptx"])
+def test_architectures_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(native.NotBuiltError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
+        native.parse_archs(text)
+
+
+def fake_nvcc(folder: Path, *known: str) -> Path:
+    """One that knows these architectures and compiles nothing."""
+    path = folder / "cuda" / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    tests = " ".join(f"*=sm_{arch}|*=compute_{arch}) ;;" for arch in known)
+    path.write_text(f"""#!/bin/sh
+[ "$1" = --version ] && {{ echo 'Cuda compilation tools, release 12.4, V12.4.131'; exit; }}
+for word; do case "$word" in {tests} arch=*) exit 1;; esac; done
+""")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native, "TOOLKIT", str(tmp_path / "nowhere"))
+    which = shutil.which
+    monkeypatch.setattr(native.shutil, "which", lambda name: None if name == "nvcc" else which(name))
+
+
+def test_no_nvcc_is_said(no_toolkit: None) -> None:
+    with pytest.raises(native.NotBuiltError, match=r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"):
+        native.find_nvcc()
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_nvcc_is_found_by_its_home(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    nvcc = fake_nvcc(tmp_path, "80")
+    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    assert native.find_nvcc() == nvcc and native.nvcc_version(nvcc) == "12.4.131"
+
+
+def test_default_architectures_are_those_that_nvcc_knows(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_nvcc(tmp_path, "80", "90", "90a")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    build = native.CudaBuild()
+    assert build.built_for == "sm_80 sm_90a compute_90, nvcc 12.4.131"
+    assert "nvcc 12.4.131 does not know sm_100a: left out of the device kernels." in capsys.readouterr().out
+    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 does not know sm_100a, which FUSED_TP_CUDA_ARCHS"):
+        native.CudaBuild("90a;100a")
+
+
+@pytest.fixture(params=["ninja", "none"])
+def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two sources and a header in csrc, built by ninja or without it."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    if request.param == "none":
+        monkeypatch.setattr(native, "find_ninja", lambda: None)
+    elif native.find_ninja() is None:
+        pytest.skip("needs ninja")
+    csrc = tmp_path / "a tree" / "csrc"
+    csrc.mkdir(parents=True)
+    monkeypatch.setattr(native, "CSRC", csrc)
+    (csrc / "number.h").write_text("#define NUMBER 1\n")
+    (csrc / "one.cpp").write_text('#include "number.h"\nint one() { return NUMBER; }\n')
+    (csrc / "two.cpp").write_text("int two() { return 2; }\n")
+    return csrc
+
+
+def built(csrc: Path, *flags: str) -> dict[str, int]:
+    """Builds; returns when each file was last written."""
+    folder = csrc.parent / "build"
+    steps = [
+        native.compile_step(f"{name}.o", f"../csrc/{name}.cpp", ["c++", *flags], f"{name}.o.log")
+        for name in ("one", "two")
+    ]
+    objects = [step.output for step in steps]
+    link = native.Step("both.so", objects, ["c++", "-shared", *objects, "-o", "both.so"])
+    native.run_steps([*steps, link], folder)
+    return {name: (folder / name).stat().st_mtime_ns for name in ("one.o", "two.o", "both.so")}
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
+
+
+def later(file: Path, text: str) -> None:
+    """Writes it, and not in the same tick of the clock as what was built of it."""
+    file.write_text(text)
+    moment = time.time() + 2
+    os.utime(file, (moment, moment))
+
+
+def test_only_what_has_changed_is_built(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = built(project, "-fPIC")
+    assert not changed(first, built(project, "-fPIC"))
+    with_flag = built(project, "-fPIC", "-DEXTRA")
+    assert changed(first, with_flag) == {"one.o", "two.o", "both.so"}, "a flag is part of what is built"
+    later(project / "two.cpp", "int two() { return 3; }\n")
+    assert changed(with_flag, built(project, "-fPIC", "-DEXTRA")) == {"two.o", "both.so"}
+
+
+def test_a_header_is_part_of_what_is_built(project: Path) -> None:
+    first = built(project, "-fPIC")
+    later(project / "number.h", "#define NUMBER 2\n")
+    assert changed(first, built(project, "-fPIC")) >= {"one.o", "both.so"}
+
+
+def test_a_copy_of_tree_and_build_folder_has_nothing_to_build(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = built(project, "-fPIC")
+    copy = project.parents[1] / "copy"
+    shutil.copytree(project.parent, copy)
+    monkeypatch.setattr(native, "CSRC", copy / "csrc")
+    assert not changed(first, built(copy / "csrc", "-fPIC"))
+
+
+def test_what_a_compiler_says_is_logged_and_shown_if_it_fails(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later(project / "two.cpp", '#warning "mind this"\nint two() { return 3; }\n')
+    built(project, "-fPIC")
+    assert "mind this" in (project.parent / "build" / "two.o.log").read_text()
+    assert "mind this" not in capsys.readouterr().out
+    later(project / "two.cpp", "this is not C++\n")
+    with pytest.raises(native.NotBuiltError, match=r"two\.cpp"):
+        built(project, "-fPIC")
