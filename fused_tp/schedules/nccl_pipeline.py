@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
-from fused_tp.runtime.partition import shard_range
+from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
@@ -32,6 +33,7 @@ from fused_tp.schedules.layout import (
     placed,
     rank_offsets,
     row_sizes,
+    to_rank_major,
 )
 from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
 from fused_tp.transport.term_sum import sum_into
@@ -61,6 +63,32 @@ class NcclPipeline(Collective):
         self.transport: NcclDist = transport
         self.chunks = chunks
         self._beside = Beside()
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
+        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
+        counts = tuple(row_sizes(last.shape, scatter_dim, sizes))
+        moving, terms = self._swap_terms("reduce_scatter", to_rank_major(last, scatter_dim, sizes), counts)
+        moving.wait()
+        shape = list(partial.shape)
+        shape[scatter_dim] = sizes[self.rank]
+        out = partial.new_empty(shape)
+        sum_into(out.view(-1), terms)
+        return out
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self._check("all_reduce", partial.shape, partial)
+        partial = partial.contiguous()
+        out = torch.empty_like(partial)
+        if out.nbytes <= ONE_SHOT_BYTES:
+            return self._terms_of_all("all_reduce", partial, out, None)()
+        self._share_out("all_reduce", partial, out, None)().wait()
+        return out
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def all_gather_matmul(
         self,
@@ -149,7 +177,7 @@ class NcclPipeline(Collective):
         with self._beside(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
-                    moving = self._terms_of_all(sum_of_products(rows), out, bias)
+                    moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)
                 if here is not None:
                     here()
                 return moving().view(shape)
@@ -160,7 +188,7 @@ class NcclPipeline(Collective):
             for i, (begin, end) in enumerate(cuts):
                 with span("chunk", i + 1, "of", len(cuts), (begin, end), self.name):
                     partial = sum_of_products(_rows_of(rows, begin, end))
-                    add_up_next = self._share_out(partial, out[begin:end], bias)
+                    add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
                     if add_up is not None:
                         # The terms of the chunk before have had a whole matmul's time to move.
                         gathering.append(add_up())
@@ -181,9 +209,9 @@ class NcclPipeline(Collective):
             return self.chunks
         return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
 
-    def _terms_of_all(self, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+    def _terms_of_all(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
         """Start bringing everyone's `partial` here; what is returned adds them up into `out`."""
-        terms = self.transport.all_gather("matmul_all_reduce", partial.view(1, *out.shape))
+        terms = self.transport.all_gather(op, partial.view(1, *out.shape))
 
         def add_up() -> Tensor:
             sum_into(out, terms.wait(), bias)
@@ -191,7 +219,7 @@ class NcclPipeline(Collective):
 
         return add_up
 
-    def _share_out(self, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
+    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
         """Start giving every rank its share of `partial` to add up; the next step adds this rank's, and starts bringing
         everyone's sums to `out`. Shares are cut by elements: one long row is shared out as evenly as many short ones.
         """
@@ -201,20 +229,26 @@ class NcclPipeline(Collective):
         per_rank = -(-per_rank // alignment) * alignment
         counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
-        terms = flat.new_empty((self.world_size, own, 1))
-        plan = scatter_plan(counts, self.rank, 1)
-        moving = self.transport.scatter("matmul_all_reduce", flat, terms, plan)
-        for _ in plan.ranges:  # one; in a group of one rank none
-            moving.send()
-        terms[self.rank].copy_(flat[start : start + own])
+        moving, terms = self._swap_terms(op, flat, counts)
 
         def add_up() -> Moving:
             moving.wait()
             mine = flat_out[start : start + own]
-            sum_into(mine.view(-1), terms.view(self.world_size, own), _bias_from(bias, start, own))
-            return self.transport.gather("matmul_all_reduce", mine, flat_out, gather_plan(counts, self.rank, 1))
+            sum_into(mine.view(-1), terms, _bias_from(bias, start, own))
+            return self.transport.gather(op, mine, flat_out, gather_plan(counts, self.rank, 1))
 
         return add_up
+
+    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
+        """Start giving the ranks their terms, `counts` of `terms_of_all` [sum(counts), 1]; returns the own ones, too."""
+        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        terms = terms_of_all.new_empty((self.world_size, own, 1))
+        plan = scatter_plan(counts, self.rank, 1)
+        moving = self.transport.scatter(op, terms_of_all, terms, plan)
+        for _ in plan.ranges:  # one; in a group of one rank none
+            moving.send()
+        terms[self.rank].copy_(terms_of_all[start : start + own])
+        return moving, terms.view(self.world_size, own)
 
 
 def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]:

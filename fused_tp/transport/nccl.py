@@ -212,6 +212,7 @@ class NcclDist(TorchDist):
         self._board = Noticeboard(store, f"fused_tp/nccl/{device.type}", group.rank, group.size)
         self._core = import_module("fused_tp._core")
         _, self._driver = _load()
+        self._pid = os.getpid()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
         self._under_way: deque[_UnderWay] = deque()
@@ -311,6 +312,11 @@ class NcclDist(TorchDist):
 
     def begin(self, op: str) -> _Call:
         """One more exchange, or several that are enqueued together."""
+        if os.getpid() != self._pid:
+            raise FusedTPError(
+                f"This process is a fork of rank {self.rank} of group {self.group.name!r}; only the rank itself may "
+                "use the group's communicator."
+            )
         if self.broken is not None:
             raise self._failure(_Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
         self.calls += 1
@@ -337,6 +343,8 @@ class NcclDist(TorchDist):
 
     def abandon(self, tensors: Sequence[Tensor]) -> None:
         """For movements that nobody waits for, because of an error most likely: they still use their memory."""
+        if os.getpid() != self._pid:
+            return
         self.used_elsewhere(tensors)
         if self.device.type == "cpu":
             self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())

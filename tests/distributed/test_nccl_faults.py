@@ -21,7 +21,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
-from tests.distributed.nccl_tools import fresh_nccl_ranks, transport_of
+from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
 
 pytestmark = [
     pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
@@ -178,3 +178,26 @@ def test_a_rank_that_gives_up_tells_the_others() -> None:
         assert kind == CollectiveTimeoutError.__name__, message
         assert "rank 0 has given the group up. It said: matmul_reduce_scatter" in message
         assert seconds < 6 + NOTICE_SECONDS
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def fork_case(group: Any) -> tuple[int, bool]:
+    """A child, as data loaders fork them, may not speak for its rank, nor does its end end anything."""
+    schedule = NcclPipeline(transport_of(group), 2)
+    step(schedule, "matmul_all_reduce")
+    child = os.fork()
+    if child == 0:
+        try:
+            step(schedule, "matmul_all_reduce")
+        except FusedTPError as error:
+            os._exit(7 if f"a fork of rank {schedule.rank}" in str(error) else 8)
+        os._exit(9)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.barrier(group)
+    return code, bool(step(schedule, "matmul_all_reduce").eq(6.0 * schedule.world_size).all())
+
+
+def test_a_forked_child_is_refused() -> None:
+    assert nccl_ranks(2, fork_case) == [(7, True)] * 2
