@@ -240,7 +240,7 @@ class NcclPipeline(Collective):
         return add_up
 
     def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
-        """Start giving the ranks their terms, `counts` of `terms_of_all` [sum(counts), 1]; returns the own ones, too."""
+        """Start giving every rank its `counts[rank]` terms [sum(counts), 1]; and where the own ones come, [W, own]."""
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = terms_of_all.new_empty((self.world_size, own, 1))
         plan = scatter_plan(counts, self.rank, 1)

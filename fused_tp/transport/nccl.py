@@ -403,8 +403,15 @@ class NcclDist(TorchDist):
             self._tell()
 
     def _look(self) -> None:
-        if self.broken is not None:
+        if not self._judging.acquire(blocking=False):  # then a call is at it already
             return
+        try:
+            if self.broken is None:
+                self._look_for_failures()
+        finally:
+            self._judging.release()
+
+    def _look_for_failures(self) -> None:
         if self.communicator.failure:
             if self._under_way:
                 self._tell()
