@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline, ways
+from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import NcclDist, nccl_dist
@@ -54,20 +54,15 @@ def transport_of(group: Any) -> NcclDist:
 @contextmanager
 def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> Iterator[None]:
     """The public ops run by NcclPipeline, sums in two steps from more than `one_shot_bytes` on."""
-    transport = transport_of(group)
-
-    def make(*_: Any) -> NcclPipeline:
-        return NcclPipeline(transport, chunks)
-
-    nothing = ways.Way("NCCL", lambda op, dtype: None, lambda group, device: None, make)
     memo = resolve_group(group).memo
+    memo.pop("selected schedules", None)
+    memo["schedule", "nccl_pipeline", CPU] = NcclPipeline(transport_of(group), chunks)
     try:
         with (
-            mock.patch.dict(ways.WAYS, nccl_pipeline=nothing),
             mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="nccl_pipeline"),
             mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", one_shot_bytes),
         ):
             yield
     finally:
-        memo.pop(("schedule", "nccl_pipeline", CPU), None)
+        del memo["schedule", "nccl_pipeline", CPU]
         memo.pop("selected schedules", None)

@@ -20,7 +20,7 @@ import fused_tp
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules import nccl_pipeline, ring_select
+from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import gather_plan, scatter_plan
@@ -66,7 +66,6 @@ def test_forward_and_gradients(world_size: int, dtype_name: str, chunks: int | N
 
 def ring_attention_case(group: Any) -> None:
     """The ring by messages, over this transport."""
-    transport = transport_of(group)
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = shard_sizes(14, world_size)
     q, k, v = (seeded(1, 14, 2, 8, dtype=torch.float64, seed=i) for i in (1, 2, 3))
@@ -80,13 +79,12 @@ def ring_attention_case(group: Any) -> None:
     def own(t: Tensor) -> Tensor:
         return t[:, start : start + sizes[rank]]
 
-    with (
-        mock.patch.object(ring_select, "torch_dist", lambda group, device_type: transport),
-        mock.patch.dict("os.environ", FUSED_TP_SCHEDULE="pipelined"),
-    ):
+    calls = transport_of(group).calls
+    with public_ops_use(group, None):
         shards = [own(t.detach()).clone().requires_grad_() for t in (q, k, v)]
         out = fused_tp.ring_attention(*shards, group=group, layout="contiguous", seq_len=14)
         out.backward(own(d))
+    assert transport_of(group).calls > calls
     torch.testing.assert_close(out, own(wanted))
     for shard, leaf in zip(shards, leaves, strict=True):
         assert leaf.grad is not None
