@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,11 +113,12 @@ class Workspace:
         self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT
         self.counters = counters
         device = buffer.device
-        self.buffer = buffer  # keeps the memory
+        self.buffer, self._handle = buffer, handle  # keep the memory, the peers' too where ranks are threads
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(protocol.COUNTERS + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
         self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
         buffer.zero_()
@@ -182,7 +184,7 @@ class Workspace:
 
         After it, the calls of this workspace give wrong results on some ranks; it is not to be used again.
         """
-        if not int(self.error[protocol.ERROR_SET]):
+        if not self._error_set.value:  # every call asks, and a tensor's element takes microseconds
             return None
         words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
         tile = words[protocol.ERROR_TILE]

@@ -7,9 +7,13 @@ import os
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 _raw = getattr(os.environ, "_data", os.environ)
-_SCHEDULE, _SHM, _TABLE = (
-    getattr(os.environ, "encodekey", str)(name) for name in ("FUSED_TP_SCHEDULE", "FUSED_TP_SHM", "FUSED_TP_TABLE")
+_SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN = (
+    getattr(os.environ, "encodekey", str)(f"FUSED_TP_{name}")
+    for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN")
 )
+# What every op call asks is parsed once for each text.
+_parsed_timeout: tuple[object, float] = None, DEFAULT_TIMEOUT_SECONDS
+_parsed_margin: tuple[object, int] = None, 0
 
 _ON = frozenset({"1", "true", "on", "yes"})
 _OFF = frozenset({"0", "false", "off", "no", ""})
@@ -29,7 +33,14 @@ def _switch(name: str, default: bool) -> bool:
 
 def timeout_seconds() -> float:
     """Longest time any wait for a peer may take, in seconds (`FUSED_TP_TIMEOUT`, default 600)."""
-    text = os.environ.get("FUSED_TP_TIMEOUT")
+    global _parsed_timeout
+    raw = _raw.get(_TIMEOUT)
+    if raw != _parsed_timeout[0]:
+        _parsed_timeout = raw, _timeout(os.environ.get("FUSED_TP_TIMEOUT"))
+    return _parsed_timeout[1]
+
+
+def _timeout(text: str | None) -> float:
     if text is None:
         return DEFAULT_TIMEOUT_SECONDS
     try:
@@ -61,7 +72,14 @@ def sm_margin() -> int:
 
     The same on all ranks: programs of the ranks' kernels wait for each other one by one.
     """
-    text = os.environ.get("FUSED_TP_SM_MARGIN") or "0"
+    global _parsed_margin
+    raw = _raw.get(_SM_MARGIN)
+    if raw != _parsed_margin[0]:
+        _parsed_margin = raw, _margin(os.environ.get("FUSED_TP_SM_MARGIN") or "0")
+    return _parsed_margin[1]
+
+
+def _margin(text: str) -> int:
     if not text.strip().isdecimal():
         raise ValueError(f"FUSED_TP_SM_MARGIN is {text!r}; set it to a number of multiprocessors, 0 or more.")
     return int(text)

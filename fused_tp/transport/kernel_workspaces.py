@@ -13,8 +13,7 @@ who orders: one op of a group at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +48,10 @@ class _Turn:
 class _Slot:
     workspace: Any
     nbytes: int
+    on_gpu: bool
     captured: bool = False
     turn: _Turn = field(default_factory=_Turn)
+    done: torch.cuda.Event | None = None  # behind its last op; recorded anew each time, since making one costs
 
 
 class Workspaces:
@@ -81,9 +82,8 @@ class Workspaces:
         self.broken: str | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
-    @contextmanager
-    def use(self, kind: str, nbytes: int, op: str, *, takes_turn: bool = True) -> Iterator[Any]:
-        """A workspace of at least `nbytes`, for what is launched inside.
+    def use(self, kind: str, nbytes: int, op: str, *, takes_turn: bool = True) -> Use:
+        """A workspace of at least `nbytes`, for what is launched inside of `with`.
 
         Args:
             kind: of op, as given to the constructor.
@@ -91,7 +91,7 @@ class Workspaces:
             takes_turn: False where what is launched leaves room for any other op beside it.
 
         Raises:
-            CollectiveTimeoutError: a wait of this op (interpreted) or of an earlier one (on a GPU) has expired.
+            CollectiveTimeoutError: a wait of an earlier op has expired; on a CPU also, on leaving, one of this op.
             PeerLostError: a peer's process has ended; no kernel waits for it any more.
             FusedTPError: that was so before.
             RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
@@ -101,18 +101,9 @@ class Workspaces:
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
         slot.workspace.timeout_ns = int(settings.timeout_seconds() * 1e9)
-        if not slot.workspace.state.is_cuda:
-            yield slot.workspace
-            self._raise_expired()
-            return
-        with torch.cuda.device(self._memory.device):
-            turns = [slot.turn, self._turn] if takes_turn else [slot.turn]
-            slot.captured |= _capturing()
-            _enter(turns)
-            try:
-                yield slot.workspace
-            finally:  # also where something behind a launch has failed: the kernel runs
-                _leave(turns)
+        if not slot.on_gpu:
+            return Use(self, slot)
+        return UseOnGpu(self, slot, takes_turn)
 
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
@@ -145,8 +136,12 @@ class Workspaces:
         self._on_failure(sentence)
 
     def _expired(self) -> str | None:
-        found = (slot.workspace.expired() for slot in self._all())
-        return next((str(expired) for expired in found if expired is not None), None)
+        for slots in (self._slots.values(), self._outgrown):
+            for slot in slots:
+                expired = slot.workspace.expired()
+                if expired is not None:
+                    return str(expired)
+        return None
 
     def _all(self) -> list[_Slot]:
         return [*self._slots.values(), *self._outgrown]
@@ -194,10 +189,65 @@ class Workspaces:
             raise
         if old is not None and old.captured:
             self._outgrown.append(old)
-        slot = self._slots[kind] = _Slot(workspace, size)
+        slot = self._slots[kind] = _Slot(workspace, size, workspace.state.is_cuda)
         for rank in self._lost:  # meanwhile; the watch has not seen this slot
             workspace.stop_waiting(rank)
         return slot
+
+
+class Use:
+    """One op's use of a workspace, from `Workspaces.use`. A class: a generator costs as much as a launch."""
+
+    __slots__ = ("_slot", "_workspaces")
+
+    def __init__(self, workspaces: Workspaces, slot: _Slot) -> None:
+        self._workspaces = workspaces
+        self._slot = slot
+
+    def __enter__(self) -> Any:
+        return self._slot.workspace
+
+    def __exit__(self, error: object, *details: object) -> None:
+        if error is None:
+            self._workspaces._raise_expired()
+
+
+class UseOnGpu(Use):
+    """In turn with other ops, on the device of the workspace."""
+
+    __slots__ = ("_before", "_capturing", "_turns")
+
+    def __init__(self, workspaces: Workspaces, slot: _Slot, takes_turn: bool) -> None:
+        super().__init__(workspaces, slot)
+        self._turns = (slot.turn, workspaces._turn) if takes_turn else (slot.turn,)
+
+    def __enter__(self) -> Any:
+        index = self._workspaces._memory.device.index
+        self._before = torch._C._cuda_getDevice()
+        if self._before != index:
+            torch.cuda.set_device(index)
+        self._capturing = _capturing()
+        self._slot.captured |= self._capturing
+        if not self._capturing:  # there to wait for something outside is not allowed
+            stream = torch.cuda.current_stream(index)
+            for turn in self._turns:
+                if turn.done is not None and turn.stream != stream:
+                    stream.wait_event(turn.done)
+        return self._slot.workspace
+
+    def __exit__(self, *_: object) -> None:
+        # Also where something behind a launch has failed: the kernel runs.
+        index = self._workspaces._memory.device.index
+        if not self._capturing:
+            stream = torch.cuda.current_stream(index)
+            done = self._slot.done
+            if done is None:
+                done = self._slot.done = torch.cuda.Event()
+            done.record(stream)
+            for turn in self._turns:
+                turn.stream, turn.done = stream, done
+        if self._before != index:
+            torch.cuda.set_device(self._before)
 
 
 def _capturing() -> bool:
@@ -207,21 +257,3 @@ def _capturing() -> bool:
 # Of each device, for all groups: two ops that wait for other ranks, on two streams, could fill two GPUs with kernels
 # that each wait for one which finds no room.
 _turns: dict[torch.device, _Turn] = {}
-
-
-def _enter(turns: Sequence[_Turn]) -> None:
-    if _capturing():
-        return  # to wait for something outside of the capture is not allowed
-    stream = torch.cuda.current_stream()
-    for turn in turns:
-        if turn.done is not None and turn.stream != stream:
-            stream.wait_event(turn.done)
-
-
-def _leave(turns: Sequence[_Turn]) -> None:
-    if _capturing():
-        return
-    stream = torch.cuda.current_stream()
-    event = stream.record_event()
-    for turn in turns:
-        turn.stream, turn.done = stream, event
