@@ -69,6 +69,7 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
   // A wait of this very call may expire before its last thread begins: all must decide alike.
   Call call{workspace, op, expired > 0 && expired < epoch ? -epoch : epoch};
   if (blockIdx.x == 0) {
+#pragma unroll 1
     for (int peer = threadIdx.x; peer < workspace.world; peer += kThreads) {
       store_release_system(flag_at(call, peer, workspace.rank), call.epoch);
     }
@@ -81,6 +82,7 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
 __device__ __forceinline__ void put(const Call& call, const Plan& plan, int phase, bool good) {
   const int64_t value = good ? call.epoch : -call.epoch;
   __syncthreads();
+#pragma unroll 1
   for (int peer = threadIdx.x; peer < call.world(); peer += kThreads) {
     if (peer == call.rank()) continue;
     store_release_system(flag_at(call, peer, plan.flag(phase, blockIdx.x, call.rank())), value);
@@ -119,6 +121,7 @@ __device__ __forceinline__ void record(const Call& call, int source, int block, 
   const Workspace& workspace = call.workspace;
   if (compare_and_swap_gpu(workspace.state + kExpired, 0, call.epoch) != 0) return;
   int64_t absent = 0;
+#pragma unroll 1
   for (int peer = 0; peer < workspace.world; ++peer) {
     const int64_t begun = load_acquire_system(flag_at(call, workspace.rank, peer));
     if (begun >= 0 && begun < call.epoch) absent |= int64_t{1} << peer;
@@ -150,6 +153,7 @@ __device__ __forceinline__ bool arrived(const Call& call, int64_t index, int sou
 // on record. The same for all threads.
 __device__ __forceinline__ bool wait(const Call& call, const Plan& plan, int phase) {
   bool good = call.alive();
+#pragma unroll 1
   for (int source = threadIdx.x; source < call.world(); source += kThreads) {
     if (source != call.rank()) good &= arrived(call, plan.flag(phase, blockIdx.x, source), source, blockIdx.x);
   }
@@ -159,6 +163,7 @@ __device__ __forceinline__ bool wait(const Call& call, const Plan& plan, int pha
 // Ends the call on this rank, once all ranks have begun it; every thread does this last.
 __device__ __forceinline__ void end(const Call& call) {
   if (blockIdx.x == 0) {
+#pragma unroll 1
     for (int source = threadIdx.x; source < call.world(); source += kThreads) {
       if (source != call.rank()) arrived(call, source, source, kBeginning);
     }

@@ -20,11 +20,11 @@ FP8_ROW_SCALE = 2
 
 
 class Case(NamedTuple):
-    """One op; `count` is rows and `chunk` columns for RMS_NORM."""
+    """One op; `size` is rows and `chunk` columns for RMS_NORM."""
 
     op: int
     algorithm: int
-    count: int
+    size: int
     chunk: int
     element_bytes: int
     output: int
@@ -52,7 +52,9 @@ def plans(planner: Path, cases: list[Case]) -> list[Planned]:
     planned = []
     for line in told.splitlines():
         sizes, slots, flags = ([int(number) for number in part.split()] for part in line.split(";"))
-        planned.append(Planned(*sizes, list(zip(slots[::2], slots[1::2], strict=True)), flags))
+        half_bytes, data_begins, count, data = sizes
+        pairs = list(zip(slots[::2], slots[1::2], strict=True))
+        planned.append(Planned(half_bytes, data_begins, count, data, pairs, flags))
     return planned
 
 
@@ -74,7 +76,7 @@ def cases() -> list[Case]:
 
 def wanted_slots(case: Case) -> list[int]:
     """The least bytes of each slot."""
-    count, size, world = case.count, case.element_bytes, case.world
+    count, size, world = case.size, case.element_bytes, case.world
     if world == 1 and not (case.op == ALL_REDUCE and case.algorithm == MULTIMEM):
         return []
     if case.op == EXCHANGE:
@@ -100,7 +102,7 @@ def test_nothing_overlaps_and_all_fits(planner: Path) -> None:
         end = 0
         for (offset, nbytes), least in zip(plan.slots, wanted, strict=True):
             assert offset == end and nbytes >= least and offset % protocol.DATA_ALIGNMENT == 0, case
-            assert nbytes <= least * 2 + 1024 * case.count + 1024, case
+            assert nbytes <= least * 2 + 1024 * case.size + 1024, case
             end = offset + nbytes
         assert end == plan.data and plan.flag_bytes + end <= plan.half_bytes, case
         # One flag for each (phase, block, source), behind the begun words, and none where data may be.
