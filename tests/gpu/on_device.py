@@ -1,0 +1,179 @@
+"""Checks that are written for the CPU, on a GPU: tensors go there for each call and come back, gradients with them.
+
+So what the CPU build of the kernels and the doubles of NCCL and CUDA are tested with, a GPU is tested with too. Where
+the device is the CPU nothing moves: that is how these tests themselves are tried where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fused_tp
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.base import Pending
+
+OPS = (
+    "all_gather_matmul",
+    "all_reduce_rms_norm",
+    "column_parallel_matmul",
+    "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
+    "matmul_reduce_scatter",
+    "ring_attention",
+)
+
+
+def device_of(rank: int, kind: str) -> torch.device:
+    """The GPU of a rank that is a process, which it may share with others; or the CPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def gpu_sharing(world_size: int) -> dict[str, str]:
+    """What torch and NCCL want to be told where several ranks share a GPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= world_size:
+        return {}
+    return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def there(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, with its strides, and at the same distance from where its memory begins."""
+    if device.type == "cpu":
+        return tensor
+    if tensor.requires_grad or tensor.numel() == 0:
+        return tensor.to(device)
+    held = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.as_strided((held,), (1,), 0).to(device)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor], pending: Callable[[Any], Any] = lambda one: one) -> Any:
+    """`value` with all of its tensors changed, in lists and (named) tuples too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if callable(getattr(value, "wait", None)):
+        return pending(value)
+    if isinstance(value, list):
+        return [mapped(one, change, pending) for one in value]
+    if isinstance(value, tuple):
+        items = [mapped(one, change, pending) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+class OnDevice:
+    """What `target` is, with methods that take and return tensors of the CPU and work on `device`.
+
+    Args:
+        after: is called when the results of a method are there, to raise what a kernel has reported meanwhile.
+    """
+
+    def __init__(self, target: Any, device: torch.device, after: Callable[[], None] = lambda: None) -> None:
+        self.__dict__.update(target=target, _to=device, _after=after)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.target, name)
+        return on_device(value, self._to, self._after) if callable(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.target, name, value)
+
+
+class _Waiting(Pending[Any]):
+    def __init__(self, pending: Any, home: Callable[[Any], Any]) -> None:
+        self._pending = pending
+        self._home = home
+
+    def wait(self) -> Any:
+        return self._home(self._pending.wait())
+
+
+def on_device(fn: Callable[..., Any], device: torch.device, after: Callable[[], None] = lambda: None) -> Any:
+    """`fn`, on `device`. An argument `out` is filled, also where it is an input; gradients find their way back."""
+
+    def home(value: Any) -> Any:
+        result = mapped(value, lambda t: t.to("cpu"), lambda pending: _Waiting(pending, home))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return result
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        moved: dict[int, Tensor] = {}
+
+        def go(tensor: Tensor) -> Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = there(tensor, device)
+            return moved[id(tensor)]
+
+        out = keywords.get("out")
+        result = fn(*mapped(args, go), **{name: mapped(value, go) for name, value in keywords.items()})
+        if out is not None and result is moved[id(out)]:
+            if result is not out:
+                out.copy_(result)
+            result = out
+        else:
+            result = home(result)
+        after()
+        return result
+
+    return call
+
+
+class Graph:
+    """A CUDA graph of `work`; on the CPU a replay does it again.
+
+    Args:
+        turn: to be in while it is captured, which begins with a synchronization of all that runs on the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        work: Callable[[], list[Tensor]],
+        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._work = work
+        self._graph = None
+        if device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.current_stream()
+            if stream == torch.cuda.default_stream():
+                stream = torch.cuda.Stream(device)  # the default one cannot be captured
+            with turn(), torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._results = work()
+
+    def replay(self) -> list[Tensor]:
+        if self._graph is None:
+            return self._work()
+        self._graph.replay()
+        return self._results
+
+
+@contextmanager
+def public_ops_on(device: torch.device) -> Iterator[None]:
+    """`fused_tp.<op>` takes and returns tensors of the CPU, and works on `device`."""
+    with ExitStack() as stack:
+        for name in OPS:
+            stack.enter_context(mock.patch.object(fused_tp, name, on_device(getattr(fused_tp, name), device)))
+        yield
+
+
+def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
+    """Why `group` cannot have `schedule` on `device`, or None. All ranks ask together."""
+    from fused_tp.schedules.ways import WAYS
+
+    way = WAYS.get(schedule)
+    if way is None:
+        return f"there is no schedule {schedule}"
+    if way.devices and device.type not in way.devices:
+        return f"{schedule} is for {', '.join(way.devices)}, not {device.type}"
+    return way.obstacle(resolve_group(group), device)

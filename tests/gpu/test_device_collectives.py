@@ -1,0 +1,323 @@
+"""The device kernels on GPUs: ranks as threads of one GPU and as processes, in graphs, with a rank that stays away.
+
+The checks are those of the kernels' CPU build (tests/distributed/test_device_schedules.py and test_device_faults.py).
+Processes take a GPU each where there are enough, and else share what there is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport import native_kernels
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.kernel_memory import group_memory
+from fused_tp.transport.local import LocalGroup, LocalRank, run_local
+from tests.distributed import test_device_faults as faults
+from tests.distributed import test_device_schedules as checks
+from tests.distributed import test_tp_ops as ops
+from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.reference import seeded
+from tests.workers import fresh_ranks
+
+pytestmark = pytest.mark.gpu
+
+ALGORITHMS = ("one_shot", "two_shot")  # multimem needs a switch: it has a test of its own
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = native_kernels.no_native_kernels()
+    if reason is not None:
+        pytest.skip(f"needs the library of device kernels: {reason}")
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "60")
+    monkeypatch.setattr(checks, "ALGORITHMS", ALGORITHMS)
+
+
+def collectives_on(device: torch.device, target: DeviceCollectives) -> Any:
+    """Takes tensors of the CPU; raises at the end of the call what the CPU build raises within it."""
+    return OnDevice(target, device, target.raise_if_expired)
+
+
+# -- threads of one GPU -----------------------------------------------------------------------------------------------
+
+
+def rehearse(rank: LocalRank, work: Callable[[Any], object]) -> None:
+    """`work` on a group of one, rank after rank: all that it loads and allocates is there when ranks wait for ranks."""
+    with rank.in_turn():
+        alone = LocalGroup(1, rank.device).rank(0)
+        work(collectives_on(rank.device, DeviceCollectives(alone)))
+
+
+def every_collective(rank: LocalRank, dtype: torch.dtype) -> list[Tensor]:
+    rehearse(rank, lambda device: checks.every_collective(device, dtype))
+    return checks.every_collective(collectives_on(rank.device, DeviceCollectives(rank)), dtype)
+
+
+def same_on_all(results: list[list[Tensor]]) -> None:
+    for result in results[1:]:
+        for mine, first in zip(result, results[0], strict=True):
+            checks.same_bits(mine, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_threads(world_size: int, dtype: torch.dtype) -> None:
+    same_on_all(run_local(world_size, every_collective, dtype, device="cuda"))
+
+
+def large(rank: LocalRank, elements: int) -> None:
+    """Long enough that every block of every rank has many rounds to make; odd, so that ends are no whole packets."""
+    device, world_size = DeviceCollectives(rank), rank.world_size
+    with rank.in_turn():
+        terms = [seeded(elements, dtype=torch.bfloat16, seed=r).to(rank.device) for r in range(world_size)]
+        wanted = checks.summed(terms)
+        outs = [torch.empty_like(wanted) for _ in range(2)]
+        assert torch.equal(wanted, checks.summed(terms))
+        kept = [torch.empty(world_size * elements, dtype=torch.bfloat16, device=rank.device) for _ in range(3)]
+        del kept
+    for algorithm, out in zip(ALGORITHMS, outs, strict=True):
+        device.all_reduce(terms[rank.rank], algorithm, out=out)
+    gathered = device.all_gather(terms[rank.rank])
+    rank.barrier()
+    device.raise_if_expired()
+    with rank.in_turn():
+        assert all(torch.equal(out, wanted) for out in outs)
+        assert torch.equal(gathered, torch.cat(terms))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_large(world_size: int) -> None:
+    run_local(world_size, large, (1 << 23) + 13, device="cuda")
+
+
+def in_graph(rank: LocalRank, replays: int) -> None:
+    """Every kernel in one graph, replayed on other inputs each time, with calls outside of it in between."""
+    device, world_size, r = DeviceCollectives(rank), rank.world_size, rank.rank
+    rows, columns = 4 * world_size, 8 * world_size
+
+    def inputs(seed: int) -> list[Tensor]:
+        return [seeded(rows, columns, dtype=torch.bfloat16, seed=100 * seed + k) for k in range(world_size)]
+
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=rank.device)
+    residual, weight = (seeded(*shape, dtype=torch.bfloat16, seed=7) for shape in ((rows, columns), (columns,)))
+    residual_here, weight_here = residual.to(rank.device), weight.to(rank.device)
+
+    def work() -> list[Tensor]:
+        normed, stream, _ = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "two_shot")
+        eight, _, scale = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "one_shot", fp8="row")
+        assert scale is not None
+        moved = device.sequence_to_heads(x.view(1, rows, world_size, 8))
+        sums = [device.all_reduce(x, algorithm) for algorithm in ALGORITHMS]
+        return [*sums, device.reduce_scatter(x), device.all_gather(x), moved, stream, normed, eight, scale]
+
+    def check(results: list[Tensor], terms: list[Tensor]) -> None:
+        rank.synchronize()
+        device.raise_if_expired()
+        total = checks.summed(terms)
+        one, two, scattered, gathered, moved, stream, normed, eight, scale = (t.cpu() for t in results)
+        for actual in (one, two):
+            checks.same_bits(actual, total)
+        checks.same_bits(scattered, total.chunk(world_size)[r])
+        checks.same_bits(gathered, torch.cat(terms))
+        whole = torch.cat([t.view(1, rows, world_size, 8) for t in terms], 1)
+        checks.same_bits(moved, whole[:, :, r : r + 1])
+        summed = torch.stack([t.double() for t in terms]).sum(0) + residual.double()
+        checks.assert_within_dtype_error(stream, summed, torch.bfloat16, reduced_over=world_size + 1)
+        normed64 = checks.rms_norm64(stream, weight, 1e-6)
+        checks.assert_within_dtype_error(normed, normed64, torch.bfloat16, reduced_over=columns)
+        checks.assert_is_fp8(eight, normed64, scale)
+
+    with rank.in_turn():  # whatever torch loads and allocates
+        alone = DeviceCollectives(LocalGroup(1, rank.device).rank(0))
+        kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6, fp8="row")]
+        x.copy_(inputs(0)[r])
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
+        del kept
+    check(work(), inputs(0))
+    rank.barrier()
+    graph = Graph(rank.device, work, rank.in_turn)
+    for number in range(1, replays + 1):
+        terms = inputs(number)
+        x.copy_(terms[r])
+        if number % 3 == 0:
+            _late(rank, r)
+        check(graph.replay(), terms)
+        if number % 2:
+            check(work(), terms)
+    rank.barrier()
+
+
+def _late(rank: LocalRank, milliseconds: int) -> None:
+    if rank.device.type == "cuda":
+        torch.cuda._sleep(2_000_000 * milliseconds)
+    else:
+        time.sleep(milliseconds / 1e3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_graphs_and_calls_between_replays(world_size: int) -> None:
+    run_local(world_size, in_graph, 8, device="cuda")
+
+
+def without_last(rank: LocalRank) -> str:
+    """The last rank does not come to the second call."""
+    device = DeviceCollectives(rank)
+    x = torch.ones(1000, device=rank.device)
+    outs = [torch.empty_like(x) for _ in range(2)]
+    with rank.in_turn():
+        DeviceCollectives(LocalGroup(1, rank.device).rank(0)).all_reduce(x, "two_shot", out=outs[0])
+        assert not bool(outs[0].isnan().any())
+    device.all_reduce(x, "two_shot", out=outs[0])
+    rank.barrier()
+    os.environ["FUSED_TP_TIMEOUT"] = "1"
+    rank.exchange(None)
+    if rank.rank == rank.world_size - 1:
+        time.sleep(2)
+        rank.exchange(None)
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as raised:  # on a GPU by a later call, on the CPU by this one
+        device.all_reduce(x, "two_shot", out=outs[1])
+        rank.synchronize()
+        device.raise_if_expired()
+    assert 0.9 < time.monotonic() - begun < 2
+    assert bool(outs[1].isnan().any())
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+        device.all_reduce(x, "two_shot")
+    os.environ["FUSED_TP_TIMEOUT"] = "60"
+    rank.exchange(None)
+    assert float(x.sum()) == 1000  # the GPU goes on
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_stays_away(world_size: int) -> None:
+    *sentences, nothing = run_local(world_size, without_last, device="cuda")
+    assert nothing == ""
+    for sentence in sentences:
+        assert f"rank {world_size - 1} had not begun the call" in sentence and "all_reduce, call 2" in sentence
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.device_count() > 1), reason="multicast reaches several GPUs"
+)
+def test_multimem() -> None:
+    outcomes = fresh_ranks(torch.cuda.device_count(), in_process, "cuda", None, "bfloat16", ("multimem",), timeout=300)
+    _unwrapped(outcomes)
+
+
+def test_one_gpu_has_no_multicast() -> None:
+    def ask(rank: LocalRank) -> None:
+        device = DeviceCollectives(rank)
+        assert not device.has_multicast()
+        with pytest.raises(ValueError, match="algorithm is 'multimem', which needs memory with a multicast address"):
+            device.all_reduce(torch.ones(8, device=rank.device), "multimem")
+
+    run_local(2, ask, device="cuda")
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def group_collectives(group: Any, kind: str, library: str | None) -> Any:
+    """The collectives of this process, which take tensors of the CPU; or why there are none."""
+    device = device_of(dist.get_rank(group), kind)
+    if library is not None:
+        native_kernels.use_library(library)
+    memory = group_memory(resolve_group(group), device)
+    return memory if isinstance(memory, str) else collectives_on(device, DeviceCollectives(memory))
+
+
+def in_process(
+    group: Any, kind: str, library: str | None, dtype_name: str, algorithms: tuple[str, ...] = ALGORITHMS
+) -> str | list[bytes]:
+    """What all ranks must have the same bits of; or why they cannot run it."""
+    device = group_collectives(group, kind, library)
+    if isinstance(device, str):
+        return device
+    if "multimem" in algorithms and not device.has_multicast():
+        return "these GPUs have no multicast, which takes an NVLink switch with SHARP"
+    with mock.patch.object(checks, "ALGORITHMS", algorithms):
+        results = checks.every_collective(device, getattr(torch, dtype_name))
+    dist.barrier(group)
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
+
+
+def _unwrapped(outcomes: list[Any]) -> list[Any]:
+    results = [outcome.unwrap() for outcome in outcomes]
+    if isinstance(results[0], str) and results[0]:
+        pytest.skip(f"these ranks cannot share GPU memory: {results[0]}")
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "bfloat16"), (2, "float32"), (4, "float16")])
+def test_processes(world_size: int, dtype_name: str) -> None:
+    env = {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": "60"}
+    results = _unwrapped(fresh_ranks(world_size, in_process, "cuda", None, dtype_name, timeout=300, env=env))
+    assert all(result == results[0] for result in results)
+
+
+def public_ops(group: Any, kind: str, library: str | None, schedule: str, dtype_name: str) -> str:
+    """'' or why not; forward and all gradients of the public ops."""
+    device = device_of(dist.get_rank(group), kind)
+    if library is not None:
+        native_kernels.use_library(library)
+    reason = why_not(group, schedule, device)
+    if reason is not None:
+        return reason
+    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
+        ops.all_cases(group, dtype_name, False)
+    dist.barrier(group)
+    return ""
+
+
+@pytest.mark.parametrize("schedule", ALGORITHMS)
+def test_public_ops(schedule: str) -> None:
+    env = {**gpu_sharing(2), "FUSED_TP_TIMEOUT": "60"}
+    _unwrapped(fresh_ranks(2, public_ops, "cuda", None, schedule, "bfloat16", timeout=300, env=env))
+
+
+def with_fault(group: Any, kind: str, library: str | None, case: str, args: tuple[Any, ...]) -> Any:
+    """A test of faults of the CPU build, on the ranks' GPUs."""
+    device = group_collectives(group, kind, library)
+    if isinstance(device, str):
+        return device
+    with mock.patch.object(faults, "own_kernels", lambda group: device):
+        return getattr(faults, case)(group, *args)
+
+
+@pytest.fixture
+def patient() -> dict[str, str]:
+    """Setting up takes a GPU longer than the deadlines that these tests give themselves afterwards."""
+    return {**gpu_sharing(3), "FUSED_TP_TIMEOUT": "60"}
+
+
+def test_a_process_that_does_not_come(patient: dict[str, str]) -> None:
+    outcomes = fresh_ranks(3, with_fault, "cuda", None, "without_last", ("one_shot",), timeout=120, env=patient)
+    for sentence in _unwrapped(outcomes)[:2]:
+        assert "all_reduce, call 2" in sentence and "rank 2 had not begun the call" in sentence
+
+
+def test_a_process_that_comes_too_late(patient: dict[str, str]) -> None:
+    outcomes = fresh_ranks(3, with_fault, "cuda", None, "too_late", (), timeout=120, env=patient)
+    assert "gave up" in _unwrapped(outcomes)[1]
+
+
+def test_a_process_that_is_killed(patient: dict[str, str]) -> None:
+    outcomes = fresh_ranks(
+        3, with_fault, "cuda", None, "dies", ("two_shot",), timeout=120, env=patient, expect_deaths=True
+    )
+    survivors = _unwrapped([outcomes[0], outcomes[2]])
+    assert outcomes[1].died and all(seconds < 5 for seconds in survivors)

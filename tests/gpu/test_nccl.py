@@ -1,0 +1,205 @@
+"""Our NCCL communicator and the pipelines over it: one rank, several on one GPU where NCCL takes that, one on each GPU.
+
+The checks are those made over the doubles of NCCL and CUDA (tests/distributed/test_nccl_pipeline.py and
+test_nccl_faults.py). Several ranks on one GPU take NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL calls
+experimental.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
+from fused_tp.transport import nccl
+from fused_tp.transport.base import sum_in_rank_order
+from fused_tp.transport.nccl import NcclDist, nccl_dist
+from tests.distributed import test_nccl_faults as faults
+from tests.distributed import test_nccl_pipeline as checks
+from tests.distributed import test_tp_ops as ops
+from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.reference import seeded
+from tests.workers import fresh_ranks
+
+pytestmark = pytest.mark.gpu
+
+PATIENCE = "60"  # seconds; NCCL takes some to start
+NOTICE_SECONDS = 8.0  # and some to abort
+
+
+def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.device:
+    if libraries is not None:
+        os.environ["CUDA_DOUBLE"] = libraries[1]  # for the one of NCCL
+        nccl.use_libraries(*libraries)
+    return device_of(dist.get_rank(group), kind)
+
+
+def transport_on(group: Any, device: torch.device) -> NcclDist | str:
+    """The group's communicator, all of what a first call loads being there; or why there is none."""
+    deadline = os.environ.get("FUSED_TP_TIMEOUT", PATIENCE)
+    with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
+        transport = nccl_dist(resolve_group(group), device)
+        if isinstance(transport, NcclDist) and device.type == "cuda":
+            x = torch.ones(8, 8, device=device)
+            NcclPipeline(transport, 2).matmul_all_reduce([(x, x)], None).cpu()
+            dist.barrier(group)
+    os.environ["FUSED_TP_TIMEOUT"] = deadline
+    return transport
+
+
+@contextmanager
+def checks_on(module: Any, device: torch.device) -> Iterator[None]:
+    """What `module` makes of a group works on `device`."""
+
+    def transport_of(group: Any) -> OnDevice:
+        transport = transport_on(group, device)
+        assert isinstance(transport, NcclDist), transport
+        return OnDevice(transport, device)
+
+    def pipeline(transport: OnDevice, chunks: int | None = None) -> OnDevice:
+        return OnDevice(NcclPipeline(transport.target, chunks), device)
+
+    with (
+        mock.patch.object(module, "transport_of", transport_of),
+        mock.patch.object(module, "NcclPipeline", pipeline),
+        mock.patch.object(faults, "NOTICE_SECONDS", NOTICE_SECONDS),
+    ):
+        yield
+
+
+def case_on(group: Any, kind: str, libraries: Any, of_faults: bool, case: str, args: tuple[Any, ...]) -> Any:
+    """What a case of the tests over doubles returns; or why these ranks cannot run it."""
+    device = start(group, kind, libraries)
+    if isinstance(reason := transport_on(group, device), str):
+        return reason
+    module = faults if of_faults else checks
+    with checks_on(module, device):
+        return getattr(module, case)(group, *args)
+
+
+def graph_case(group: Any, kind: str, libraries: Any) -> str:
+    """'' or why not. Every pipeline in one graph, replayed on other inputs each time, with calls in between."""
+    device = start(group, kind, libraries)
+    transport = transport_on(group, device)
+    if isinstance(transport, str):
+        return transport
+    rank, world_size = transport.rank, transport.world_size
+    schedule = NcclPipeline(transport, 2)
+    rows, columns = 6 * world_size, 16
+    eye = torch.eye(columns, dtype=torch.bfloat16, device=device)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+    def work() -> list[Tensor]:
+        (gathered,), _ = schedule.all_gather_matmul(
+            x, [eye], [None], gather_dim=0, gather_size=None, return_gathered=False
+        )
+        scattered = schedule.matmul_reduce_scatter([(x, eye)], None, scatter_dim=0)
+        return [gathered, scattered, schedule.matmul_all_reduce([(x, eye)], None)]
+
+    def check(results: list[Tensor], terms: Tensor) -> None:
+        gathered, scattered, summed = (result.cpu() for result in results)
+        assert torch.equal(gathered, terms.flatten(0, 1))
+        total = sum_in_rank_order(terms)
+        assert torch.equal(summed, total)
+        assert torch.equal(scattered, total.chunk(world_size)[rank])
+
+    def inputs(seed: int) -> Tensor:
+        return torch.stack(
+            [seeded(rows, columns, dtype=torch.bfloat16, seed=100 * seed + r) for r in range(world_size)]
+        )
+
+    for seed in range(2):
+        x.copy_(inputs(seed)[rank])
+        check(work(), inputs(seed))
+    graph = Graph(device, work)
+    for seed in range(2, 8):
+        x.copy_(inputs(seed)[rank])
+        check(graph.replay(), inputs(seed))
+        if seed % 2:
+            check(work(), inputs(seed))
+    dist.barrier(group)
+    return ""
+
+
+def public_ops(group: Any, schedule: str, dtype_name: str) -> str:
+    """'' or why not; forward and all gradients."""
+    device = start(group, "cuda", None)
+    reason = why_not(group, schedule, device)
+    if reason is not None:
+        return reason
+    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
+        ops.all_cases(group, dtype_name, False)
+    dist.barrier(group)
+    return ""
+
+
+def unwrapped(outcomes: list[Any]) -> list[Any]:
+    results = [outcome.unwrap() for outcome in outcomes]
+    if isinstance(results[0], str) and results[0]:
+        pytest.skip(f"these ranks can have no NCCL communicator: {results[0]}")
+    return results
+
+
+def environment(world_size: int, **more: str) -> dict[str, str]:
+    return {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": PATIENCE, **more}
+
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("case", ["schedule_case", "movements_case", "many_calls_case"])
+def test_pipelines(world_size: int, case: str) -> None:
+    env = environment(world_size)
+    unwrapped(fresh_ranks(world_size, case_on, "cuda", None, False, case, (), timeout=300, env=env))
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16", "float16"])
+def test_equal_bits(world_size: int, dtype_name: str) -> None:
+    arguments = ("cuda", None, False, "equal_bits_case", (dtype_name,))
+    first, *others = unwrapped(
+        fresh_ranks(world_size, case_on, *arguments, timeout=300, env=environment(world_size))
+    )  # fmt: skip
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@WORLD_SIZES
+def test_graphs_and_calls_between_replays(world_size: int) -> None:
+    unwrapped(fresh_ranks(world_size, graph_case, "cuda", None, timeout=300, env=environment(world_size)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_public_ops(world_size: int) -> None:
+    env = environment(world_size)
+    unwrapped(fresh_ranks(world_size, public_ops, "nccl_pipeline", "bfloat16", timeout=300, env=env))
+
+
+def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
+    outcomes = fresh_ranks(
+        4, case_on, "cuda", None, True, "killed_case", (), timeout=300, env=environment(4), expect_deaths=True
+    )
+    (found,) = unwrapped(outcomes[:1])
+    assert [outcome.died for outcome in outcomes] == [False, True, True, True]
+    for (kind, message, seconds), victim, op in zip(found, (3, 2, 1), faults.OPS, strict=True):
+        assert kind == "PeerLostError" and f"lost rank {victim}" in message and op in message, message
+        assert seconds < NOTICE_SECONDS
+
+
+def test_a_rank_that_stalls_is_a_timeout_that_names_it() -> None:
+    env = environment(3, FUSED_TP_TIMEOUT=str(faults.DEADLINE))
+    outcomes = fresh_ranks(3, case_on, "cuda", None, True, "stalled_case", (), timeout=300, env=env)
+    for rank, found in enumerate(unwrapped(outcomes)):
+        for (kind, message, seconds), op in zip(found, faults.OPS, strict=True):
+            assert kind == "CollectiveTimeoutError" and op in message, message
+            assert rank == 1 or seconds < faults.DEADLINE + NOTICE_SECONDS, message

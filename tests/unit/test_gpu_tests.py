@@ -1,0 +1,153 @@
+"""The bodies of tests/gpu, on the CPU, as far as they go there: so that on a GPU they fail for the GPU's reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.transport import native_kernels
+from fused_tp.transport.local import run_local
+from tests.distributed import nccl_tools
+from tests.distributed import test_device_schedules as checks
+from tests.gpu import test_copy_engine as engine_tests
+from tests.gpu import test_device_collectives as collectives
+from tests.gpu import test_nccl as nccl_tests
+from tests.gpu.on_device import OnDevice, mapped, on_device, there
+from tests.native_build import cpu_device_library
+from tests.workers import fresh_ranks, run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    path = str(cpu_device_library())
+    native_kernels.use_library(path)
+    monkeypatch.setattr(checks, "ALGORITHMS", collectives.ALGORITHMS)
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "30")
+    yield path
+    native_kernels.use_library(None)
+
+
+def test_threads(library: str) -> None:
+    collectives.same_on_all(run_local(2, collectives.every_collective, torch.bfloat16))
+
+
+def test_large(library: str) -> None:
+    run_local(2, collectives.large, 5003)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_graphs(library: str, world_size: int) -> None:
+    run_local(world_size, collectives.in_graph, 4)
+
+
+def test_a_rank_that_stays_away(library: str) -> None:
+    first, second = run_local(2, collectives.without_last)
+    assert "rank 1 had not begun the call" in first and second == ""
+
+
+def test_processes(library: str) -> None:
+    results = run_ranks(2, collectives.in_process, "cpu", library, "float16")
+    assert results[0] == results[1] and len(results[0]) > 10
+    assert run_ranks(2, collectives.public_ops, "cpu", None, "plain", "float32") == ["", ""]
+    reasons = run_ranks(2, collectives.public_ops, "cpu", None, "two_shot", "float32")
+    assert reasons == ["two_shot is for cuda, not cpu"] * 2
+
+
+@pytest.mark.parametrize(("case", "args"), [("without_last", ("one_shot",)), ("dies", ("two_shot",))])
+def test_faults(library: str, case: str, args: tuple[str, ...]) -> None:
+    outcomes = fresh_ranks(3, collectives.with_fault, "cpu", library, case, args, expect_deaths=True)
+    results: list[Any] = [outcomes[0].unwrap(), outcomes[1 if case == "without_last" else 2].unwrap()]
+    assert all(result for result in results) and outcomes[1].died == (case == "dies")
+
+
+# -- NCCL and copy engines, over doubles of NCCL and of the CUDA driver ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def doubles() -> tuple[str, str]:
+    nccl_double, cuda_double = nccl_tools.doubles()
+    return str(nccl_double), str(cuda_double)
+
+
+@pytest.mark.parametrize("case", ["movements_case", "many_calls_case"])
+def test_nccl(doubles: tuple[str, str], case: str) -> None:
+    run_ranks(2, nccl_tests.case_on, "cpu", doubles, False, case, ())
+
+
+def test_nccl_bits_and_graphs(doubles: tuple[str, str]) -> None:
+    arguments = ("cpu", doubles, False, "equal_bits_case", ("bfloat16",))
+    first, second = run_ranks(2, nccl_tests.case_on, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert run_ranks(3, nccl_tests.graph_case, "cpu", doubles) == ["", "", ""]
+
+
+def test_nccl_faults(doubles: tuple[str, str]) -> None:
+    env = {"FUSED_TP_TIMEOUT": "30"}
+    arguments = ("cpu", doubles, True, "told_case", ())
+    outcomes = fresh_ranks(3, nccl_tests.case_on, *arguments, timeout=120, env=env)
+    assert [outcome.unwrap()[0] for outcome in outcomes] == ["CollectiveTimeoutError"] * 3
+
+
+def test_copy_engine(doubles: tuple[str, str]) -> None:
+    _, library = doubles
+    run_ranks(2, engine_tests.with_schedule, "cpu", library, "every_op", ("bfloat16",))
+    run_ranks(2, engine_tests.with_schedule, "cpu", library, "at_random", (3, 20))
+    assert run_ranks(3, engine_tests.graph_case, "cpu", library) == ["", "", ""]
+
+
+def test_copy_engine_faults(doubles: tuple[str, str]) -> None:
+    _, library = doubles
+    arguments = ("cpu", library, "killed", ("matmul_all_reduce",))
+    outcomes = fresh_ranks(3, engine_tests.with_schedule, *arguments, timeout=120, expect_deaths=True)
+    assert outcomes[2].died and all(outcome.unwrap() < 3 for outcome in outcomes[:2])
+
+
+# -- what takes checks of the CPU to a device; "meta" stands for one ---------------------------------------------------
+
+
+def test_tensors_keep_their_strides_and_their_place() -> None:
+    base = torch.arange(40.0)
+    for view in (base[3:], base[1:31].view(5, 6).t(), base[:30].view(5, 6)[:, ::2], base[:0], base[2]):
+        moved = there(view, torch.device("meta"))
+        assert moved.device.type == "meta" and moved.stride() == view.stride()
+        assert moved.storage_offset() == (view.storage_offset() if view.numel() else 0)
+    assert there(base, torch.device("cpu")) is base
+
+
+def test_arguments_go_and_results_come_back() -> None:
+    seen: list[Any] = []
+
+    def fn(x: torch.Tensor, several: list[Any], *, out: torch.Tensor) -> Any:
+        seen.extend([x.dtype, several[0].dtype, out is x])
+        return out
+
+    class Half:
+        """In the place of a device: what goes there becomes another tensor."""
+
+        type = "elsewhere"
+
+    x = torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.gpu.on_device.there", lambda t, device: t.double())
+        called: list[bool] = []
+        result = on_device(fn, Half(), lambda: called.append(True))(x, [x], out=x)  # type: ignore[arg-type]  # a double
+    assert result is x and called == [True] and seen == [torch.float64, torch.float64, True]
+
+
+def test_what_is_not_a_tensor_stays() -> None:
+    class Target:
+        number = 3
+
+        def double(self, x: torch.Tensor, times: int) -> tuple[torch.Tensor, int]:
+            return x * times, times
+
+    proxy = OnDevice(Target(), torch.device("cpu"))
+    (y, times) = proxy.double(torch.ones(2), 2)
+    assert proxy.number == 3 and times == 2 and y.tolist() == [2.0, 2.0]
+    assert mapped(("a", [1, None]), lambda t: t) == ("a", [1, None])
