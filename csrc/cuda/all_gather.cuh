@@ -17,7 +17,7 @@ struct AllGather {
   int64_t per_block;  // packets of each part
 };
 
-inline __global__ void __launch_bounds__(kThreads, 1)
+static __global__ void __launch_bounds__(kThreads, 1)
     all_gather_kernel(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
                       const __grid_constant__ AllGather job) {
   const Call call = begin(workspace, Op::kAllGather);

@@ -5,7 +5,7 @@
 
 namespace fused_tp::cuda {
 
-inline __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __grid_constant__ Workspace workspace) {
+static __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __grid_constant__ Workspace workspace) {
   end(begin(workspace, Op::kBarrier));
 }
 

@@ -5,6 +5,6 @@
 
 namespace fused_tp::cuda {
 
-inline __global__ void count_up_kernel(int64_t* word) { store_release_system(word, load_relaxed_system(word) + 1); }
+static __global__ void count_up_kernel(int64_t* word) { store_release_system(word, load_relaxed_system(word) + 1); }
 
 }  // namespace fused_tp::cuda
