@@ -219,8 +219,9 @@ std::mutex& instance_mutex() {
   return *mutex;
 }
 
-Watchdog* the_watchdog = nullptr;  // with instance_mutex held
-bool was_stopped = false;
+// With instance_mutex held.
+Watchdog* the_watchdog = nullptr;
+Watchdog* stopped_watchdog = nullptr;
 
 Watchdog* Watchdog::instance(bool make) {
   // The thread does not exist in a forked child, and its mutexes may be locked there for ever: a new one is made if
@@ -232,7 +233,7 @@ Watchdog* Watchdog::instance(bool make) {
                                                  });
   (void)registered;
   std::lock_guard<std::mutex> lock(instance_mutex());
-  if (the_watchdog == nullptr && make && !was_stopped) {
+  if (the_watchdog == nullptr && make && stopped_watchdog == nullptr) {
     the_watchdog = new Watchdog();
     // After the driver was loaded, so before it ends: exit handlers run in reverse.
     static const int at_exit = std::atexit(stop_watchdog);
@@ -248,7 +249,7 @@ void stop_watchdog() {
   {
     std::lock_guard<std::mutex> lock(instance_mutex());
     std::swap(watchdog, the_watchdog);
-    was_stopped = true;
+    if (watchdog != nullptr) stopped_watchdog = watchdog;
   }
   if (watchdog != nullptr) watchdog->stop();
 }

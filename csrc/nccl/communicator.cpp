@@ -292,6 +292,8 @@ std::unique_lock<std::mutex> Communicator::lock_handle() const {
 void Communicator::settle(Result result, const std::string& what) {
   const auto begun = Clock::now();
   Backoff backoff(options_.interrupted);
+  // Some functions (ncclCommSplit) return ncclSuccess while what they have started is still under way.
+  if (result == Result::kSuccess) result = Result::kInProgress;
   while (result == Result::kInProgress) {
     check();
     result = handle_->async_error();

@@ -461,11 +461,6 @@ def aborted(group: dist.ProcessGroup) -> None:
     assert libraries.nccl_knobs().nccl_double_live_communicators() == 0
 
 
-def test_aborting_more_than_once() -> None:
-    for outcome in fresh_ranks(2, aborted):
-        outcome.unwrap()
-
-
 class Survivor:
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
@@ -506,7 +501,8 @@ def test_a_killed_rank() -> None:
 
 
 def left_open(group: dist.ProcessGroup) -> None:
-    """Nobody closes these: one idle, one that has failed, one with an op whose peer is late."""
+    """Aborts many times over. Then nobody closes these: one idle, one failed, one with an op whose peer is late."""
+    aborted(group)
     global idle, failed, busy, x
     idle, failed, busy = join(group), join(group), join(group)
     check_works(idle)
@@ -519,7 +515,7 @@ def left_open(group: dist.ProcessGroup) -> None:
         busy.wait(ticket)
 
 
-def test_the_interpreter_ends_with_communicators_open() -> None:
+def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
     for outcome in fresh_ranks(2, left_open):
         outcome.unwrap()
     assert names_left() == []
@@ -545,8 +541,7 @@ def forked(group: dist.ProcessGroup) -> None:
 
 
 def test_a_forked_child_leaves_it_alone() -> None:
-    for outcome in fresh_ranks(2, forked):
-        outcome.unwrap()
+    run_ranks(2, forked)
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------

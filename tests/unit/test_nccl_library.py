@@ -154,7 +154,9 @@ def test_a_capture_is_seen(driver: _core.Driver) -> None:
 
 
 def test_deadlines_without_clocks_or_threads() -> None:
-    program = build_program("deadlines", ["tests/native/doubles/deadlines.cpp"], ["-Icsrc", "-O1"])
+    require_sanitizer("address,undefined")
+    flags = ["-Icsrc", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    program = build_program("deadlines", ["tests/native/doubles/deadlines.cpp"], flags)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "all as expected", done.stdout + done.stderr
 
