@@ -42,6 +42,8 @@ from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import TorchDist, _Call
 
 _LOG = logging.getLogger("fused_tp")
+_ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer that has ended
+_IDLE_SECONDS = 2.0  # when nothing is under way that can be seen: CUDA graphs may be, and must not wait on
 _LOOK_SECONDS = 0.5  # a movement that takes longer may be waiting for a peer that has given up
 
 
@@ -217,7 +219,8 @@ class NcclDist(TorchDist):
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
         self._under_way: deque[_UnderWay] = deque()
         self._noticed = 0  # the call that a notice has been left for
-        self._gone: list[int] = []
+        self._gone: list[int] = []  # ranks whose processes have ended
+        self._gone_since = 0.0
         self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
 
     # -- movements ----------------------------------------------------------------------------------------------------
@@ -396,11 +399,7 @@ class NcclDist(TorchDist):
 
     def _peer_lost(self, rank: int) -> None:
         self._gone.append(rank)
-        self._forget_what_has_ended()  # all does by what follows
-        self.communicator.lose(rank, "its process has ended")
-        # At the end of a program ranks end one after the other, and nothing is under way any more.
-        if self._under_way:
-            self._tell()
+        self._gone_since = time.perf_counter()
 
     def _look(self) -> None:
         if not self._judging.acquire(blocking=False):  # then a call is at it already
@@ -416,11 +415,16 @@ class NcclDist(TorchDist):
             if self._under_way:
                 self._tell()
             return
-        self._forget_what_has_ended()
-        if not self._under_way:
+        with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
+            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].pipeline.ended()):
+                self._under_way.popleft()
+        call = self._under_way[0].call if self._under_way else None
+        if self._gone and self._is_lost(call):
+            self.communicator.lose(self._gone[0], "its process has ended")
+            if call is not None:
+                self._tell()
             return
-        call = self._under_way[0].call
-        if time.perf_counter() - call.started < _LOOK_SECONDS:
+        if call is None or time.perf_counter() - call.started < _LOOK_SECONDS:
             return
         if self._noticed < call.number:
             self._noticed = call.number
@@ -428,10 +432,13 @@ class NcclDist(TorchDist):
         if self._board.given_up():
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
-    def _forget_what_has_ended(self) -> None:
-        with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
-            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].pipeline.ended()):
-                self._under_way.popleft()
+    def _is_lost(self, call: _Call | None) -> bool:
+        """Whether what waits, `call` if anything does, waits in vain for those who have gone.
+
+        Not at once: at the end of a program ranks end one after the other, and what they have sent is still to arrive.
+        """
+        since = max(self._gone_since, call.started) if call is not None else self._gone_since
+        return time.perf_counter() - since > (_ARRIVAL_SECONDS if call is not None else _IDLE_SECONDS)
 
     def _tell(self) -> None:
         """Says at once what the next call is going to raise: there may be none, and peers elsewhere wait."""

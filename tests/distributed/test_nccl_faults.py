@@ -112,6 +112,29 @@ def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
         assert seconds < NOTICE_SECONDS
 
 
+def ended_case(group: Any) -> tuple[str, float]:
+    """At the end of a program ranks end one after the other: what they have sent arrives all the same."""
+    rank = dist.get_rank(group)
+    transport = transport_of(dist.new_group([0, 1]))
+    schedule = NcclPipeline(transport, 2)
+    step(schedule, "all_gather_matmul")
+    arriving = schedule.all_gather(torch.full((2,), float(rank)), gather_dim=0, gather_size=None)
+    transport._peer_lost(1 - rank)
+    time.sleep(0.1)
+    assert arriving.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
+    if rank == 1:
+        dist.barrier(group)
+        return "", 0.0
+    error, seconds = until_error(schedule, "all_gather_matmul")
+    dist.barrier(group)
+    return str(error), seconds
+
+
+def test_what_a_rank_has_sent_before_it_ended_arrives() -> None:
+    (message, seconds), _ = nccl_ranks(2, ended_case)
+    assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
+
+
 # -- stalled -----------------------------------------------------------------------------------------------------------
 
 DEADLINE = 1.5
