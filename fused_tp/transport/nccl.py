@@ -140,8 +140,9 @@ class _UnderWay:
 class Moving(Pending[None]):
     """The exchanges of one movement, and the tensors that they read and write.
 
-    They are kept until the last exchange has been waited for. Behind that wait their memory is free to use in the
-    stream that has waited, which mostly is the one it was allocated in; any other use of it is told to the allocator.
+    They are kept until the last exchange has been waited for. The stream that they were made in waits too, so that it
+    may use their memory again at once; another stream that waits is told to the allocator. (Telling it about the
+    communicator's stream instead would do as well, but for tensors that live longer than the communicator.)
     """
 
     def __init__(self, transport: NcclDist, under_way: _UnderWay, tensors: Sequence[Tensor]) -> None:
@@ -174,8 +175,10 @@ class Moving(Pending[None]):
         if index >= 0:
             self._transport.wait(self._under_way, index, stream)
         if index == last:
-            if stream != self._stream:
-                self._transport.used_elsewhere(self._tensors)
+            if stream != self._stream and index >= 0:
+                self._transport.wait(self._under_way, index, self._stream)
+                for tensor in self._tensors:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self._tensors = ()
 
     def __del__(self) -> None:
@@ -183,7 +186,7 @@ class Moving(Pending[None]):
             return
         self._under_way.abandoned = True
         with suppress(Exception):
-            self._transport.abandon(self._tensors)
+            self._transport.abandon(self._pipeline, self._stream)
 
 
 class NcclDist(TorchDist):
@@ -306,7 +309,7 @@ class NcclDist(TorchDist):
         try:
             pipeline = self.attempt(call, lambda: launch(self.stream()))
         except BaseException:
-            self.abandon(tensors)
+            self.abandon(None, self.stream())
             raise
         under_way = _UnderWay(call, pipeline)
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -344,22 +347,17 @@ class NcclDist(TorchDist):
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
-    def abandon(self, tensors: Sequence[Tensor]) -> None:
-        """For movements that nobody waits for, because of an error most likely: they still use their memory."""
+    def abandon(self, pipeline: Any, stream: int) -> None:
+        """For a movement that nobody waits for, because of an error most likely; its memory goes back to `stream`."""
         if os.getpid() != self._pid:
             return
-        self.used_elsewhere(tensors)
-        if self.device.type == "cpu":
-            self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
-
-    def used_elsewhere(self, tensors: Sequence[Tensor]) -> None:
-        """Keeps the memory from other uses until the communicator's stream, and the present one, have come so far."""
-        if self.device.type != "cuda":
-            return
-        own = torch.cuda.ExternalStream(self.communicator.stream, device=self.device)
-        for tensor in tensors:
-            tensor.record_stream(own)
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+        if pipeline is not None and self.device.type == "cuda":
+            with suppress(FusedTPError):
+                if len(pipeline):
+                    pipeline.wait(len(pipeline) - 1, stream)
+                return
+        # On the CPU, or where the communicator has failed, which ends what is in its stream.
+        self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,56 @@
+"""Whether a group can have an NCCL communicator, and why not: the same answer on all ranks, from what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_tp.transport import nccl
+from fused_tp.transport.nccl import _Facts, _obstacle, no_nccl_on
+
+CPU = torch.device("cpu")
+needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+
+
+@pytest.fixture(autouse=True)
+def real_libraries_afterwards() -> Iterator[None]:
+    yield
+    nccl.use_libraries(None)
+
+
+def facts(gpu: str = "", version: int = 22907, problem: str = "") -> _Facts:
+    return _Facts(("pid:[1]", 1), gpu, version, "", problem)
+
+
+def test_ranks_that_can() -> None:
+    assert _obstacle([facts("a"), facts("b")]) is None
+    assert _obstacle([facts(version=22907), facts(version=22903)]) is None
+    assert _obstacle([facts(), facts()]) is None  # those that may share a GPU do not say which they have
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([facts("a"), facts(problem="no driver")], "rank 1: no driver"),
+        ([facts("a"), facts("a")], "several of its ranks share a GPU"),
+        ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
+    ],
+)
+def test_what_keeps_ranks_from_it(told: list[_Facts], said: str) -> None:
+    reason = _obstacle(told)
+    assert reason is not None and said in reason
+
+
+@needs_core
+def test_tensors_of_the_cpu_need_the_doubles() -> None:
+    assert no_nccl_on(CPU) == "NCCL moves tensors of NVIDIA GPUs, not of cpu"
+
+
+@needs_core
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    nccl.use_libraries(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
+    assert str(tmp_path) in str(no_nccl_on(CPU))
