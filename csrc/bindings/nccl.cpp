@@ -119,7 +119,9 @@ void bind_communicator(py::module_& m) {
              Communicator::Options options;
              options.timeout_seconds = timeout_seconds;
              options.zero_cta = zero_cta;
-             options.interrupted = check_signals;
+             options.interrupted = [] {
+               if (Py_IsInitialized()) check_signals();  // else the interpreter has gone before the communicator
+             };
              py::gil_scoped_release release;
              return ending_without_gil(
                  Communicator::create(library, driver, device, id, rank, size, std::move(options)));

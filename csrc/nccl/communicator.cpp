@@ -255,6 +255,8 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
 }
 
 Communicator::~Communicator() {
+  // A graph that is replayed later still writes its word; NCCL likewise keeps what graphs hold.
+  if (captured_) new std::shared_ptr<driver::GraphWord>(graph_word_);
   if (driver_->forked()) {
     watch_.reset();
     new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: left alone
