@@ -58,7 +58,6 @@ Keeper::Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protoc
   char* data = static_cast<char*>(pinned_.data());
   auto* words = reinterpret_cast<uint64_t*>(data);
   std::fill_n(words + ones_ / 8, protocol_.layout().flags(), kOpen);
-  words[closed_ / 8] = closed_by(protocol_.rank());
   std::memset(data + nan_, 0xFF, kNanBytes);
   thread_ = std::thread([this] { run(); });
 }
@@ -151,7 +150,7 @@ microseconds Keeper::round() {
     std::lock_guard<std::mutex> lock(mutex_);
     why = std::exchange(aborted_, {});
   }
-  if (!why.empty() && failure() == Failure::kNone) fail(Failure::kAborted, why);
+  if (!why.empty() && failure() == Failure::kNone) fail({Failure::kAborted, protocol_.rank()}, why);
   if (failure() == Failure::kNone) {
     const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
     const microseconds pause = look(now);
@@ -170,7 +169,8 @@ microseconds Keeper::look(int64_t now_ns) {
     const auto expired = deadline.poll(now_ns, word(number), lost ? std::min(timeout_ns, kLostNs) : timeout_ns);
     waits = waits || deadline.inside();
     if (!expired) continue;
-    fail(lost ? Failure::kLost : Failure::kTimeout, late(number, expired->op, expired->waited_ns, lost));
+    fail({lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
+         late(number, expired->op, expired->waited_ns, lost));
     return kRescueLook;
   }
   forget_passed(word(kGateProgress).load(std::memory_order_acquire) & ~driver::GraphDeadline::kSeen);
@@ -183,7 +183,7 @@ std::string Keeper::late(int number, uint64_t call, int64_t waited_ns, bool lost
   const int world = protocol_.layout().world();
   const std::string own = "rank " + std::to_string(protocol_.rank());
   const std::string in = " for " + seconds_text(waited_ns) + " s";
-  if (number == kGateProgress) return own + " was held up at the end of a call" + in + ".";
+  if (number == kGateProgress) return "R" + own.substr(1) + " was held up at the end of a call" + in + ".";
   const int way = (number - 1) / world;
   std::vector<int> peers;
   for (int peer = 0; peer < world; ++peer) {
@@ -208,18 +208,23 @@ void Keeper::read_gates(int64_t now_ns) {
   if (!driver_->idle(rescue_.get())) return;
   reading_gates_ = false;
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_);
-  for (int which = 0; which < 2; ++which)
-    if (gates[which] > kOpen)
-      return fail(Failure::kTold, "rank " + std::to_string(gates[which] - closed_by(0)) + " told rank " +
-                                      std::to_string(protocol_.rank()) + " that it has given up.");
+  for (int which = 0; which < 2; ++which) {
+    if (gates[which] <= kOpen) continue;
+    const Closing closing = Closing::of(gates[which]);
+    return fail(closing, "Rank " + std::to_string(closing.rank) + " told rank " + std::to_string(protocol_.rank()) +
+                             (closing.why == Failure::kTimeout ? " that it has waited in vain."
+                              : closing.why == Failure::kLost  ? " that it has lost a peer."
+                                                               : " that it has given up."));
+  }
 }
 
-void Keeper::fail(Failure kind, const std::string& sentence) {
+void Keeper::fail(const Closing& closing, const std::string& sentence) {
+  reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_)[0] = closing.value();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     sentence_ = sentence;
   }
-  failure_.store(kind, std::memory_order_release);
+  failure_.store(closing.why, std::memory_order_release);
   Steps steps;
   protocol_.close_all_gates(steps);
   write(steps);

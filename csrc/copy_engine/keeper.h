@@ -33,8 +33,17 @@ struct Memory {
   size_t bytes;
 };
 
-// kTold: another rank has given up and says so.
-enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kTold = 3, kAborted = 4 };
+enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kAborted = 3 };
+
+// What a closed gate says: who has given up first, and why. Those who hear of it pass that on.
+struct Closing {
+  Failure why;
+  int rank;
+  uint64_t value() const { return closed_by(rank) | static_cast<uint64_t>(why) << 32; }
+  static Closing of(uint64_t value) {
+    return {static_cast<Failure>(value >> 32), static_cast<int>((value & 0xFFFFFFFF) - closed_by(0))};
+  }
+};
 
 // Calls by number, which name their op.
 enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kOther };
@@ -77,7 +86,7 @@ class Keeper {
   std::chrono::microseconds round();
   std::chrono::microseconds look(int64_t now_ns);
   void read_gates(int64_t now_ns);
-  void fail(Failure kind, const std::string& sentence);
+  void fail(const Closing& closing, const std::string& sentence);
   bool rescue();
   void write(const Steps& steps);
   bool settle();
@@ -94,7 +103,7 @@ class Keeper {
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
   std::vector<Stream> sides_;
-  // Progress words; constants to copy to other memory: 1 for each flag, what closes a gate, 0xFF; gates as last read.
+  // Progress words; what is copied elsewhere: 1 for each flag, what a closed gate says, 0xFF; gates as last read.
   size_t ones_, closed_, gates_, nan_;
   driver::PinnedMemory pinned_;
   driver::OwnStream rescue_;

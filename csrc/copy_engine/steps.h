@@ -7,8 +7,8 @@
 // stream waits for words of its own rank only: nobody polls over a link.
 //
 // In the order in which a rank enqueues its steps, each waits only for what its peers have enqueued before they come to
-// wait for anything later of this rank. So no order in which a device serves its streams can lead to a deadlock, even
-// if it serves them one after the other.
+// wait for anything later of this rank. So streams that share a queue of the device, even all of them, do not lead to a
+// deadlock. NVIDIA's NCCL and DeepSeek's DeepEP signal copies in the same way, by words that streams write at a peer.
 //
 // A rank that gives up (a deadline, a peer that died) must get its streams to go on, and the only way is to set the
 // words that they wait for. From then on it moves bytes without leave: it overwrites what others still read, and tells

@@ -88,7 +88,10 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   run(out_.get(), steps_);
   call.sent = true;
   call.arrived.assign(static_cast<size_t>(world), nullptr);
-  for (const auto& in : in_) driver_->wait(in->get(), begun->get());
+  // Not before the own shard is there: whatever the order in which a graph serves its branches, none that waits for a
+  // peer may hold up what that peer waits for. It takes no time, as the peers have to put theirs there too.
+  const SharedEvent staged = record(out_.get());
+  for (const auto& in : in_) driver_->wait(in->get(), staged->get());
   for (int distance = 1; distance < world; ++distance) {
     const int peer = peer_at(rank(), distance, world);
     const Memory& place = to[static_cast<size_t>(peer)];
@@ -119,10 +122,14 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
   protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
   run(out_.get(), steps_);
   call.sent = true;
+  pushed_[scatter] = record(out_.get());
 }
 
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
   open_[scatter] = false;
+  // Behind the own blocks, for the same reason as in `gather`.
+  if (pushed_[scatter]) driver_->wait(stream, pushed_[scatter]->get());
+  pushed_[scatter] = nullptr;
   steps_.clear();
   protocol_.receive(steps_, scatter, call.number);
   run(stream, steps_);

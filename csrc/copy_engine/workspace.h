@@ -79,7 +79,8 @@ class Workspace {
   uint64_t calls_ = 0;
   uint64_t gathers_ = 0;
   uint64_t scatters_ = 0;
-  bool open_[kChannels] = {};  // scatters that have begun and not yet been received
+  SharedEvent pushed_[kChannels];  // behind the last block of a scatter
+  bool open_[kChannels] = {};      // scatters that have begun and not yet been received
   uint64_t passages_ = 0;
   Stream last_stream_ = nullptr;
   SharedEvent last_end_;

@@ -48,7 +48,7 @@ _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
 # Failure of csrc/copy_engine/keeper.h.
-_NONE, _TIMEOUT, _LOST, _TOLD, _ABORTED = range(5)
+_NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
 _LIBRARY = "libcuda.so.1"
 _for_cpu: str | None = None
@@ -275,14 +275,14 @@ class CopyEngine:
             return
         kind, sentence = failed.failure, failed.sentence
         # A peer's death is the cause where both are there: others may have given up for want of it.
-        if self._lost and kind != _ABORTED:
-            self._fail(f"{self._loss()} {sentence}")
-            raise PeerLostError(self.broken)
-        if kind in (_TIMEOUT, _TOLD):
-            self._fail(f"{sentence} FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s.")
-            raise CollectiveTimeoutError(self.broken)
+        if self._lost:
+            sentence = f"{self._loss()} {sentence}"
+        elif kind == _TIMEOUT:
+            sentence = f"{sentence} FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         self._fail(sentence)
-        raise FusedTPError(sentence)
+        if self._lost or kind == _LOST:
+            raise PeerLostError(sentence)
+        raise CollectiveTimeoutError(sentence) if kind == _TIMEOUT else FusedTPError(sentence)
 
     def abort(self, why: str) -> None:
         """Gives up and lets the peers know."""

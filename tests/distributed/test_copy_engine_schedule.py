@@ -324,37 +324,81 @@ def results_of_calls() -> Iterator[list[Tensor]]:
         yield kept
 
 
-def without_last(schedule: CopyEngineSchedule, library: str) -> list[str]:
-    """The last rank comes too late to a call, of every op: each on a group of its own, as it is unusable afterwards."""
-    others = [dist.new_group(list(range(schedule.world_size))) for _ in OPS[1:]]
-    schedules = [schedule, *(schedule_of(group, library) for group in others)]
-    for one, op in zip(schedules, OPS, strict=True):
-        step(one, op)
-    os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+def failures(schedule: CopyEngineSchedule, library: str) -> list[str]:
+    """What ranks say of failures, each on a group of its own, as it is unusable afterwards."""
+    cases = [functools.partial(is_late, op=op) for op in OPS] + [fails_inside, gives_up_at_random]
+    everyone = list(range(schedule.world_size))
+    schedules = [schedule_of(dist.new_group(everyone), library) for _ in cases]
     said = []
-    for one, op in zip(schedules, OPS, strict=True):
-        if schedule.rank == schedule.world_size - 1:
-            time.sleep(1.5)
-        begun = time.monotonic()
-        with results_of_calls() as kept, pytest.raises(CollectiveTimeoutError) as raised:
-            step(one, op)
-        assert time.monotonic() - begun < 4
-        assert all(bool(result.isnan().all()) for result in kept)
-        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
-            step(one, op)
-        with pytest.raises(FusedTPError, match="unusable since an earlier"):  # and so is what moves by other means
-            one.all_reduce(torch.ones(3))
-        said.append(str(raised.value))
-        time.sleep(max(0.0, begun + 2.0 - time.monotonic()))  # all begin the next op together, but for the last
+    for one, case in zip(schedules, cases, strict=True):
+        os.environ["FUSED_TP_TIMEOUT"] = "60"
+        step(one, "matmul_all_reduce")
+        dist.barrier(group_of(schedule))
+        said.append(case(one))
     return said
 
 
-def test_a_rank_that_is_late_ends_the_call_on_all() -> None:
-    said = [outcome.unwrap() for outcome in fresh_ranks(3, with_schedule, double(), without_last, (double(),))]
+def is_late(schedule: CopyEngineSchedule, op: str) -> str:
+    """The last rank comes too late to a call."""
+    os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+    if schedule.rank == schedule.world_size - 1:
+        time.sleep(1.2)
+    begun = time.monotonic()
+    with results_of_calls() as kept, pytest.raises(CollectiveTimeoutError) as raised:
+        step(schedule, op)
+    assert time.monotonic() - begun < 4
+    assert all(bool(result.isnan().all()) for result in kept)
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+        step(schedule, op)
+    with pytest.raises(FusedTPError, match="unusable since an earlier"):  # and so is what moves by other means
+        schedule.all_reduce(torch.ones(3))
+    return str(raised.value)
+
+
+def fails_inside(schedule: CopyEngineSchedule) -> str:
+    """A matmul that fails on one rank in the middle of a call; nobody waits for the deadline."""
+    if schedule.rank == 0:
+        with (
+            mock.patch.object(copy_engine, "sum_of_products", side_effect=RuntimeError("out of memory")),
+            pytest.raises(RuntimeError, match="out of memory"),
+        ):
+            step(schedule, "matmul_reduce_scatter")
+    begun = time.monotonic()
+    with pytest.raises(FusedTPError) as raised:
+        step(schedule, "matmul_reduce_scatter")
+    assert time.monotonic() - begun < 10
+    return str(raised.value)
+
+
+def gives_up_at_random(schedule: CopyEngineSchedule) -> str:
+    """Ranks give up at different times, with several calls under way: nobody ever takes wrong bytes for right."""
+    os.environ["FUSED_TP_TIMEOUT"] = str(0.3 + 0.2 * schedule.rank)
+    pace = random.Random(schedule.rank)
+    right = []
+    try:
+        for number in range(200):
+            x = torch.full((6, 3), float(number + 1))
+            moving = [schedule.all_gather(x, gather_dim=0, gather_size=None) for _ in range(3)]
+            y = schedule.matmul_reduce_scatter([(x, torch.ones(2, 3))], None, scatter_dim=0)
+            right.append(bool((y == 3 * schedule.world_size * (number + 1)).all()))
+            right.extend(bool((one.wait() == number + 1).all()) for one in moving)
+            if pace.random() < 0.05:
+                time.sleep(0.4)
+    except FusedTPError as error:
+        assert all(right)
+        return str(error)
+    raise AssertionError("nobody has been late")
+
+
+def test_failures_end_a_call_on_all_ranks_in_time() -> None:
+    said = [outcome.unwrap() for outcome in fresh_ranks(3, with_schedule, double(), failures, (double(),))]
     for number, op in enumerate(OPS):
         texts = [one[number] for one in said]
         assert any(f"{op}, call 2: rank" in text and "of rank 2" in text for text in texts[:2]), texts
         assert all("FUSED_TP_TIMEOUT is 0.5 s" in text for text in texts)
+    inside = [one[len(OPS)] for one in said]
+    assert "matmul_reduce_scatter failed on rank 0 (RuntimeError: out of memory)" in inside[0]
+    assert "Rank 0 told rank 1 that it has given up" in inside[1]
 
 
 def killed(schedule: CopyEngineSchedule, op: str) -> float:
@@ -372,49 +416,3 @@ def killed(schedule: CopyEngineSchedule, op: str) -> float:
 def test_a_rank_that_dies_is_noticed_at_once() -> None:
     outcomes = fresh_ranks(3, with_schedule, double(), killed, ("matmul_all_reduce",), expect_deaths=True)
     assert all(outcome.unwrap() < 3 for outcome in outcomes[:2])
-
-
-def fails_inside(schedule: CopyEngineSchedule) -> str:
-    """A matmul that fails on one rank in the middle of a call."""
-    step(schedule, "matmul_all_reduce")
-    if schedule.rank == 0:
-        with (
-            mock.patch.object(copy_engine, "sum_of_products", side_effect=RuntimeError("out of memory")),
-            pytest.raises(RuntimeError, match="out of memory"),
-        ):
-            step(schedule, "matmul_reduce_scatter")
-    with pytest.raises(FusedTPError) as raised:
-        step(schedule, "matmul_reduce_scatter")
-    return str(raised.value)
-
-
-def test_a_failure_on_one_rank_ends_the_call_on_all() -> None:
-    begun = time.monotonic()
-    first, second = (one.unwrap() for one in fresh_ranks(2, with_schedule, double(), fails_inside, ()))
-    assert "matmul_reduce_scatter failed on rank 0 (RuntimeError: out of memory)" in first
-    assert "rank 0 told rank 1 that it has given up" in second
-    assert time.monotonic() - begun < 40
-
-
-def late_but_alive(schedule: CopyEngineSchedule) -> list[bool]:
-    """Ranks give up at different times, with several calls under way: nobody ever takes wrong bytes for right."""
-    os.environ["FUSED_TP_TIMEOUT"] = str(0.3 + 0.2 * schedule.rank)
-    pace = random.Random(schedule.rank)
-    right = []
-    try:
-        for number in range(200):
-            x = torch.full((6, 3), float(number + 1))
-            moving = [schedule.all_gather(x, gather_dim=0, gather_size=None) for _ in range(3)]
-            y = schedule.matmul_reduce_scatter([(x, torch.ones(2, 3))], None, scatter_dim=0)
-            right.append(bool((y == 3 * schedule.world_size * (number + 1)).all()))
-            right.extend(bool((one.wait() == number + 1).all()) for one in moving)
-            if pace.random() < 0.05:
-                time.sleep(0.4)
-    except FusedTPError:
-        pass
-    return right
-
-
-def test_nobody_takes_wrong_bytes_for_right_when_ranks_give_up() -> None:
-    for outcome in fresh_ranks(3, with_schedule, double(), late_but_alive, ()):
-        assert all(outcome.unwrap())

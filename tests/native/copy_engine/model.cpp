@@ -116,7 +116,7 @@ void build() {
       programs[rank * streams_of_rank() + stream].push_back({Action::kWaitEvent, rank, event});
     };
     std::vector<std::vector<int>> arrived(calls);
-    std::vector<int> indices(calls);
+    std::vector<int> indices(calls), pushed(calls);
     auto begin_call = [&](int call) {
       Steps steps;
       if (is_gather(call)) {
@@ -125,9 +125,10 @@ void build() {
         wait_event(1, begun);
         protocol.stage(steps, index, call, {kPrivate, source_cell(call)}, 1);
         add(rank, 1, steps, layout);
+        const int staged = record(1);
         for (int distance = 1; distance < world; ++distance) {
           const int peer = peer_at(rank, distance, world);
-          wait_event(1 + distance, begun);
+          wait_event(1 + distance, staged);
           steps.clear();
           protocol.pull(steps, index, call, peer, {kPrivate, shard_cell(rank, call, peer)}, 1);
           add(rank, 1 + distance, steps, layout);
@@ -142,6 +143,7 @@ void build() {
         protocol.push(steps, indices[call], call, peer_at(rank, distance, world), {kPrivate, source_cell(call)}, 1);
         add(rank, 1, steps, layout);
       }
+      pushed[call] = record(1);
     };
     auto pass_gates = [&](int call) {
       Steps steps;
@@ -152,6 +154,7 @@ void build() {
     auto end_call = [&](int call) {
       Steps steps;
       if (!is_gather(call)) {
+        wait_event(0, pushed[call]);
         protocol.receive(steps, indices[call], call);
         add(rank, 0, steps, layout);
         own.push_back({Action::kSum, rank, indices[call], call, 0, 0});
