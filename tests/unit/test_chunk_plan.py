@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from typing import Any
 
 import pytest
+
+from tests.native.doubles import libraries
+from tests.native_build import build_program, require_sanitizer
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -109,3 +113,17 @@ def test_bad_arguments_are_named(arguments: tuple[Any, ...], said: str) -> None:
     for make in ("gather_plan", "scatter_plan"):
         with pytest.raises(ValueError, match=said):
             getattr(core, make)(*arguments)
+
+
+def test_pipelines_have_no_races() -> None:
+    """Sizes and cuts by chance. Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
+    require_sanitizer("thread")
+    sanitizer = "-fsanitize=thread"
+    # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
+    flags = (sanitizer, "-ftls-model=initial-exec")
+    doubles = libraries.cuda_double(*flags), libraries.nccl_double(*flags)
+    folders = ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator", "nccl/pipeline")
+    sources = ["tests/native/doubles/pipelines.cpp", *(f"csrc/{name}.cpp" for name in folders)]
+    program = build_program("pipelines", sources, ["-Icsrc", "-O1", sanitizer])
+    done = subprocess.run([program, *doubles], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == "no race", done.stdout + done.stderr[-5000:]
