@@ -179,6 +179,8 @@ struct Communicator::Handle {
     // nothing before all kernels have ended.
     const Comm dead = std::exchange(comm, nullptr);
     windows.clear();
+    if (lock.owns_lock())
+      lock.unlock();  // who asks finds nothing from here on, and need not wait for what may take long
     if (dead != nullptr) library->functions().comm_abort(dead);
   }
 };
@@ -634,11 +636,21 @@ void Communicator::end() {
                                " (FUSED_TP_TIMEOUT): ops were still in flight.");
   }
   check();
-  // Finalizing sends what NCCL's own threads still have to send. It would also wait for graphs to be destroyed.
-  if (captured_) set_timeout(std::min(timeout(), kGraphFinalizeSeconds));
-  perform("closing the communicator", [&] {
+  // Finalizing sends what NCCL's own threads still have to send.
+  const auto finalize = [this] {
     return handle_->comm == nullptr ? Result::kSuccess : library_->functions().comm_finalize(handle_->comm);
-  });
+  };
+  if (captured_) {
+    // It also waits for the graphs that hold ops to be destroyed. Where these live on, the rest is the abort's.
+    set_timeout(std::min(timeout(), kGraphFinalizeSeconds));
+    try {
+      perform("closing the communicator", finalize);
+    } catch (const CollectiveTimeoutError&) {
+      return;
+    }
+  } else {
+    perform("closing the communicator", finalize);
+  }
   const auto lock = lock_handle();
   Driver::Device guard(*driver_, device_);
   const Comm ended = std::exchange(handle_->comm, nullptr);

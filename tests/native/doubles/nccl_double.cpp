@@ -545,7 +545,7 @@ EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* error) {
       comm->to_launch.clear();
       for (const auto& one : launches) one();
     }
-  } else if (comm->finalized && comm->running.load() > 0) {
+  } else if (comm->finalized && (comm->running.load() > 0 || comm->captured)) {  // graphs are never known to end here
     *error = kInProgress;
   }
   return kSuccess;
