@@ -20,9 +20,9 @@ constexpr double kSettleSeconds = 1;
 constexpr std::chrono::seconds kCloseSeconds{5};
 
 const char* name_of(uint64_t call) {
-  static const char* const kNames[] = {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-                                       "a movement"};
-  return kNames[std::min<uint64_t>(call % 8, 4)];
+  static const char* const kNames[] = {"all_gather",        "all_gather_matmul", "matmul_reduce_scatter",
+                                       "matmul_all_reduce", "reduce_scatter",    "a movement"};
+  return kNames[std::min<uint64_t>(call % 8, static_cast<uint64_t>(Op::kOther))];
 }
 
 std::string named(const std::vector<int>& ranks) {

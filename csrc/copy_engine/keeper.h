@@ -46,7 +46,7 @@ struct Closing {
 };
 
 // Calls by number, which name their op.
-enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kOther };
+enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kReduceScatter, kOther };
 constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
 
 class Keeper {

@@ -51,13 +51,14 @@ class CopyEngineSchedule:
 
     Args:
         engine: of the group.
-        plain: what runs the ops that have no such form: sums and norms of whole tensors.
+        plain: what runs the ops that have no such form: sums of whole tensors that all ranks get; None for ranks that
+            are threads, which have nothing that could.
         chunks: of an all-reduce; None: as many as its size is worth.
     """
 
     name = "copy_engine"
 
-    def __init__(self, engine: CopyEngine, plain: Collective, chunks: int | None = None) -> None:
+    def __init__(self, engine: CopyEngine, plain: Collective | None, chunks: int | None = None) -> None:
         self.engine = engine
         self.rank = engine.rank
         self.world_size = engine.world_size
@@ -94,15 +95,35 @@ class CopyEngineSchedule:
         return After(finish)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        return self._plain.reduce_scatter(partial, scatter_dim=scatter_dim)
+        if not partial.is_floating_point():
+            return self._other().reduce_scatter(partial, scatter_dim=scatter_dim)
+        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
+        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
+        blocks = to_rank_major(last, scatter_dim, sizes).split(row_sizes(last.shape, scatter_dim, sizes))
+        own = blocks[self.rank]
+        out = torch.empty_like(own)
+        with (
+            span("reduce_scatter", partial, self.name),
+            self.engine.call("reduce_scatter", scatter_bytes=_most_bytes(blocks)) as call,
+        ):
+            scatter = call.scatter()
+            for owner in self._peers:
+                scatter.push(owner, blocks[owner])
+            scatter.terms(own.shape, own.dtype)[self.rank].copy_(own)
+            self._sum(scatter, out, None)
+            call.finish(out)
+        shape = list(partial.shape)
+        shape[scatter_dim] = sizes[self.rank]
+        return out.view(shape)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        return self._plain.all_reduce(partial)
+        return self._other().all_reduce(partial)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return self._plain.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        return self._other().all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +268,13 @@ class CopyEngineSchedule:
         return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
-        self._plain.transport.check(op, dims, x.dtype, x.device)
+        if self._plain is not None:
+            self._plain.transport.check(op, dims, x.dtype, x.device)
+
+    def _other(self) -> Collective:
+        if self._plain is None:
+            raise ValueError("Ranks that are threads of one process have no sums of whole tensors by copy engines.")
+        return self._plain
 
 
 def _most_bytes(tensors: Sequence[Tensor]) -> int:

@@ -41,7 +41,8 @@ from fused_tp.transport.peer_watch import PeerWatch
 
 _LOG = logging.getLogger("fused_tp")
 
-OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")  # csrc/copy_engine/keeper.h
+# As in csrc/copy_engine/keeper.h.
+OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
 # Of a place for one message: below it a power of two, above it a multiple of it.
 _LEAST_BYTES = 1 << 16
@@ -341,6 +342,8 @@ class CopyEngine:
             if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
                 raise CollectiveTimeoutError("earlier calls did not end")
             buffer, handle = self._memory.allocate(nbytes)
+            if buffer.is_cuda:  # what has zeroed it may be on this stream still, for which ours do not wait
+                torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             made = core(self._driver, self._index, self.rank, addresses, gather_bytes, scatter_bytes)

@@ -128,6 +128,11 @@ def every_op(schedule: CopyEngineSchedule, dtype_name: str) -> None:
                 for i, kk in enumerate(ks)
             ]
 
+        for dim in range(3):
+            partial = [seeded(b, m, n, dtype=dtype, seed=20 + r) for r in range(world)]
+            wanted = rows_of(schedule, sum(one.double() for one in partial), dim)
+            out = schedule.reduce_scatter(partial[rank], scatter_dim=dim)
+            assert_within_dtype_error(out, wanted, dtype, reduced_over=world, roundings=2)
         wanted = sum(matmul64(x, w) for r in range(world) for x, w in pairs(r)) + bias.double()
         terms = max(1, sum(2 * k + r for r in range(world)))
         called: list[int] = []
@@ -292,7 +297,7 @@ def test_matmuls_run_while_nothing_moves() -> None:
 
 # ---- failures ------------------------------------------------------------------------------------------------------
 
-OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
 
 def step(schedule: CopyEngineSchedule, op: str) -> Tensor:
@@ -305,6 +310,8 @@ def step(schedule: CopyEngineSchedule, op: str) -> Tensor:
         )[0][0]  # fmt: skip
     if op == "matmul_reduce_scatter":
         return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+    if op == "reduce_scatter":
+        return schedule.reduce_scatter(x, scatter_dim=0)
     return schedule.matmul_all_reduce([(x, w)], None)
 
 
