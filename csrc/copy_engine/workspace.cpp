@@ -145,8 +145,9 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   if (layout().world() == 1) return;
   take_turn(stream);
   // The caller's memory is its own again: all copies from it and into it have ended.
-  for (const SharedEvent& arrived : call.arrived)
-    if (arrived) driver_->wait(stream, arrived->get());
+  const int world = layout().world();
+  for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(in_.size()); --distance)
+    wait_for(call, stream, peer_at(rank(), distance, world));  // the last of each stream
   if (call.sent) driver_->wait(stream, record(out_.get())->get());
   const bool captured = driver_->capturing(stream);
   const uint64_t passage = ++passages_;
