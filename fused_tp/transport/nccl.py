@@ -22,10 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +33,11 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
 from fused_tp.transport.base import After, Done, Pending
+from fused_tp.transport.chunk_plans import Plan, gather_plan
+from fused_tp.transport.nccl_facts import Facts, load, obstacle, own_facts
+from fused_tp.transport.nccl_facts import use_libraries as use_libraries  # with what it is for
 from fused_tp.transport.noticeboard import Noticeboard
-from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.transport.peer_watch import PeerWatch, watchable
 from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import TorchDist, _Call
 
@@ -45,87 +45,6 @@ _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer that has ended
 _IDLE_SECONDS = 2.0  # when nothing is under way that can be seen: CUDA graphs may be, and must not wait on
 _LOOK_SECONDS = 0.5  # a movement that takes longer may be waiting for a peer that has given up
-
-
-# -- the libraries -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Libraries:
-    """Paths of the two, and whether they take tensors of the CPU."""
-
-    nccl: str = ""  # that which torch has loaded
-    cuda: str = "libcuda.so.1"
-    on_cpu: bool = False
-
-
-_libraries = Libraries()
-
-
-def use_libraries(nccl: str | Path | None, cuda: str | Path | None = None) -> None:
-    """For tests: look-alikes of NCCL and of the CUDA driver, for tensors of the CPU. None: the real ones again."""
-    global _libraries
-    _libraries = Libraries() if nccl is None else Libraries(str(nccl), str(cuda), on_cpu=True)
-
-
-def libraries() -> Libraries:
-    """Those in use."""
-    return _libraries
-
-
-def no_nccl_on(device: torch.device) -> str | None:
-    """Why tensors on `device` cannot go through an NCCL communicator of ours, whatever the group, or None."""
-    if find_spec("fused_tp._core") is None:
-        return "this installation has no native core"
-    if device.type != "cuda" and not (device.type == "cpu" and _libraries.on_cpu):
-        return f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}"
-    try:
-        _load()
-    except RuntimeError as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return None
-
-
-def _load() -> tuple[Any, Any]:
-    core = import_module("fused_tp._core")
-    return core.NcclLibrary(_libraries.nccl), core.Driver(_libraries.cuda)
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which rows move in which exchange (csrc/nccl/chunk_plan.h).
-
-    Attributes:
-        counts: rows of every rank.
-        ranges: (start, stop) of the rows that arrive (gather), or go (scatter), in each exchange.
-        pieces: in how many pieces each rank's rows are cut. Piece i of a scatter's own rows is complete after
-            `len(ranges) / pieces * (i + 1)` exchanges.
-    """
-
-    native: Any
-    counts: tuple[int, ...]
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-    pieces: int
-
-
-@lru_cache(maxsize=1024)
-def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
-    """Rows of all ranks in up to `chunks` exchanges: those of rank - 1 first, then those of rank - 2, ..."""
-    native = import_module("fused_tp._core").gather_plan(counts, rank, chunks)
-    return Plan(native, counts, tuple(tuple(native.rows_received(i)) for i in range(len(native))), native.pieces)
-
-
-@lru_cache(maxsize=1024)
-def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
-    """Terms of all ranks' rows in up to `chunks` exchanges: those of the farthest owner first, the own ones stay."""
-    native = import_module("fused_tp._core").scatter_plan(counts, rank, chunks)
-    return Plan(native, counts, tuple(tuple(native.rows_sent(i)) for i in range(len(native))), native.pieces)
-
-
-# -- the transport -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -216,7 +135,7 @@ class NcclDist(TorchDist):
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
         self._board = Noticeboard(store, f"fused_tp/nccl/{device.type}", group.rank, group.size)
         self._core = import_module("fused_tp._core")
-        _, self._driver = _load()
+        _, self._driver = load()
         self._pid = os.getpid()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
@@ -463,17 +382,6 @@ def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What one rank tells the others."""
-
-    process: tuple[str, int]
-    gpu: str = ""
-    version: int = 0
-    id: str = ""  # rank 0's unique id, in hex
-    problem: str = ""
-
-
 def known_nccl(group: Group, device: torch.device) -> NcclDist | str | None:
     """What `nccl_dist` has answered; None where it has not been asked yet."""
     answer: NcclDist | str | None = group.memo.get(("nccl", device.type, device.index or 0))
@@ -500,13 +408,13 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
 
 
 def _agree(group: Group, device: torch.device) -> NcclDist | str:
-    mine = _own_facts(group, device)
+    mine = own_facts(group, device)
     told = [json.loads(text) for text in exchange(group, "nccl", json.dumps(asdict(mine)).encode())]
-    facts = [_Facts(**{**one, "process": tuple(one["process"])}) for one in told]
-    reason = _obstacle(facts)
+    facts = [Facts(**{**one, "process": tuple(one["process"])}) for one in told]
+    reason = obstacle(facts)
     if reason is not None:
         return reason
-    library, driver = _load()
+    library, driver = load()
     communicator = import_module("fused_tp._core").Communicator(
         library,
         driver,
@@ -518,37 +426,3 @@ def _agree(group: Group, device: torch.device) -> NcclDist | str:
     )
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
     return NcclDist(group, device, communicator, pids)
-
-
-def _own_facts(group: Group, device: torch.device) -> _Facts:
-    problem = no_nccl_on(device)
-    if problem is not None:
-        return _Facts(own_process(), problem=problem)
-    try:
-        library, _ = _load()
-        unique_id = library.make_id().hex() if group.rank == 0 else ""
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    except RuntimeError as error:
-        return _Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
-    # Several ranks on one GPU: NCCL 2.30 and later, where the variable says so.
-    shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return _Facts(own_process(), "" if shares else gpu, library.version, unique_id)
-
-
-def _obstacle(facts: Sequence[_Facts]) -> str | None:
-    """What keeps these ranks from having a communicator, or None."""
-    for rank, fact in enumerate(facts):
-        if fact.problem:
-            return f"rank {rank}: {fact.problem}"
-    versions = sorted({fact.version for fact in facts})
-    if len({version // 100 for version in versions}) > 1:
-        return f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}"
-    gpus = [fact.gpu for fact in facts if fact.gpu]
-    if len(set(gpus)) < len(gpus):
-        return "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
-    return None
-
-
-@cache
-def _shown(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_tp.transport import nccl
-from fused_tp.transport.nccl import _Facts, _obstacle, no_nccl_on
+from fused_tp.transport.nccl_facts import Facts, no_nccl_on, obstacle, use_libraries
 
 CPU = torch.device("cpu")
 needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
@@ -19,17 +18,17 @@ needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="nee
 @pytest.fixture(autouse=True)
 def real_libraries_afterwards() -> Iterator[None]:
     yield
-    nccl.use_libraries(None)
+    use_libraries(None)
 
 
-def facts(gpu: str = "", version: int = 22907, problem: str = "") -> _Facts:
-    return _Facts(("pid:[1]", 1), gpu, version, "", problem)
+def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
+    return Facts(("pid:[1]", 1), gpu, version, "", problem)
 
 
 def test_ranks_that_can() -> None:
-    assert _obstacle([facts("a"), facts("b")]) is None
-    assert _obstacle([facts(version=22907), facts(version=22903)]) is None
-    assert _obstacle([facts(), facts()]) is None  # those that may share a GPU do not say which they have
+    assert obstacle([facts("a"), facts("b")]) is None
+    assert obstacle([facts(version=22907), facts(version=22903)]) is None
+    assert obstacle([facts(), facts()]) is None  # those that may share a GPU do not say which they have
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,8 @@ def test_ranks_that_can() -> None:
         ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
     ],
 )
-def test_what_keeps_ranks_from_it(told: list[_Facts], said: str) -> None:
-    reason = _obstacle(told)
+def test_what_keeps_ranks_from_it(told: list[Facts], said: str) -> None:
+    reason = obstacle(told)
     assert reason is not None and said in reason
 
 
@@ -52,5 +51,5 @@ def test_tensors_of_the_cpu_need_the_doubles() -> None:
 
 @needs_core
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
-    nccl.use_libraries(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
+    use_libraries(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
     assert str(tmp_path) in str(no_nccl_on(CPU))
