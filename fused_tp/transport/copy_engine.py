@@ -3,8 +3,8 @@
 All of it is enqueued on streams of our own and nothing waits on the host. Flags are words of memory that streams write
 and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are written, so a CUDA graph may hold calls.
 
-Gathers pull and scatters push (csrc/copy_engine/workspace.h says why): each moves its bytes once. Which of the two a
-link prefers is next to nothing beside that: NVIDIA's nvbandwidth measures both, as read and write by copy engine.
+Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). Which direction a link
+itself prefers was not measured; NVIDIA's nvbandwidth tells, as device to device read and write by copy engine.
 
 Deadlines: a thread of the native core (csrc/copy_engine/keeper.h) sees to it that no stream waits for a peer for longer
 than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. What a call was to give is NaN (0xFF bytes) then, on every
