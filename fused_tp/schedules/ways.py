@@ -211,13 +211,11 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
 # -- copy_engine: over symmetric memory too ---------------------------------------------------------------------------
 
 
-COPY_ENGINE_OPS = frozenset(
-    {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
-)
+_NO_COPY_ENGINE_FORM = ("all_reduce", "all_reduce_rms_norm", RING)  # sums, and no matmul to hide them behind
 
 
 def _no_copy_engine_form(op: str, dtype: torch.dtype) -> str | None:
-    return None if op in COPY_ENGINE_OPS else f"copy engines have nothing for {op}"
+    return f"copy engines have nothing for {op}" if op in _NO_COPY_ENGINE_FORM else None
 
 
 def _no_copy_engine(group: Group, device: torch.device) -> str | None:
