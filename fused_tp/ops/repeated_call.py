@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from fused_tp.ops.arguments import check_linear
-from fused_tp.runtime import settings
+from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.group import GroupLike, known_group
 from fused_tp.schedules.select import select_schedule
 
@@ -42,6 +42,8 @@ def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> Calla
         or torch._C._len_torch_dispatch_stack()
         or torch.is_autocast_enabled("cpu")
         or torch.autograd.profiler._is_profiler_enabled
+        or tracing.TOOL
+        or settings.RAW.get(tracing.NVTX)
         or forward_ad._current_level >= 0
     ):
         return None

@@ -6,7 +6,9 @@ import os
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-_raw = getattr(os.environ, "_data", os.environ)
+# The dict behind `os.environ`, where there is one. After a matmul has swept the caches every Python frame costs
+# microseconds, and `os.environ.get` runs through several: what every op call asks is looked up here.
+RAW = getattr(os.environ, "_data", os.environ)
 _SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN = (
     getattr(os.environ, "encodekey", str)(f"FUSED_TP_{name}")
     for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN")
@@ -19,7 +21,8 @@ _ON = frozenset({"1", "true", "on", "yes"})
 _OFF = frozenset({"0", "false", "off", "no", ""})
 
 
-def _switch(name: str, default: bool) -> bool:
+def switch(name: str, default: bool) -> bool:
+    """Whether an environment variable is on; `default` where it is not set."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -34,7 +37,7 @@ def _switch(name: str, default: bool) -> bool:
 def timeout_seconds() -> float:
     """Longest time any wait for a peer may take, in seconds (`FUSED_TP_TIMEOUT`, default 600)."""
     global _parsed_timeout
-    raw = _raw.get(_TIMEOUT)
+    raw = RAW.get(_TIMEOUT)
     if raw != _parsed_timeout[0]:
         _parsed_timeout = raw, _timeout(os.environ.get("FUSED_TP_TIMEOUT"))
     return _parsed_timeout[1]
@@ -54,12 +57,12 @@ def _timeout(text: str | None) -> float:
 
 def check_ranks() -> bool:
     """Whether ranks compare op, shapes and dtypes before every op on torch.distributed (`FUSED_TP_CHECK=1`)."""
-    return _switch("FUSED_TP_CHECK", default=False)
+    return switch("FUSED_TP_CHECK", default=False)
 
 
 def shared_memory_allowed() -> bool:
     """Whether ranks on one host may use the CPU shared-memory transport (`FUSED_TP_SHM=0` turns it off)."""
-    return _switch("FUSED_TP_SHM", default=True)
+    return switch("FUSED_TP_SHM", default=True)
 
 
 def forced_schedule() -> str | None:
@@ -73,7 +76,7 @@ def sm_margin() -> int:
     The same on all ranks: programs of the ranks' kernels wait for each other one by one.
     """
     global _parsed_margin
-    raw = _raw.get(_SM_MARGIN)
+    raw = RAW.get(_SM_MARGIN)
     if raw != _parsed_margin[0]:
         _parsed_margin = raw, _margin(os.environ.get("FUSED_TP_SM_MARGIN") or "0")
     return _parsed_margin[1]
@@ -91,12 +94,8 @@ def host_name() -> str | None:
 
 
 def routing() -> tuple[object, object, object]:
-    """Whatever decides between schedules, unread: equal values mean equal choices. Every op call asks.
-
-    Straight from the dict behind `os.environ`, where there is one: after a matmul has swept the caches, every Python
-    frame that `os.environ.get` runs through costs microseconds.
-    """
-    return _raw.get(_SCHEDULE), _raw.get(_SHM), _raw.get(_TABLE)
+    """Whatever decides between schedules, unread: equal values mean equal choices. Every op call asks."""
+    return RAW.get(_SCHEDULE), RAW.get(_SHM), RAW.get(_TABLE)
 
 
 def table_path() -> str | None:

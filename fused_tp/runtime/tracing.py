@@ -23,10 +23,9 @@ from fused_tp.runtime import settings
 
 _LOG = logging.getLogger("fused_tp")
 
-_raw = getattr(os.environ, "_data", os.environ)
-_NVTX = getattr(os.environ, "encodekey", str)("FUSED_TP_NVTX")
+NVTX = getattr(os.environ, "encodekey", str)("FUSED_TP_NVTX")
 # Set before the process starts, by the tool that starts it.
-_TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
 # NVTX comes with torch's CUDA builds. A build without CUDA launches nothing that a timeline of it would show.
 _HAS_NVTX = hasattr(torch._C, "_nvtx")
 
@@ -63,19 +62,19 @@ def span(name: str, *parts: object) -> AbstractContextManager[object]:
         with span("chunk", number, "of", chunks): ...
         with span("matmul_all_reduce", (x, weight), schedule.name): ...  # matmul_all_reduce [8, 64]x[32, 64] bf16 plain
     """
-    if not _profiler._is_profiler_enabled and not (_raw.get(_NVTX) or _TOOL):
+    if not _profiler._is_profiler_enabled and not (settings.RAW.get(NVTX) or TOOL):
         return _NOTHING
     return _range(name, parts) if recording() else _NOTHING
 
 
 def recording() -> bool:
     """Whether anybody would see a range now: to prepare what only its name needs."""
-    return bool(_profiler._is_profiler_enabled or ((_raw.get(_NVTX) or _TOOL) and _nvtx()))
+    return bool(_profiler._is_profiler_enabled or ((settings.RAW.get(NVTX) or TOOL) and _nvtx()))
 
 
 def _nvtx() -> bool:
     """Whether NVTX ranges are wanted and can be had."""
-    wanted = settings._switch("FUSED_TP_NVTX", default=_TOOL)
+    wanted = settings.switch("FUSED_TP_NVTX", default=TOOL)
     if wanted and not _HAS_NVTX:
         _say_there_is_no_nvtx()
     return wanted and _HAS_NVTX

@@ -36,7 +36,7 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     monkeypatch.setattr(torch.cuda, "nvtx", told)
     monkeypatch.setattr(tracing, "_HAS_NVTX", True)
-    monkeypatch.setattr(tracing, "_TOOL", False)
+    monkeypatch.setattr(tracing, "TOOL", False)
     monkeypatch.delenv("FUSED_TP_NVTX", raising=False)
     return told
 
@@ -92,7 +92,7 @@ def test_nvtx_by_the_setting(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nvtx_where_a_tool_is_there(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_TOOL", True)
+    monkeypatch.setattr(tracing, "TOOL", True)
     assert tracing.recording()
     with span("seen"):
         pass
