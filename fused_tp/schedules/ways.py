@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
+from fused_tp.schedules.one_sided import OneSided
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -29,12 +28,12 @@ from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.nccl import NcclDist, nccl_dist
+from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
 from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
 RING = "ring_attention"
 MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
-_HAS_SHM = find_spec("fused_tp.transport.shm") is not None and find_spec("fused_tp.schedules.one_sided") is not None
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedu
 # -- one_sided: CPU shared memory -------------------------------------------------------------------------------------
 
 
-def shared_memory(group: Group, device: torch.device) -> Any:
+def shared_memory(group: Group, device: torch.device) -> ShmTransport | None:
     """The group's shared-memory transport, or None."""
-    if device.type != "cpu" or not settings.shared_memory_allowed() or not _HAS_SHM:
+    if device.type != "cpu" or not settings.shared_memory_allowed():
         return None
-    return import_module("fused_tp.transport.shm").shm_transport(group)
+    return shm_transport(group)
 
 
 def no_shared_memory(group: Group, device: torch.device) -> str | None:
@@ -94,16 +93,13 @@ def no_shared_memory(group: Group, device: torch.device) -> str | None:
         return f"it moves CPU tensors only, not {device.type}"
     if not settings.shared_memory_allowed():
         return "FUSED_TP_SHM=0 turns it off"
-    if not _HAS_SHM:
-        return "this installation has no shared-memory transport"
-    if shared_memory(group, device) is not None:
-        return None
-    return str(import_module("fused_tp.transport.shm").shm_unavailable_reason(group))
+    return None if shared_memory(group, device) is not None else shm_unavailable_reason(group)
 
 
 def _one_sided(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    made: Schedule = import_module("fused_tp.schedules.one_sided").OneSided(shared_memory(group, device))
-    return made
+    shared = shared_memory(group, device)
+    assert shared is not None, "there is no obstacle"
+    return OneSided(shared)
 
 
 # -- fused_kernel: Triton over symmetric memory -----------------------------------------------------------------------
@@ -137,7 +133,7 @@ def no_kernel_for(group: Group, device: torch.device) -> str | None:
     """Why this group cannot run fused kernels on `device`, or None. The first time, all ranks must ask together."""
     return (
         _too_many(group)
-        or agree(group, f"fused kernels on {device}", lambda: no_kernel_on(device))
+        or agree(group, f"fused kernels on {device.type}", lambda: no_kernel_on(device))
         or _no_memory(group, device)
     )
 
@@ -185,7 +181,7 @@ def no_device_kernels_on(device: torch.device) -> str | None:
 
 
 def _no_device_kernels(group: Group, device: torch.device) -> str | None:
-    what = f"device kernels on {device}"
+    what = f"device kernels on {device.type}"
     return _too_many(group) or agree(group, what, lambda: no_device_kernels_on(device)) or _no_memory(group, device)
 
 
@@ -219,7 +215,7 @@ def _no_copy_engine_form(op: str, dtype: torch.dtype) -> str | None:
 
 
 def _no_copy_engine(group: Group, device: torch.device) -> str | None:
-    what = f"copy engines on {device}"
+    what = f"copy engines on {device.type}"
     return _too_many(group) or agree(group, what, lambda: no_copy_engine_on(device)) or _no_memory(group, device)
 
 
@@ -264,7 +260,7 @@ def _no_hosts(group: Group, device: torch.device) -> str | None:
     reasons = [f"{name}: {why}" for name in INSIDE if (why := WAYS[name].obstacle(hosts.inside, device)) is not None]
     mine = f"its ranks have no fast links inside of a host ({'; '.join(reasons)})"
     return agree(
-        group, f"fast links inside of hosts on {device}", lambda: mine if len(reasons) == len(INSIDE) else None
+        group, f"fast links inside of hosts on {device.type}", lambda: mine if len(reasons) == len(INSIDE) else None
     )
 
 

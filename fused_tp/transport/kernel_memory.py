@@ -257,7 +257,7 @@ def _facts_of_gpu(device: torch.device) -> Facts:
             for other in others
             if not (torch.cuda.can_device_access_peer(index, other) and _atomics_reach(index, other))
         )
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:  # the first from a torch without CUDA
         return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
     return Facts(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.runtime import dispatch
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
-from tests.workers import run_ranks
+from fused_tp.transport.store_exchange import exchange
+from tests.workers import fresh_ranks, run_ranks
 
 GPU_ONLY = {
     "fused_kernel": "kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is cpu",
@@ -94,3 +100,46 @@ def unknown(group: Any) -> str:
     with pytest.raises(ValueError) as caught:
         fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
     return str(caught.value)
+
+
+def asked_with_its_own_gpu(group: Any, name: str) -> str | None:
+    """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
+    described = resolve_group(dist.new_group(list(range(4))))
+    with (
+        patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        return WAYS[name].obstacle(described, torch.device("cuda", group.rank()))
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_ranks_on_different_gpus_find_out_together(name: str) -> None:
+    pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
+    if torch.cuda.is_available():
+        pytest.skip("here there may be no obstacle")
+    answers = run_ranks(4, asked_with_its_own_gpu, name, env={"FUSED_TP_TIMEOUT": "20"})
+    assert len(set(answers)) == 1 and answers[0] is not None and answers[0].startswith("rank 0: ")
+
+
+def alone_then_together(group: Any) -> tuple[str, float]:
+    group = resolve_group(dist.new_group([0, 1, 2, 3]))
+    if group.rank == 0:
+        os.environ["FUSED_TP_TIMEOUT"] = "1"
+        with pytest.raises(CollectiveTimeoutError, match="Rank 1, 2, 3 did not take part in something"):
+            exchange(group, "something", b"")
+    dist.barrier()
+    os.environ["FUSED_TP_TIMEOUT"] = "60"
+    begun = time.perf_counter()
+    with pytest.raises(FusedTPError) as caught:
+        exchange(group, "another thing", b"")
+    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
+        exchange(group, "another thing", b"")
+    return f"{type(caught.value).__name__}: {caught.value}", time.perf_counter() - begun
+
+
+def test_a_rank_that_gave_up_keeps_nobody_waiting() -> None:
+    said = [outcome.unwrap() for outcome in fresh_ranks(4, alone_then_together)]
+    assert said[0][0].startswith("FusedTPError") and "unusable since its ranks failed to agree" in said[0][0]
+    for text, seconds in said[1:]:
+        assert text.startswith("CollectiveTimeoutError") and "a peer gave up. It said: Rank 1, 2, 3 did not" in text
+        assert seconds < 10
