@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.schedules.one_sided import OneSided
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -99,7 +99,9 @@ def no_shared_memory(group: Group, device: torch.device) -> str | None:
 def _one_sided(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     shared = shared_memory(group, device)
     assert shared is not None, "there is no obstacle"
-    return OneSided(shared)
+    # Imported here: without the native core it cannot be.
+    made: Schedule = import_module("fused_tp.schedules.one_sided").OneSided(shared)
+    return made
 
 
 # -- fused_kernel: Triton over symmetric memory -----------------------------------------------------------------------
