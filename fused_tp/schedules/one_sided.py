@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fused_tp import _core
+import fused_tp._core as _core
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
