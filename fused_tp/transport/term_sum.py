@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
     """
     if not out.numel():
         return
-    if out.is_cuda and out.dtype in _KERNEL_DTYPES and no_native_kernels() is None:
+    if out.is_cuda and out.dtype in _KERNEL_DTYPES and _has_kernels(out.device.index):
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device(out.device):
             native_kernels().sum_terms(
@@ -40,3 +42,10 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
     if bias is not None:
         total.add_(bias)
     out.copy_(total)
+
+
+@cache
+def _has_kernels(index: int) -> bool:
+    """Whether the library serves this very GPU: one built for others only has no code for it."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return no_native_kernels(10 * major + minor) is None
