@@ -1,7 +1,8 @@
 """Matmuls and exchanges over the group's own NCCL communicator, chunk by chunk: while one moves the next is computed.
 
 It needs nothing of the machine but NCCL: ranks may be on several hosts, and GPUs need not reach each other's memory.
-The host waits for nothing, and all of it can be captured in a CUDA graph.
+No call waits for data (the host waits for NCCL's launches, see transport/nccl.py), and all of it can be captured in a
+CUDA graph. What raises in the middle of an op gives the group up: some of its exchanges are under way, others are not.
 
 - all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
 - matmul_reduce_scatter: rows of the farthest owner are multiplied first, and go while the next ones are; the own rows
@@ -86,7 +87,10 @@ class NcclPipeline(Collective):
         out = torch.empty_like(partial)
         if out.nbytes <= ONE_SHOT_BYTES:
             return self._terms_of_all("all_reduce", partial, out, None)()
-        self._share_out("all_reduce", partial, out, None)().wait()
+        with self.transport.several("all_reduce") as exchanges:
+            gathering = self._share_out("all_reduce", partial, out, None)()
+            exchanges.complete = True
+        gathering.wait()
         return out
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
@@ -145,13 +149,14 @@ class NcclPipeline(Collective):
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
         moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self._beside(beside, x.device):
+        with self.transport.several("matmul_reduce_scatter") as exchanges, self._beside(beside, x.device):
             for i, ranges in enumerate(plan.ranges):
                 with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
                     for begin, end in ranges:
                         at = begin - own if begin > start else begin
                         sum_of_products(_rows_of(rows, begin, end), out=partial[at : at + end - begin])
                     moving.send()
+            exchanges.complete = True
             with span("own rows", terms[self.rank], self.name):
                 if own:
                     sum_of_products(_rows_of(rows, start, start + own), out=terms[self.rank])
@@ -175,10 +180,11 @@ class NcclPipeline(Collective):
         rows = [(as_rows(x), w) for x, w in products]
         out = x.new_empty((prod(shape[:-1]), shape[-1]))
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self._beside(beside, x.device):
+        with self.transport.several("matmul_all_reduce") as exchanges, self._beside(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
                     moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)
+                exchanges.complete = True
                 if here is not None:
                     here()
                 return moving().view(shape)
@@ -198,6 +204,7 @@ class NcclPipeline(Collective):
                 here()
             assert add_up is not None, "there are rows"
             gathering.append(add_up())
+            exchanges.complete = True
             for chunk in gathering:
                 chunk.wait()
         return out.view(shape)

@@ -1,9 +1,11 @@
 """A group's own NCCL communicator: the movements of torch_dist, and those that pipelines are made of.
 
-Everything is enqueued on the communicator's stream, with an event behind each exchange, and the host waits for nothing.
-So errors of a GPU's streams are raised by a later call; what did not arrive is NaN. A watchdog (csrc/nccl) keeps the
-deadline of every exchange, and a thread here looks for peers of this host that have ended, and in the group's store for
-peers anywhere that have given up. Whoever gives up ends the communicator, so that no stream waits on.
+Everything is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data.
+(NCCL's own part takes the host a little: a launch goes through a thread of NCCL's, which is waited for, and the first
+exchange with a peer connects to it, which takes that peer too.) So errors of a GPU's streams are raised by a later
+call; what did not arrive is NaN. A watchdog (csrc/nccl) keeps the deadline of every exchange, and a thread here looks
+for peers of this host that have ended, and in the group's store for peers anywhere that have given up. Whoever gives up
+ends the communicator, so that no stream waits on.
 
 Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
 
@@ -19,8 +21,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
@@ -54,6 +56,12 @@ class _UnderWay:
     call: _Call
     pipeline: Any
     abandoned: bool = False
+
+
+class Several:
+    """Exchanges of one op that must all be enqueued, or the ranks are out of step."""
+
+    complete = False  # they have all been
 
 
 class Moving(Pending[None]):
@@ -226,7 +234,8 @@ class NcclDist(TorchDist):
     def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
         call = self.begin(op)
         try:
-            pipeline = self.attempt(call, lambda: launch(self.stream()))
+            with self.several(op):
+                pipeline = self.attempt(call, lambda: launch(self.stream()))
         except BaseException:
             self.abandon(None, self.stream())
             raise
@@ -234,6 +243,23 @@ class NcclDist(TorchDist):
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._under_way.append(under_way)
         return Moving(self, under_way, tensors)
+
+    @contextmanager
+    def several(self, op: str) -> Iterator[Several]:
+        """Around the exchanges of an op: what is raised in between them gives the group up.
+
+        For a peer cannot tell the first exchange of a retry from the one that it waits for, and would take the one's
+        data for the other's. Once all are enqueued (`complete`), or none is, the ranks are in step; and a graph that is
+        being captured has run nothing.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        before, these = self.communicator.calls, Several()
+        try:
+            yield these
+        except BaseException as error:
+            if not (capturing or these.complete or self.communicator.calls == before or os.getpid() != self._pid):
+                self._out_of_step(_Call(op, self.calls, time.perf_counter()), error)
+            raise
 
     def begin(self, op: str) -> _Call:
         """One more exchange, or several that are enqueued together."""
@@ -275,8 +301,10 @@ class NcclDist(TorchDist):
                 if len(pipeline):
                     pipeline.wait(len(pipeline) - 1, stream)
                 return
-        # On the CPU, or where the communicator has failed, which ends what is in its stream.
-        self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
+        # On the CPU, or where the communicator has failed, which ends what is in its stream. A broken device says
+        # nothing new here, and what is being raised matters more.
+        with suppress(RuntimeError):
+            self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -301,10 +329,31 @@ class NcclDist(TorchDist):
                 return self._followed(call)
             return self._give_up(FusedTPError, call, f"{self._where(call)} failed: {reason}")
         finally:
-            self.communicator.abort(self.broken or reason)
-            plain = self.group.memo.get(("torch_dist", self.device.type))
-            if plain is not None and plain.broken is None:
-                plain.broken = self.broken
+            self._end(self.broken or reason)
+
+    def _end(self, why: str) -> None:
+        """The communicator, and the group's other movements of these tensors."""
+        self.communicator.abort(why)
+        plain = self.group.memo.get(("torch_dist", self.device.type))
+        if plain is not None and plain.broken is None:
+            plain.broken = self.broken
+
+    def _out_of_step(self, call: _Call, error: BaseException) -> None:
+        with self._judging:
+            if self.broken is not None:
+                return
+            sentence = (
+                f"{self._where(call)} raised {type(error).__name__} when some of its exchanges had been enqueued and "
+                "others had not: from there on the ranks would have been out of step."
+            )
+            try:
+                self._give_up(FusedTPError, call, sentence)
+            finally:
+                self._end(sentence)
+
+    def _missing(self, number: int, op: str, waiting: int | None = None) -> str:
+        # Who has enqueued a call may yet be far from it on its GPU.
+        return super()._missing(number, op, waiting).replace("had arrived", "had enqueued it")
 
     def _lost(self, call: _Call, reason: str) -> FusedTPError:
         if not self._gone:

@@ -79,6 +79,9 @@ def own_facts(group: Group, device: torch.device) -> Facts:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:
         return Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+    if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
+        # It goes before the configuration of a communicator, and who waits inside of NCCL has no deadline.
+        return Facts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
     # Several ranks on one GPU: NCCL 2.30 and later, where the variable says so.
     shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return Facts(own_process(), "" if shares else gpu, library.version, unique_id)

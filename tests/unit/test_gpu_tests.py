@@ -94,6 +94,17 @@ def test_nccl_faults(doubles: tuple[str, str]) -> None:
     assert [outcome.unwrap()[0] for outcome in outcomes] == ["CollectiveTimeoutError"] * 3
 
 
+def test_nccl_lost_ranks(doubles: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the test for GPUs, with the doubles in the place of the GPUs."""
+
+    def on_doubles(world_size: int, fn: Any, kind: str, libraries: None, *args: Any, **keywords: Any) -> Any:
+        keywords["env"] = {"FUSED_TP_TIMEOUT": "30"}
+        return fresh_ranks(world_size, fn, "cpu", doubles, *args, **keywords)
+
+    monkeypatch.setattr(nccl_tests, "fresh_ranks", on_doubles)
+    nccl_tests.test_a_killed_rank_is_lost_to_all_others_and_they_go_on()
+
+
 def test_copy_engine(doubles: tuple[str, str]) -> None:
     _, library = doubles
     run_ranks(2, engine_tests.with_schedule, "cpu", library, "every_op", ("bfloat16",))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fused_tp.transport.nccl_facts import Facts, no_nccl_on, obstacle, use_libraries
+from fused_tp.transport.nccl_facts import Facts, no_nccl_on, obstacle, own_facts, use_libraries
+from tests.distributed import nccl_tools
 
 CPU = torch.device("cpu")
 needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
@@ -53,3 +55,12 @@ def test_tensors_of_the_cpu_need_the_doubles() -> None:
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     use_libraries(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
     assert str(tmp_path) in str(no_nccl_on(CPU))
+
+
+@needs_core
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+def test_an_environment_that_makes_nccl_block(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_libraries(*nccl_tools.doubles())
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
+    told = own_facts(SimpleNamespace(rank=0), CPU)  # type: ignore[arg-type]  # all that it looks at
+    assert told.problem.startswith("NCCL_COMM_BLOCKING is set") == refused
