@@ -8,8 +8,8 @@ EXTRAS ?= test,dev,bench
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
-# For the tests of the NCCL binding, where torch is a build without CUDA. Not in constraints.txt: a CUDA build of torch
-# wants exactly the version that it names itself.
+# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only `make test` installs it.
+# Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
 
 export FUSED_TP_REQUIRE_NATIVE ?= 1
@@ -17,6 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+NCCL_STAMP := $(VENV)/installed-nccl
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILD_TOOLS := setuptools wheel pybind11 ninja
 
@@ -31,6 +32,9 @@ $(STAMP): setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	touch $@
+
+$(NCCL_STAMP): $(STAMP)
 	$(BIN)/python -c "import nvidia.nccl" 2>/dev/null || $(BIN)/python -m pip install -q "$(NCCL)" || \
 		echo "There is no NCCL for this platform; the tests that need it will be skipped."
 	touch $@
@@ -38,7 +42,7 @@ $(STAMP): setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
 demo: $(STAMP)
 	$(BIN)/fused-tp demo --out out/demo $(ARGS)
 
-test: $(STAMP)
+test: $(NCCL_STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: $(STAMP)

@@ -6,10 +6,13 @@ From the environment:
 
     FUSED_TP_REQUIRE_NATIVE=1   a core that cannot be built is an error (our Makefile and CI set it)
     FUSED_TP_CUDA=0 or 1        0: build no device kernels; 1: device kernels that cannot be built are an error
-    FUSED_TP_CUDA_ARCHS         GPUs to build for, such as 90a or 80;90a+PTX (80;90a;100a+PTX, what nvcc knows of these)
-    CUDA_HOME, CUDA_PATH        where nvcc is; else it is looked for in PATH and /usr/local/cuda
+    FUSED_TP_CUDA_ARCHS         GPUs to build for, such as 90a or 80;90a+PTX; where set, as with FUSED_TP_CUDA=1, what
+                                cannot be built is an error (unset: those of 80;90a;100a+PTX that nvcc knows)
+    CUDA_HOME, CUDA_PATH        where nvcc is, and no other is taken; without them one of PATH or /usr/local/cuda
     CXX, CXXFLAGS, LDFLAGS      as always; CXXFLAGS and LDFLAGS for the core, NVCC_APPEND_FLAGS for nvcc
     MAX_JOBS                    how many files compile at once (ninja chooses without it)
+
+A variable with a value that cannot be, such as architectures that nvcc does not know, is an error in every case.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "csrc"))
 
-from native_build import CoreBuild, CudaBuild, NotBuiltError, core_folder, cuda_folder  # noqa: E402  # found only now
+from native_build import (  # noqa: E402  # found only now
+    CoreBuild,
+    CudaBuild,
+    NotBuiltError,
+    SettingError,
+    core_folder,
+    cuda_folder,
+    switch,
+)
 
 # These live beside the package and are installed inside it: the triton project ships a top-level `triton_kernels` of
 # its own, and top-level `examples` and `benchmarks` would be anybody's.
@@ -39,10 +50,21 @@ CUDA = Extension("fused_tp._cuda", sources=[], language="c++", optional=True)
 class BuildNative(build_ext):
     """Each part by its own builder; a part that cannot be built is no error, unless the environment says so."""
 
+    def run(self) -> None:
+        try:
+            self.core_required = switch("FUSED_TP_REQUIRE_NATIVE")
+            self.cuda_wanted = switch("FUSED_TP_CUDA")
+            super().run()
+        except SettingError as error:
+            raise SystemExit(f"fused_tp: {error}") from None
+
     def build_extension(self, ext: Extension) -> None:
         is_core = ext.name == CORE.name
         output = Path(self.get_ext_fullpath(ext.name))
         output.unlink(missing_ok=True)  # of an earlier build, which the wheel would take
+        if not is_core and self.cuda_wanted is False:
+            print(f"fused_tp: the device kernels are not built: FUSED_TP_CUDA={os.environ['FUSED_TP_CUDA']}.")
+            return
         try:
             if sys.platform != "linux":
                 raise NotBuiltError("it needs Linux")
@@ -51,9 +73,20 @@ class BuildNative(build_ext):
             else:
                 build_cuda(output)
         except NotBuiltError as error:
-            if os.environ.get("FUSED_TP_REQUIRE_NATIVE" if is_core else "FUSED_TP_CUDA") == "1":
+            if self.core_required if is_core else self.cuda_wanted or os.environ.get("FUSED_TP_CUDA_ARCHS"):
                 raise
             print(f"fused_tp: {without_core(error) if is_core else without_cuda(error)}")
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable installation. What was not built now must not be loaded from an earlier build either."""
+        super().copy_extensions_to_source()
+        for built, in_place in super().get_output_mapping().items():
+            if not Path(built).exists() and Path(in_place).exists():
+                print(f"fused_tp: {in_place} is of an earlier build and is removed.")
+                Path(in_place).unlink()
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {built: place for built, place in super().get_output_mapping().items() if Path(built).exists()}
 
     def get_ext_filename(self, fullname: str) -> str:
         """The device kernels are a plain library that knows no Python, so that its name has no version of it."""
@@ -69,36 +102,34 @@ def build_core(output: Path) -> None:
     try:
         import pybind11
     except ImportError:
-        raise NotBuiltError("pybind11 is not installed (pip install pybind11)") from None
-    include_dirs = [pybind11.get_include(), sysconfig.get_paths()["include"]]
-    CoreBuild(include_dirs).run(output, core_folder())
+        raise NotBuiltError("pybind11 is not installed", "pybind11 (pip install pybind11)") from None
+    headers = sysconfig.get_paths()["include"]
+    try:
+        CoreBuild([pybind11.get_include(), headers]).run(output, core_folder())
+    except NotBuiltError as error:
+        if not error.needs and not Path(headers, "Python.h").exists():
+            error.needs = "the Python headers (Debian, Ubuntu: apt-get install python3-dev)"
+        raise
 
 
 def build_cuda(output: Path) -> None:
-    wanted = os.environ.get("FUSED_TP_CUDA", "")
-    if wanted not in ("", "0", "1"):
-        raise SystemExit(f"FUSED_TP_CUDA is {wanted!r}; set it to 1 or 0.")
-    if wanted == "0":
-        print("fused_tp: the device kernels are not built: FUSED_TP_CUDA=0.")
-        return
     build = CudaBuild(os.environ.get("FUSED_TP_CUDA_ARCHS", ""))
     build.run(output, cuda_folder())
     print(f"fused_tp: device kernels were built for {build.built_for}.")
 
 
-def without_core(why: Exception) -> str:
-    return (
-        f"the native core was not built: {why}. fused_tp runs without it, on torch.distributed alone. For CPU shared "
-        "memory install a C++17 compiler (Debian, Ubuntu: apt-get install g++) and the Python headers (python3-dev), "
-        "and reinstall fused_tp."
-    )
+def without_core(why: NotBuiltError) -> str:
+    loss = "fused_tp runs without it, on torch.distributed alone."
+    return f"the native core was not built: {why}. {loss}{what_to_do('CPU shared memory', why)}"
 
 
-def without_cuda(why: Exception) -> str:
-    return (
-        f"the device kernels were not built: {why}. fused_tp runs without them, on GPUs with NCCL and Triton. For them "
-        "install the CUDA toolkit (12.0 or later, nvcc) and reinstall fused_tp."
-    )
+def without_cuda(why: NotBuiltError) -> str:
+    loss = "fused_tp runs without them, on GPUs with NCCL and Triton."
+    return f"the device kernels were not built: {why}. {loss}{what_to_do('them', why)}"
+
+
+def what_to_do(wanted: str, why: NotBuiltError) -> str:
+    return f" For {wanted} install {why.needs} and reinstall fused_tp." if why.needs else ""
 
 
 def packages() -> list[str]:

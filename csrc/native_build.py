@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,35 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 DEFAULT_ARCHS = "80;90a;100a+PTX"
 TOOLKIT = "/usr/local/cuda"  # where NVIDIA's installers put it
+OLDEST_TOOLKIT = 12
+
+A_COMPILER = "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
+A_TOOLKIT = "the CUDA toolkit (12.0 or later, nvcc)"
 
 
 class NotBuiltError(Exception):
-    """It cannot be built here; the message says why."""
+    """It cannot be built here; the message says why. `needs` is what to install so that it can be, where that helps."""
+
+    def __init__(self, why: str, needs: str = "") -> None:
+        super().__init__(why)
+        self.needs = needs
+
+
+class SettingError(ValueError):
+    """An environment variable asks for what cannot be; the message says so. Never left out of a build: it is wrong."""
+
+
+def switch(name: str) -> bool | None:
+    """Whether a variable is on, None where it is not set; with the words of `fused_tp.runtime.settings.switch`."""
+    text = os.environ.get(name, "")
+    word = text.strip().lower()
+    if word in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    if word:
+        raise SettingError(f"{name} is {text!r}; set it to 1 or 0.")
+    return None
 
 
 def core_folder() -> Path:
@@ -132,20 +157,26 @@ class CudaBuild:
 
     Args:
         archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default, less what this nvcc does not know.
+
+    Raises:
+        NotBuiltError: there is nothing to build it with.
+        SettingError: `archs` are none, or none of this nvcc.
     """
 
     def __init__(self, archs: str = "") -> None:
+        named = parse_archs(archs) if archs else []
         self.sources = sorted(CSRC.glob("cuda/*.cu"))
         if not self.sources:
             raise NotBuiltError(f"there are no sources in {CSRC / 'cuda'}")
         self.nvcc = find_nvcc()
         self.compiler = find_compiler()
         self.version = nvcc_version(self.nvcc)
-        self.archs = parse_archs(archs) if archs else self.default_archs()
-        for arch in self.archs:
+        self.archs = named or self.default_archs()
+        for arch in named:
             if not self.knows(arch):
-                raise NotBuiltError(
-                    f"nvcc {self.version} does not know sm_{arch.name}, which FUSED_TP_CUDA_ARCHS names"
+                raise SettingError(
+                    f"FUSED_TP_CUDA_ARCHS is {archs!r}, and nvcc {self.version} ({self.nvcc}) does not know "
+                    f"sm_{arch.name}; leave it out, or take another CUDA toolkit."
                 )
 
     def default_archs(self) -> list[Arch]:
@@ -155,7 +186,7 @@ class CudaBuild:
         if unknown:
             print(f"fused_tp: nvcc {self.version} does not know {', '.join(unknown)}: left out of the device kernels.")
         if not known:
-            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}")
+            raise NotBuiltError(f"nvcc {self.version} knows none of the architectures {DEFAULT_ARCHS}", A_TOOLKIT)
         return [*known[:-1], Arch(known[-1].name, ptx=True)]
 
     def knows(self, arch: Arch) -> bool:
@@ -187,7 +218,7 @@ class CudaBuild:
 
         Args:
             threads: for how many architectures a source is compiled at once. None: for one, unless there are more
-                processors than sources. From more than one, what ptxas says in the logs may be mixed up.
+                processors than sources. The results are the same, so that it does not count as a change.
         """
         codes = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
@@ -196,7 +227,6 @@ class CudaBuild:
         # A sixth of the size. Drivers of CUDA 13, which code of that toolkit needs anyway, can unpack it.
         small = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
         command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *small, f"-I{csrc}", *codes]
-        command += ["--threads", str(threads)]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
             steps.append(compile_step(log.stem, seen_from(folder, source), command, log.name))
@@ -206,7 +236,8 @@ class CudaBuild:
         exports = f"{csrc}/cuda/exports.map"
         command = [str(self.nvcc), *self.host_compiler, "-shared", "--cudart", "static", *objects]
         command += ["-Xlinker", f"--version-script={exports}", "-o", output.name]
-        run_steps([*steps, Step(output.name, [*objects, exports], command)], folder)
+        in_front = f"--threads {threads} {os.environ.get('NVCC_PREPEND_FLAGS', '')}".strip()
+        run_steps([*steps, Step(output.name, [*objects, exports], command)], folder, {"NVCC_PREPEND_FLAGS": in_front})
         replace(folder / output.name, output)
 
 
@@ -220,7 +251,7 @@ def find_compiler() -> list[str]:
         if shutil.which(command[0]) and compiles(command, []):
             return command
     tried = ", ".join(shlex.join(command) for command in candidates)
-    raise NotBuiltError(f"no working C++17 compiler was found (tried {tried})")
+    raise NotBuiltError(f"no working C++17 compiler was found (tried {tried})", A_COMPILER)
 
 
 def compiles(compiler: list[str], flags: list[str]) -> bool:
@@ -244,15 +275,24 @@ def isa_of(source: Path) -> str:
 
 
 def find_nvcc() -> Path:
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    in_path = shutil.which("nvcc")
-    candidates = [Path(home, "bin", "nvcc") for home in homes]
-    candidates += [Path(in_path)] if in_path else []
-    candidates += [Path(TOOLKIT, "bin", "nvcc")]
+    """That of $CUDA_HOME or $CUDA_PATH where one is set, and then no other; else of PATH, else of the usual place."""
+    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    if named is not None:
+        candidates = [Path(os.environ[named], "bin", "nvcc")]
+    else:
+        in_path = shutil.which("nvcc")
+        candidates = [Path(in_path)] if in_path else []
+        candidates.append(Path(TOOLKIT, "bin", "nvcc"))
     for nvcc in candidates:
-        if nvcc_version(nvcc):
+        version = nvcc_version(nvcc)
+        if version and int(version.split(".")[0]) < OLDEST_TOOLKIT:
+            raise NotBuiltError(f"nvcc {version} ({nvcc}) is too old", A_TOOLKIT)
+        if version:
             return nvcc
-    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})")
+    if named is not None:
+        why = f"no nvcc that runs was found in {candidates[0].parent}: {named} is {os.environ[named]!r}"
+        raise NotBuiltError(why, f"{A_TOOLKIT} there, or correct {named},")
+    raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})", A_TOOLKIT)
 
 
 def nvcc_version(nvcc: Path) -> str:
@@ -267,40 +307,46 @@ def nvcc_version(nvcc: Path) -> str:
 
 def parse_archs(text: str) -> list[Arch]:
     """`80;90a;100a+PTX`, as FUSED_TP_CUDA_ARCHS has it."""
-    archs = []
-    for word in re.split(r"[;,\s]+", text.strip()):
-        found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+PTX)?", word)
-        if found is None:
-            raise NotBuiltError(
-                f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}, +PTX at those that "
-                "later GPUs shall be able to use"
-            )
-        archs.append(Arch(found[1] + found[2], ptx=bool(found[3])))
-    return archs
+    words = [word for word in re.split(r"[;,\s]+", text.lower()) if word]
+    found = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
+    archs = [Arch(one[1] + one[2], ptx=bool(one[3])) for one in found if one is not None]
+    if not archs or len(archs) < len(words):
+        raise SettingError(
+            f"FUSED_TP_CUDA_ARCHS is {text!r}; set it to architectures like {DEFAULT_ARCHS}, +PTX at those that "
+            "later GPUs shall be able to use."
+        )
+    return list(dict.fromkeys(archs))
 
 
 def jobs() -> int:
     """How many commands may run at once."""
-    if os.environ.get("MAX_JOBS", "").isdecimal():
-        return int(os.environ["MAX_JOBS"])
+    text = os.environ.get("MAX_JOBS", "")
+    if text:
+        if not text.strip().isdecimal() or int(text) == 0:
+            raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files may compile at once, 1 or more.")
+        return int(text)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_steps(steps: Sequence[Step], folder: Path) -> None:
-    """Runs those whose inputs or commands have changed since they last ran, in `folder`."""
+def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    """Runs those whose inputs or commands have changed since they last ran, in `folder`.
+
+    Args:
+        environment: more variables for the commands, a change of which runs nothing again.
+    """
     import fcntl  # here, because there is none on Windows, where setup.py says so in a sentence
 
+    limit = ["-j", str(jobs())] if os.environ.get("MAX_JOBS") else []
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # another build may be under way in the same folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         ninja = find_ninja()
         if ninja is None:
             for step in steps:
-                run_if_changed(step, folder)
+                run_if_changed(step, folder, environment)
             return
         (folder / "build.ninja").write_text(ninja_file(steps))
-        limit = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        check_run([*ninja, *limit], folder)
+        check_run([*ninja, *limit], folder, environment)
 
 
 def ninja_file(steps: Sequence[Step]) -> str:
@@ -316,7 +362,7 @@ def ninja_file(steps: Sequence[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_if_changed(step: Step, folder: Path) -> None:
+def run_if_changed(step: Step, folder: Path, environment: Mapping[str, str] | None) -> None:
     output, said = folder / step.output, folder / f"{step.output}.command"
     inputs = [folder / path for path in step.inputs]
     if step.headers_too:
@@ -324,7 +370,7 @@ def run_if_changed(step: Step, folder: Path) -> None:
     newest = max(file.stat().st_mtime for file in inputs)
     same = output.exists() and said.exists() and said.read_text() == step.shell
     if not same or output.stat().st_mtime < newest:
-        check_run(["sh", "-c", step.shell], folder)
+        check_run(["sh", "-c", step.shell], folder, environment)
         said.write_text(step.shell)
 
 
@@ -338,8 +384,16 @@ def find_ninja() -> list[str] | None:
     return [str(Path(BIN_DIR, "ninja"))]
 
 
-def check_run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=folder)
+def check_run(command: list[str], folder: Path, environment: Mapping[str, str] | None) -> None:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     print(done.stdout, end="")
     if done.returncode != 0:
         raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{done.stdout[-4000:]}")

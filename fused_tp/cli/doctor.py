@@ -13,12 +13,14 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,12 +31,16 @@ import torch.distributed as dist
 from fused_tp.cli.doctor_gpu import examine_gpu
 from fused_tp.cli.findings import NOTE, OK, PROBLEM, Finding, dotted, output_of
 from fused_tp.ops.explain import explain_for
+from fused_tp.ops.queries import Both, queries
 from fused_tp.runtime import dispatch, settings
+from fused_tp.schedules.ways import WAYS
 
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 10)
+MINIMUM_CUDA = 12
+TOOLKIT_NVCC = "/usr/local/cuda/bin/nvcc"
 
 # Every environment variable that the package reads, also at build time.
 VARIABLES = {
@@ -52,6 +58,18 @@ VARIABLES = {
     "FUSED_TP_CUDA": "when installing, 0: no device kernels; 1: an error where they cannot be built (built with nvcc)",
     "FUSED_TP_CUDA_ARCHS": "when installing: GPUs to build device kernels for (80;90a;100a+PTX)",
 }
+
+# What others than this process read: the values that they take, in lower case, and what to do about any other.
+_TAKEN = {
+    "FUSED_TP_ISA": ("(plain|avx2|avx512)?", "plain, avx2 or avx512"),
+    "FUSED_TP_SHM_RESERVE": (r"0*[1-9]\d*", "a positive number of bytes"),
+    "FUSED_TP_CUDA_ARCHS": (
+        r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+",
+        "architectures like 80;90a;100a+PTX, +PTX at those that later GPUs shall be able to use",
+    ),
+}
+
+_SWITCHES = ("FUSED_TP_NVTX", "FUSED_TP_REQUIRE_NATIVE", "FUSED_TP_CUDA")
 
 _LIBRARIES = {
     "triton": ("triton", "GPU kernels, also interpreted on CPUs"),
@@ -132,9 +150,22 @@ def _software() -> Iterator[Finding]:
         return
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
     yield Finding(section, "backends", ", ".join(backends), OK if backends else PROBLEM)
-    for name, command in (("C++ compiler", "c++"), ("CUDA compiler", "nvcc")):
-        found = _first_line(command, "--version") if name == "C++ compiler" else _last_line(command, "--version")
-        yield Finding(section, name, found or "none", OK if found else NOTE)
+    compiler = next(iter(output_of("c++", "--version")), "")
+    yield Finding(section, "C++ compiler", compiler or "none", OK if compiler else NOTE)
+    yield _cuda_compiler(section)
+
+
+def _cuda_compiler(section: str) -> Finding:
+    """Where setup.py looks, too: nowhere else where a variable names its place."""
+    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    places = [f"{os.environ[named]}/bin/nvcc"] if named else ["nvcc", TOOLKIT_NVCC]
+    lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
+    if not lines:
+        return Finding(section, "CUDA compiler", f"none in {places[0]}, as {named} says" if named else "none", NOTE)
+    release = re.search(r"release (\d+)", "\n".join(lines))
+    too_old = release is not None and int(release[1]) < MINIMUM_CUDA
+    advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if too_old else ""
+    return Finding(section, "CUDA compiler", lines[-1], NOTE if too_old else OK, advice)
 
 
 def _processor(core: ModuleType | None) -> Iterator[Finding]:
@@ -189,6 +220,9 @@ def _settings() -> Iterator[Finding]:
         "FUSED_TP_SM_MARGIN": settings.sm_margin,
         "FUSED_TP_SHM": settings.shared_memory_allowed,
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
+        "FUSED_TP_SCHEDULE": _forced_schedule,
+        **{name: partial(_taken, name) for name in _TAKEN},
+        **{name: partial(settings.switch, name, True) for name in _SWITCHES},
     }
     for name, meaning in VARIABLES.items():
         value = os.environ.get(name)
@@ -208,6 +242,19 @@ def _settings() -> Iterator[Finding]:
             )
 
 
+def _forced_schedule() -> str | None:
+    name = settings.forced_schedule()
+    if name is not None and name not in WAYS:
+        raise ValueError(f"There is no such schedule; there are {', '.join(WAYS)}.")
+    return name
+
+
+def _taken(name: str) -> None:
+    pattern, wanted = _TAKEN[name]
+    if not re.fullmatch(pattern, os.environ[name].lower()):
+        raise ValueError(f"Set it to {wanted}.")
+
+
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     """The dispatch table's choices for two ranks of this machine; `fused-tp explain` has more."""
     section = f"Schedules of {_RANKS} ranks, bf16, hidden size {_HIDDEN}"
@@ -215,7 +262,6 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
         ways.append(("cuda", "nccl", dispatch.arch_of(torch.device("cuda", torch.cuda.current_device()))))
-    forced = settings.forced_schedule()
     for device, transport, arch in ways:
         for op, tensors in _OPS.items():
             try:
@@ -226,12 +272,24 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                         op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
                     )
                     decision = explanation.forward or explanation.backward
-                    chosen.append(forced or (decision.schedule if decision else "local"))
+                    by_table = decision.schedule if decision else "local"
+                    chosen.append(_forced_for(queries(op, shapes, None, _RANKS), device) or by_table)
             except (ValueError, OSError) as error:
                 yield Finding(section, f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
                 value = ", ".join(f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKENS, chosen, strict=True))
                 yield Finding(section, f"{op}, {device}", value)
+
+
+def _forced_for(asked: Both, device: str) -> str | None:
+    """The schedule that FUSED_TP_SCHEDULE forces on a call, if it is one that has something for it."""
+    name = settings.forced_schedule()
+    query = asked[0] or asked[1]
+    if name not in WAYS or query is None:
+        return None
+    way = WAYS[name]
+    serves = way.lacks(query[0], torch.bfloat16) is None and device in (way.devices or (device,))
+    return name if serves else None
 
 
 def _setting(read: Callable[[], bool], *, default: bool) -> bool:
@@ -321,11 +379,3 @@ def _installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_line(command: str, *arguments: str) -> str:
-    return next(iter(output_of(command, *arguments)), "")
-
-
-def _last_line(command: str, *arguments: str) -> str:
-    return next(reversed(output_of(command, *arguments)), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -70,14 +71,71 @@ def test_a_missing_core_comes_with_the_way_to_get_it(monkeypatch: pytest.MonkeyP
         ("FUSED_TP_SHM", "maybe", "1 or 0"),
         ("FUSED_TP_TABLE", "/nowhere.json", "nowhere.json"),
         ("FUSED_TP_TIMOUT", "5", "misspelt"),
+        ("FUSED_TP_SCHEDULE", "magic", "there are plain, "),
+        ("FUSED_TP_NVTX", "sometimes", "1 or 0"),
+        ("FUSED_TP_CUDA", "maybe", "1 or 0"),
+        ("FUSED_TP_REQUIRE_NATIVE", "2", "1 or 0"),
+        ("FUSED_TP_CUDA_ARCHS", "hopper", "architectures like 80;90a"),
+        ("FUSED_TP_CUDA_ARCHS", " ", "architectures like 80;90a"),
+        ("FUSED_TP_ISA", "sse", "plain, avx2 or avx512"),
+        ("FUSED_TP_SHM_RESERVE", "lots", "positive number"),
     ],
 )
 def test_settings_that_cannot_be_are_problems(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, advice: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    found = finding(name)
+    found = {one.name: one for one in doctor._settings()}[name]
     assert found.status == doctor.PROBLEM and advice in found.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FUSED_TP_SCHEDULE", "pipelined"),
+        ("FUSED_TP_NVTX", "off"),
+        ("FUSED_TP_CUDA", "yes"),
+        ("FUSED_TP_CUDA_ARCHS", "80;sm_90A, 10.0a+PTX;"),
+        ("FUSED_TP_CUDA_ARCHS", ""),
+        ("FUSED_TP_ISA", "avx2"),
+        ("FUSED_TP_SHM_RESERVE", "1000000"),
+    ],
+)
+def test_settings_that_can_be(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert {one.name: one.status for one in doctor._settings()}[name] == doctor.OK
+
+
+def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> dict[str, str]:
+        return {one.name: one.value for one in doctor._schedules(None) if one.name.endswith("cpu")}
+
+    by_table = shown()
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "hierarchical")
+    assert shown()["matmul_all_reduce, cpu"] == "hierarchical (1 token), hierarchical (2048 tokens)"
+    for name in ("fused_kernel", "magic"):  # of GPUs, and of nobody
+        monkeypatch.setenv("FUSED_TP_SCHEDULE", name)
+        assert shown() == by_table
+    assert doctor._forced_for((("all_reduce", 1, None, 1), None), "cuda") is None
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
+    assert doctor._forced_for((("all_reduce", 1, None, 1), None), "cuda") is None, "copy engines have none"
+    assert doctor._forced_for((("all_gather", 1, None, 1), None), "cuda") == "copy_engine"
+
+
+def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert doctor._cuda_compiler("").value == f"none in {nvcc}, as CUDA_PATH says"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\necho Build cuda_11.8\n")
+    nvcc.chmod(0o755)
+    found = doctor._cuda_compiler("")
+    assert (found.status, found.value) == (doctor.NOTE, "Build cuda_11.8") and "12.0 or later" in found.advice
+    monkeypatch.delenv("CUDA_PATH")
+    monkeypatch.setenv("PATH", os.devnull)
+    monkeypatch.setattr(doctor, "TOOLKIT_NVCC", str(nvcc))
+    assert doctor._cuda_compiler("").value == "Build cuda_11.8"
 
 
 # -- GPUs, of machines that have them ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cuda_resources import native_build
+from fused_tp.runtime import settings
 
 native = native_build()
 
@@ -20,6 +21,8 @@ native = native_build()
         ("90a", ["arch=compute_90a,code=sm_90a"]),
         ("9.0", ["arch=compute_90,code=sm_90"]),
         ("80;sm_100a+PTX", [f"arch=compute_{a},code={b}" for a, b in (("80", "sm_80"), ("100a", "sm_100a"))]),
+        ("90A", ["arch=compute_90a,code=sm_90a"]),
+        ("80;90a;90a;", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "90a")]),
         ("80, 86 89", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "86", "89")]),
     ],
 )
@@ -28,19 +31,40 @@ def test_architectures_from_the_environment(text: str, flags: list[str]) -> None
     assert found == flags + ["arch=compute_100,code=compute_100"] * ("PTX" in text)
 
 
-@pytest.mark.parametrize("text", ["hopper", "8", "80;;x", "90b", "90+ptx"])
+@pytest.mark.parametrize("text", ["hopper", "8", "80;;x", "90b", " ", ";"])
 def test_architectures_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(native.NotBuiltError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
-        native.parse_archs(text)
+    with pytest.raises(native.SettingError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
+        native.CudaBuild(text)
 
 
-def fake_nvcc(folder: Path, *known: str) -> Path:
+@pytest.mark.parametrize(("text", "on"), [("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)])
+def test_switches_take_the_words_of_all_settings(monkeypatch: pytest.MonkeyPatch, text: str, on: bool | None) -> None:
+    monkeypatch.setenv("FUSED_TP_CUDA", text)
+    assert native.switch("FUSED_TP_CUDA") is on
+    if on is not None:
+        assert settings.switch("FUSED_TP_CUDA", default=not on) is on
+
+
+def test_switches_take_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_TP_REQUIRE_NATIVE", "maybe")
+    with pytest.raises(native.SettingError, match="FUSED_TP_REQUIRE_NATIVE is 'maybe'; set it to 1 or 0"):
+        native.switch("FUSED_TP_REQUIRE_NATIVE")
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "many", "1.5"])
+def test_max_jobs_that_is_no_number_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    monkeypatch.setenv("MAX_JOBS", text)
+    with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to how many files"):
+        native.run_steps([], tmp_path)
+
+
+def fake_nvcc(folder: Path, *known: str, release: str = "12.4") -> Path:
     """One that knows these architectures and compiles nothing."""
     path = folder / "cuda" / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     tests = " ".join(f"*=sm_{arch}|*=compute_{arch}) ;;" for arch in known)
     path.write_text(f"""#!/bin/sh
-[ "$1" = --version ] && {{ echo 'Cuda compilation tools, release 12.4, V12.4.131'; exit; }}
+[ "$1" = --version ] && {{ echo 'Cuda compilation tools, release {release}, V{release}.131'; exit; }}
 for word; do case "$word" in {tests} arch=*) exit 1;; esac; done
 """)
     path.chmod(0o755)
@@ -57,8 +81,38 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_no_nvcc_is_said(no_toolkit: None) -> None:
-    with pytest.raises(native.NotBuiltError, match=r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"):
+    with pytest.raises(
+        native.NotBuiltError, match=r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"
+    ) as no:
         native.find_nvcc()
+    assert no.value.needs.startswith("the CUDA toolkit")
+
+
+def test_a_cuda_home_without_nvcc_is_said(no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvcc(tmp_path, "80")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda"))
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(native.NotBuiltError, match="no nvcc that runs was found in /nowhere/bin: CUDA_HOME is"):
+        native.find_nvcc()
+
+
+def test_an_old_nvcc_is_said(no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvcc(tmp_path, "80", release="11.8")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    with pytest.raises(native.NotBuiltError, match=r"nvcc 11\.8\.131 .* is too old") as old:
+        native.find_nvcc()
+    assert "12.0 or later" in old.value.needs
+
+
+def test_without_a_compiler_no_toolkit_is_asked_for(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_nvcc(tmp_path, "80")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(native.NotBuiltError) as none:
+        native.CudaBuild()
+    assert "apt-get install g++" in none.value.needs and "CUDA" not in none.value.needs
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
@@ -78,8 +132,25 @@ def test_default_architectures_are_those_that_nvcc_knows(
     build = native.CudaBuild()
     assert build.built_for == "sm_80 sm_90a compute_90, nvcc 12.4.131"
     assert "nvcc 12.4.131 does not know sm_100a: left out of the device kernels." in capsys.readouterr().out
-    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 does not know sm_100a, which FUSED_TP_CUDA_ARCHS"):
+    with pytest.raises(native.SettingError, match=r"FUSED_TP_CUDA_ARCHS is '90a;100a', and nvcc 12.4.131 .* sm_100a"):
         native.CudaBuild("90a;100a")
+
+
+def test_how_many_compile_at_once_is_no_part_of_what_is_built(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_nvcc(tmp_path, "80", "90", "90a")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(native, "replace", lambda source, destination: None)
+    ran = []
+    monkeypatch.setattr(native, "run_steps", lambda steps, folder, environment: ran.append((steps, environment)))
+    for threads in (1, 2):
+        native.CudaBuild().run(tmp_path / "_cuda.so", tmp_path, threads)
+    assert ran[0][0] == ran[1][0]
+    assert [environment["NVCC_PREPEND_FLAGS"].split()[:2] for _, environment in ran] == [
+        ["--threads", "1"],
+        ["--threads", "2"],
+    ]
 
 
 @pytest.fixture(params=["ninja", "none"])

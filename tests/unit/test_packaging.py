@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from benchmarks.cuda_resources import native_build
 from fused_tp.transport.native_kernels import built_for
 from tests.workers import REPOSITORY
 
-pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
+setuptools = pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
 CSRC = REPOSITORY / "csrc"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "out", "dist", "*.egg-info", "__pycache__", "*.so")
 BUILD = "import sys; from setuptools import build_meta; print('BUILT', getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -27,6 +30,69 @@ FOLDERS = ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks", "test
 # Without the bindings: they need Python's headers, which are those of this machine.
 SHM_SOURCES = sorted(CSRC.glob("shm/*.cpp"))
 PORTABLE_SOURCES = [source for source in SHM_SOURCES if "_avx" not in source.stem]
+
+
+@pytest.fixture(scope="module")
+def arguments_of_setup() -> dict[str, Any]:
+    """What setup.py calls setup with."""
+    given: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+        runpy.run_path(str(REPOSITORY / "setup.py"))
+    return given
+
+
+@pytest.fixture
+def build_in_place(
+    arguments_of_setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> setuptools.Command:
+    """The build of an editable installation, in a tree of nothing, where nothing can be built."""
+    for name in ("FUSED_TP_REQUIRE_NATIVE", "FUSED_TP_CUDA", "FUSED_TP_CUDA_ARCHS", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    parts = {name: arguments_of_setup[name] for name in ("ext_modules", "cmdclass")}
+    command = setuptools.Distribution({"packages": ["fused_tp"], **parts}).get_command_obj("build_ext")
+    command.editable_mode = True
+    command.ensure_finalized()
+    return command
+
+
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools asks it where things go
+@pytest.mark.parametrize("cuda", ["", "off"])
+def test_what_an_earlier_build_left_is_not_loaded(
+    build_in_place: setuptools.Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str
+) -> None:
+    monkeypatch.setenv("FUSED_TP_CUDA", cuda)
+    folder = tmp_path / "fused_tp"
+    folder.mkdir()
+    core = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for name in (core, "_cuda.so", "of_others.so"):
+        (folder / name).touch()
+    build_in_place.run()
+    assert [path.name for path in folder.iterdir()] == ["of_others.so"]
+    assert build_in_place.get_outputs() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FUSED_TP_REQUIRE_NATIVE", "maybe", "FUSED_TP_REQUIRE_NATIVE is 'maybe'; set it to 1 or 0"),
+        ("FUSED_TP_CUDA", "yes please", "FUSED_TP_CUDA is 'yes please'; set it to 1 or 0"),
+        ("FUSED_TP_CUDA_ARCHS", "hopper", "FUSED_TP_CUDA_ARCHS is 'hopper'; set it to architectures like"),
+        ("FUSED_TP_REQUIRE_NATIVE", "true", "no working C"),
+        ("FUSED_TP_CUDA", "on", "no nvcc that runs was found in /nowhere/bin"),
+        ("FUSED_TP_CUDA_ARCHS", "90a", "no nvcc that runs was found in /nowhere/bin"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_is_an_error(
+    build_in_place: setuptools.Command, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises((SystemExit, Exception), match=said):
+        build_in_place.run()
 
 
 def build(kind: str, tree: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +129,9 @@ def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel_without_core(unpacked_sdist: Path) -> tuple[Path, str]:
     """(a wheel built where there is no compiler, what the build printed)"""
-    done = build("build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath, FUSED_TP_CUDA="")
+    done = build(
+        "build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath, FUSED_TP_CUDA="", CUDA_HOME="/nowhere"
+    )
     assert done.returncode == 0, done.stdout
     return next(unpacked_sdist.parent.glob("*.whl")), done.stdout
 
@@ -103,7 +171,8 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
     wheel, output = wheel_without_core
     assert "native core was not built: no working C++17 compiler was found (tried /bin/false)" in output
     assert "apt-get install g++" in output
-    assert "fused_tp: the device kernels were not built: no " in output and "install the CUDA toolkit" in output
+    assert "fused_tp: the device kernels were not built: no nvcc that runs was found in /nowhere/bin" in output
+    assert "For them install the CUDA toolkit" in output
     assert not libraries(wheel)
     site = wheel.parent / "site"
     zipfile.ZipFile(wheel).extractall(site)
