@@ -1,6 +1,8 @@
 // The CUDA driver: streams, events, pinned memory, and what can be enqueued.
 #include "driver/driver.h"
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -101,8 +103,17 @@ void bind_driver(py::module_& m) {
       .def(
           "synchronize",
           [](const Driver& driver, int device, Address stream, double seconds) {
-            const Driver::Device current(driver, device);
-            return driver.synchronize(to_stream(stream), seconds);
+            const auto begun = std::chrono::steady_clock::now();
+            while (true) {  // in slices, for Ctrl-C
+              const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+              const double slice = std::min(0.05, seconds - waited);
+              {
+                const Driver::Device current(driver, device);
+                if (driver.synchronize(to_stream(stream), slice)) return true;
+              }
+              if (slice < 0.05) return false;
+              check_signals();
+            }
           },
           py::arg("device"), py::arg("stream"), py::arg("seconds"), release_gil(),
           "Whether everything in the stream has ended, after at most that many seconds.");

@@ -148,7 +148,7 @@ void bind_communicator(py::module_& m) {
       .def_property("timeout_seconds", &Communicator::timeout, &Communicator::set_timeout,
                     "The deadline of ops from now on.")
       .def_property_readonly("failure", &Communicator::failure, "Why it is unusable; empty while it is not.")
-      .def("check", &Communicator::check, "Raises what it has failed with, if it has.")
+      .def("check", &Communicator::check, release_gil(), "Raises what it has failed with, if it has.")
       .def(
           "all_gather",
           [](Communicator& communicator, Address in, Address out, size_t bytes, std::optional<Address> stream,
@@ -246,7 +246,7 @@ void bind_communicator(py::module_& m) {
           "That rank's process is known to have ended. Ops in flight are aborted, and everything raises PeerLostError.")
       .def("abort", &Communicator::abort, py::arg("why"), release_gil(),
            "Ops in flight are aborted, and everything raises FusedTPError.")
-      .def("close", &Communicator::close, release_gil(),
+      .def("close", py::overload_cast<>(&Communicator::close), release_gil(),
            "Waits for what is in flight, within the deadline, and gives everything back.");
 }
 

@@ -82,6 +82,9 @@ void bind_pipelines(py::module_& m) {
           "wait", [](Pipeline& pipeline, size_t i, Address stream) { pipeline.wait(i, to_stream(stream)); },
           py::arg("exchange"), py::arg("stream"), release_gil(),
           "`stream` goes on once that exchange has ended. Raises what the communicator has failed with.")
+      .def("waiting", &Pipeline::waiting, release_gil(),
+           "Which exchange waits for peers now, all before it having ended; -1: none. For a thread of our own.")
+      .def_property_readonly("captured", &Pipeline::captured, "Some exchange is part of a CUDA graph.")
       .def("ended", &Pipeline::ended, release_gil(), "Whether that was all, and has ended. For a thread of our own.");
   py::class_<Movement, Pipeline>(m, "Movement", "Some sends and receives at once.")
       .def(py::init([](std::shared_ptr<Communicator> communicator,

@@ -72,6 +72,12 @@ Driver::Device::~Device() {
   driver_.functions_->cuCtxPopCurrent(&context);
 }
 
+Driver::IgnoringCaptures::IgnoringCaptures(const Driver& driver) : driver_(driver), before_(kCaptureModeRelaxed) {
+  driver.check(driver.functions_->cuThreadExchangeStreamCaptureMode(&before_), "cuThreadExchangeStreamCaptureMode");
+}
+
+Driver::IgnoringCaptures::~IgnoringCaptures() { driver_.functions_->cuThreadExchangeStreamCaptureMode(&before_); }
+
 Context Driver::primary_context(int device) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (device < 0 || static_cast<size_t>(device) >= contexts_.size())
@@ -123,6 +129,7 @@ void Driver::record(Event event, Stream stream) const {
 }
 
 bool Driver::done(Event event) const {
+  const IgnoringCaptures ignoring(*this);
   const int code = functions_->cuEventQuery(event);
   if (code == kErrorNotReady) return false;
   check(code, "cuEventQuery");
@@ -130,6 +137,7 @@ bool Driver::done(Event event) const {
 }
 
 bool Driver::idle(Stream stream) const {
+  const IgnoringCaptures ignoring(*this);
   const int code = functions_->cuStreamQuery(stream);
   if (code == kErrorNotReady) return false;
   check(code, "cuStreamQuery");

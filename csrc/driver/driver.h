@@ -70,6 +70,19 @@ class Driver {
     const Driver& driver_;
   };
 
+  // As long as it lives this thread may make any call, whoever captures a CUDA graph.
+  class IgnoringCaptures {
+   public:
+    explicit IgnoringCaptures(const Driver& driver);
+    ~IgnoringCaptures();
+    IgnoringCaptures(const IgnoringCaptures&) = delete;
+    IgnoringCaptures& operator=(const IgnoringCaptures&) = delete;
+
+   private:
+    const Driver& driver_;
+    int before_;
+  };
+
   const std::string& path() const { return path_; }
   int version() const;  // 12040 for CUDA 12.4
   int device_count() const;
@@ -90,7 +103,8 @@ class Driver {
   // True once all of the stream has ended, false if it has not after that many seconds.
   bool synchronize(Stream stream, double seconds) const;
 
-  // Lets this thread make any call while another thread captures a CUDA graph. For threads of our own.
+  // Lets this thread make any call while another thread captures a CUDA graph. For threads of our own; the queries
+  // above see to it themselves, or they would end that capture.
   void ignore_captures() const;
 
   const Functions& functions() const { return *functions_; }

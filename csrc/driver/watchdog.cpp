@@ -42,6 +42,8 @@ struct Watch::State {
   int device;
   Callbacks callbacks;
 
+  std::atomic<bool> let_go{false};  // everything that is in flight, at the next look
+
   std::mutex mutex;  // of what follows; never held during a callback
   bool removed = false;
   Deadlines<WatchedOp> ops;
@@ -51,6 +53,13 @@ struct Watch::State {
   int64_t last_tick_ns = 0;
 
   std::mutex callback_mutex;  // held during a callback, by the watchdog's thread
+
+  // With the mutex held.
+  void let_go_if_told() {
+    if (!let_go.exchange(false)) return;
+    ops.clear();
+    graph_word = nullptr;
+  }
 };
 
 namespace {
@@ -71,6 +80,7 @@ Look look_at(Watch::State& state) {
   {
     std::lock_guard<std::mutex> lock(state.mutex);
     if (state.removed) return look;
+    state.let_go_if_told();
     const int64_t now = now_ns();
     try {
       if (!state.ops.empty()) {
@@ -303,6 +313,7 @@ void Watch::add(WatchedOp op) {
   if (state_->driver->forked()) return;
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->let_go_if_told();
     const int64_t timeout = to_ns(op.timeout_seconds);
     state_->ops.add(std::move(op), timeout);
   }
@@ -312,6 +323,7 @@ void Watch::add(WatchedOp op) {
 void Watch::watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds) {
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->let_go_if_told();
     state_->graph_word = std::move(word);
     state_->graph_timeout = std::move(timeout_seconds);
   }
@@ -319,13 +331,14 @@ void Watch::watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()
 }
 
 void Watch::clear() {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->ops.clear();
-  state_->graph_word = nullptr;
+  state_->let_go.store(true);
+  std::unique_lock<std::mutex> lock(state_->mutex, std::try_to_lock);
+  if (lock.owns_lock()) state_->let_go_if_told();
 }
 
 bool Watch::in_flight() const {
   std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->let_go_if_told();
   return !state_->ops.empty();
 }
 

@@ -73,7 +73,8 @@ class Watch {
   // From now on also the ops of graphs, with the timeout that is asked for at each look; once for a watch. A graph may
   // run whenever its owner likes, so the word is looked at now and then for as long as the watch lives.
   void watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds);
-  // Lets go of everything in flight, e.g. because the stream was made to go on by other means.
+  // Lets go of everything in flight, e.g. because the stream was made to go on by other means. Waits for nobody: the
+  // watchdog may be stuck in the driver.
   void clear();
   bool in_flight() const;
 

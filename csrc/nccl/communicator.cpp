@@ -7,6 +7,7 @@
 #include <map>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -19,6 +20,7 @@ constexpr double kPoisonSeconds = 1;  // an idle GPU fills memory in far less; a
 constexpr double kLockSeconds = 5;    // how long an abort waits for a thread that is inside of NCCL
 constexpr double kGraphFinalizeSeconds = 2;
 constexpr double kAbortsAtExitSeconds = 2;
+constexpr double kEndSeconds = 5;  // for ops in flight whose results nobody can ask for any more
 constexpr size_t kKeptInFlight = 16;
 
 double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
@@ -151,18 +153,21 @@ struct Communicator::Handle {
     return asked == Result::kSuccess ? error : asked;
   }
 
-  // The outputs of what has not ended become NaN. Nothing reads them before the ops have ended, and their memory is
-  // nobody else's as long as the caller knows of no failure: so this comes first of all.
-  void poison(const std::deque<InFlight>& in_flight) {
+  // The outputs of the op that is at it become NaN: the first that has not ended, if it has begun. Nothing reads them
+  // before it has ended, and their memory is nobody else's as long as the caller knows of no failure: so this comes
+  // first of all. The memory of ops behind it may still be read by what they come after. False: it took too long.
+  bool poison(const std::deque<InFlight>& in_flight, const std::atomic<bool>& too_late) {
     Driver::Device guard(*driver, device);
-    bool any = false;
     for (const InFlight& op : in_flight) {
       if (driver->done(op.ended->get())) continue;
-      for (const Range& output : op.outputs)
+      if (op.begun && !driver->done(op.begun->get())) return true;
+      for (const Range& output : op.outputs) {
+        if (too_late) return false;
         driver->fill(reinterpret_cast<driver::DeviceAddress>(output.data), 0xFF, output.bytes, side_stream.get());
-      any = true;
+      }
+      return driver->synchronize(side_stream.get(), kPoisonSeconds);
     }
-    if (any) driver->synchronize(side_stream.get(), kPoisonSeconds);
+    return true;
   }
 
   // Everything that waits is made to go on.
@@ -178,7 +183,8 @@ struct Communicator::Handle {
     // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
     // nothing before all kernels have ended.
     const Comm dead = std::exchange(comm, nullptr);
-    windows.clear();
+    std::map<void*, Window> its_windows;  // NCCL may write into them until it has ended
+    its_windows.swap(windows);
     if (lock.owns_lock())
       lock.unlock();  // who asks finds nothing from here on, and need not wait for what may take long
     if (dead != nullptr) library->functions().comm_abort(dead);
@@ -264,8 +270,9 @@ Communicator::~Communicator() {
     new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: left alone
     return;
   }
+  options_.interrupted = [] {};  // nobody would hear of it
   try {
-    end();
+    end(std::min(timeout(), kEndSeconds));
   } catch (...) {  // a broken device, or Ctrl-C: the abort is under way
   }
   watch_.reset();
@@ -274,8 +281,9 @@ Communicator::~Communicator() {
 // ---- calls into NCCL -------------------------------------------------------------------------------------------
 
 // `call` returns NCCL's result; until it is settled nobody else calls NCCL for this communicator.
+// Returns what the call itself has.
 template <typename Call>
-void Communicator::perform(const std::string& what, Call&& call) {
+Result Communicator::perform(const std::string& what, Call&& call) {
   Result result = Result::kSuccess;
   {
     const auto lock = lock_handle();
@@ -284,6 +292,7 @@ void Communicator::perform(const std::string& what, Call&& call) {
     result = call();
   }
   settle(result, what);
+  return result;
 }
 
 // An abort may hold it for long; but then this has failed, which is thrown.
@@ -323,11 +332,28 @@ void Communicator::settle(Result result, const std::string& what) {
   }
 }
 
+// An op behind a stream that is not being captured, on one that is, would end up in somebody else's graph, or end its
+// capture.
+static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
+  Driver::Device guard(driver, device);
+  if (!driver.capturing(ours)) return;  // it joins a capture of `after`, if there is one
+  bool same = false;
+  try {
+    same = driver.capturing(after);
+  } catch (const driver::DriverError&) {  // the default stream cannot be asked during a capture
+  }
+  if (!same)
+    throw std::invalid_argument(
+        "another thread is capturing this communicator's ops in a CUDA graph; until that has ended there can be no "
+        "others");
+}
+
 template <typename Call>
-Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Range> outputs, Call&& call) {
+Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Range> outputs, bool moves, Call&& call) {
   require_open();
   std::lock_guard<std::mutex> order(order_mutex_);
   check();
+  if (after.kind_ == After::kStream) refuse_other_captures(*driver_, device_, stream(), after.stream_);
   Ticket ticket;
   ticket.op = op;
   ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -351,7 +377,7 @@ Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Ran
       begun = events_.take();
       driver_->record(begun->get(), stream());
     }
-    perform(std::string(op) + " (call " + std::to_string(ticket.number) + ")", [&] {
+    const Result launched = perform(std::string(op) + " (call " + std::to_string(ticket.number) + ")", [&] {
       // A single send or receive returns early unless it is in a group (non-blocking communicators).
       const Functions& f = library_->functions();
       Result result = f.group_start();
@@ -360,8 +386,22 @@ Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Ran
       const Result ended = f.group_end();  // in any case: the group is this thread's, not the communicator's
       return result == Result::kSuccess || result == Result::kInProgress ? ended : result;
     });
+    if (launched == Result::kSuccess && moves && size_ > 1) {
+      // A group of a non-blocking communicator that launches something ends with ncclInProgress. This one has not been
+      // the outermost: its ops are launched by whoever ends that, behind our events. They cannot be taken back, and
+      // NCCL still holds the communicator then: it is left alone.
+      {
+        const auto lock = lock_handle();
+        handle_->comm = nullptr;
+      }
+      fail(Kind::kOther, where(std::string(op) + " (call " + std::to_string(ticket.number) + ")") +
+                             " was called inside of an open ncclGroupStart of this thread, e.g. in a coalescing "
+                             "manager of torch.distributed, where nothing is launched.");
+      check();
+    }
     if (ticket.captured) graph_word_->end(stream(), graph_op);
     driver_->record(ticket.ended->get(), stream());
+    ticket.begun = begun;
     if (!ticket.captured) {
       remember(ticket, std::move(outputs));
       watch_->add({op, ticket.number, std::move(begun), ticket.ended, timeout()});
@@ -380,7 +420,7 @@ Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Ran
 // ---- ops -------------------------------------------------------------------------------------------------------
 
 Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank, After after) {
-  return enqueue("all_gather", after, {{out, bytes_per_rank * static_cast<size_t>(size_)}},
+  return enqueue("all_gather", after, {{out, bytes_per_rank * static_cast<size_t>(size_)}}, bytes_per_rank > 0,
                  [&](const Functions& f, Comm comm) {
                    return f.all_gather(in, out, bytes_per_rank, DataType::kInt8, comm, stream());
                  });
@@ -389,7 +429,7 @@ Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank
 Ticket Communicator::reduce_scatter(const void* in, void* out, size_t count_per_rank, DType dtype, ReduceOp op,
                                     After after) {
   const DataType type = to_nccl(dtype);
-  return enqueue("reduce_scatter", after, {{out, count_per_rank * element_size(dtype)}},
+  return enqueue("reduce_scatter", after, {{out, count_per_rank * element_size(dtype)}}, count_per_rank > 0,
                  [&](const Functions& f, Comm comm) {
                    return f.reduce_scatter(in, out, count_per_rank, type, to_nccl(op), comm, stream());
                  });
@@ -397,9 +437,9 @@ Ticket Communicator::reduce_scatter(const void* in, void* out, size_t count_per_
 
 Ticket Communicator::all_reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, After after) {
   const DataType type = to_nccl(dtype);
-  return enqueue("all_reduce", after, {{out, count * element_size(dtype)}}, [&](const Functions& f, Comm comm) {
-    return f.all_reduce(in, out, count, type, to_nccl(op), comm, stream());
-  });
+  return enqueue(
+      "all_reduce", after, {{out, count * element_size(dtype)}}, count > 0,
+      [&](const Functions& f, Comm comm) { return f.all_reduce(in, out, count, type, to_nccl(op), comm, stream()); });
 }
 
 Ticket Communicator::broadcast(const void* in, void* out, size_t bytes, int root, After after) {
@@ -408,20 +448,22 @@ Ticket Communicator::broadcast(const void* in, void* out, size_t bytes, int root
                                 std::to_string(root));
   std::vector<Range> outputs;
   if (in != out || rank_ != root) outputs.push_back({out, bytes});
-  return enqueue("broadcast", after, std::move(outputs), [&](const Functions& f, Comm comm) {
+  return enqueue("broadcast", after, std::move(outputs), bytes > 0, [&](const Functions& f, Comm comm) {
     return f.broadcast(in, out, bytes, DataType::kInt8, root, comm, stream());
   });
 }
 
 Ticket Communicator::exchange(const std::vector<Transfer>& transfers, After after) {
   std::vector<Range> outputs;
+  bool moves = false;
   for (const Transfer& transfer : transfers) {
     if (transfer.peer < 0 || transfer.peer >= size_)
       throw std::invalid_argument("a peer is a rank from 0 to " + std::to_string(size_ - 1) + ", not " +
                                   std::to_string(transfer.peer));
     if (transfer.kind == Transfer::kReceive) outputs.push_back({transfer.data, transfer.bytes});
+    moves |= transfer.bytes > 0;
   }
-  return enqueue("exchange", after, std::move(outputs), [&](const Functions& f, Comm comm) {
+  return enqueue("exchange", after, std::move(outputs), moves, [&](const Functions& f, Comm comm) {
     Result result = Result::kSuccess;
     for (const Transfer& transfer : transfers) {
       if (transfer.bytes == 0) continue;  // and the other side skips it too
@@ -524,8 +566,10 @@ void Communicator::require_open() const {
 }
 
 void Communicator::check() const {
-  if (!failed()) return;
-  std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (!failing_.load(std::memory_order_acquire)) return;
+  // What is thrown comes after the fill: whoever is told may use all memory again.
+  std::unique_lock<std::mutex> lock(failure_mutex_);
+  published_.wait(lock, [this] { return failed(); });
   switch (failure_kind_) {
     case Kind::kTimeout:
       throw CollectiveTimeoutError(failure_);
@@ -544,42 +588,70 @@ std::string Communicator::failure() const {
 void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
   std::lock_guard<std::mutex> lock(in_flight_mutex_);
   while (in_flight_.size() >= kKeptInFlight && driver_->done(in_flight_.front().ended->get())) in_flight_.pop_front();
-  in_flight_.push_back({ticket.ended, std::move(outputs)});
+  in_flight_.push_back({ticket.begun, ticket.ended, std::move(outputs)});
 }
 
-void Communicator::fail(Kind kind, const std::string& sentence) {
-  std::lock_guard<std::mutex> first(failing_mutex_);
-  if (failed()) return;
-  watch_->clear();
+// Of the op that is at it, within that time, whatever the driver does.
+bool Communicator::fill_outputs(double seconds) {
   std::deque<InFlight> in_flight;
   {
-    std::lock_guard<std::mutex> lock(in_flight_mutex_);
+    std::unique_lock<std::mutex> lock(in_flight_mutex_, std::defer_lock);
+    if (!lock_within(lock, seconds)) return false;  // some thread is stuck in the driver with it
     in_flight.swap(in_flight_);
   }
+  if (in_flight.empty()) return true;
+  // A thread of its own: this one may be capturing a graph, and a broken device may not answer.
+  struct Fill {
+    std::atomic<bool> too_late{false};
+    std::promise<bool> done;
+  };
+  const auto fill = std::make_shared<Fill>();
+  std::future<bool> done = fill->done.get_future();
+  try {
+    std::thread([fill, handle = handle_, ops = std::move(in_flight)]() mutable {
+      bool filled = false;
+      try {
+        handle->driver->ignore_captures();
+        filled = handle->poison(ops, fill->too_late);
+      } catch (const std::exception&) {  // nothing can be written to a broken device
+      }
+      ops.clear();
+      handle.reset();
+      fill->done.set_value(filled);
+    }).detach();
+  } catch (const std::system_error&) {  // no more threads
+    return false;
+  }
+  if (done.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready) return done.get();
+  fill->too_late = true;
+  return false;
+}
+
+void Communicator::fail(Kind kind, std::string sentence) {
+  std::lock_guard<std::mutex> first(failing_mutex_);
+  if (failed()) return;
+  failing_.store(true, std::memory_order_release);
+  watch_->clear();
+  if (!fill_outputs(kPoisonSeconds)) sentence += " What it was writing could not be made NaN.";
   {
     std::lock_guard<std::mutex> lock(aborts().mutex);
     ++aborts().under_way;
   }
-  const auto publish = [&] {
+  {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_kind_ = kind;
-    failure_ = sentence;
+    failure_ = std::move(sentence);
     failed_.store(true, std::memory_order_release);
-  };
-  // A thread of its own: this one may be capturing a graph, and ncclCommAbort waits for the communicator's kernels, for
-  // peers to abort too, and for the CUDA graphs that hold its ops to be destroyed. Two communicators that are aborted
-  // one after the other could block each other, and the watchdog has others to look after.
-  std::promise<void> published;
-  std::future<void> has_been_published = published.get_future();
-  std::thread([&publish, handle = handle_, in_flight = std::move(in_flight), done = std::move(published)]() mutable {
+  }
+  published_.notify_all();
+  // A thread of its own: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
+  // graphs that hold its ops to be destroyed. Two communicators that are aborted one after the other could block each
+  // other, and the watchdog has others to look after.
+  const auto abort = [handle = handle_]() mutable {
     try {
       handle->driver->ignore_captures();
-      handle->poison(in_flight);
-    } catch (const std::exception&) {  // nothing can be written to a broken device
+    } catch (const std::exception&) {
     }
-    in_flight.clear();
-    publish();
-    done.set_value();  // and the communicator may be gone
     try {
       handle->abort();
     } catch (const std::exception&) {
@@ -588,8 +660,13 @@ void Communicator::fail(Kind kind, const std::string& sentence) {
     std::lock_guard<std::mutex> lock(aborts().mutex);
     --aborts().under_way;
     aborts().fewer.notify_all();
-  }).detach();
-  has_been_published.wait();
+  };
+  try {
+    std::thread(abort).detach();
+  } catch (const std::system_error&) {  // no more threads
+    auto here = abort;
+    here();
+  }
 }
 
 void Communicator::expired(const std::string& what, double seconds) {
@@ -623,18 +700,27 @@ void Communicator::abort(const std::string& why) {
 
 // ---- ending ----------------------------------------------------------------------------------------------------
 
-void Communicator::end() {
+void Communicator::end(double seconds) {
   std::lock_guard<std::mutex> order(order_mutex_);
   if (closed_) return;
   closed_ = true;
   const auto begun = Clock::now();
-  while (!failed()) {  // in slices, because the watchdog may end the wait
-    Driver::Device guard(*driver_, device_);
-    if (driver_->synchronize(stream(), 0.02)) break;
-    if (seconds_since(begun) > timeout())
-      fail(Kind::kTimeout, where("closing the communicator") + " took longer than " + in_seconds(timeout()) +
-                               " (FUSED_TP_TIMEOUT): ops were still in flight.");
+  while (!failed()) {  // in slices, because the watchdog may end the wait, or Ctrl-C
+    {
+      Driver::Device guard(*driver_, device_);
+      if (driver_->synchronize(stream(), 0.02)) break;
+    }
+    if (seconds_since(begun) > seconds)
+      fail(Kind::kTimeout, where("closing the communicator") + " took longer than " + in_seconds(seconds) +
+                               (seconds < timeout() ? "" : " (FUSED_TP_TIMEOUT)") + ": ops were still in flight.");
+    try {
+      options_.interrupted();
+    } catch (...) {
+      fail(Kind::kOther, where("closing the communicator") + " was interrupted: ops were still in flight.");
+      throw;
+    }
   }
+  set_timeout(std::min(timeout(), seconds));
   check();
   // Finalizing sends what NCCL's own threads still have to send.
   const auto finalize = [this] {
@@ -654,18 +740,20 @@ void Communicator::end() {
   const auto lock = lock_handle();
   Driver::Device guard(*driver_, device_);
   const Comm ended = std::exchange(handle_->comm, nullptr);
-  handle_->windows.clear();
   if (ended != nullptr) library_->functions().comm_destroy(ended);
+  handle_->windows.clear();
 }
 
-void Communicator::close() {
+void Communicator::close() { close(timeout()); }
+
+void Communicator::close(double seconds) {
   if (driver_->forked()) return;
   if (failed()) {
     std::lock_guard<std::mutex> order(order_mutex_);
     closed_ = true;
     return;  // said before
   }
-  end();
+  end(seconds);
 }
 
 void Communicator::close_all() {
@@ -674,9 +762,11 @@ void Communicator::close_all() {
     std::lock_guard<std::mutex> lock(registry().mutex);
     all.swap(registry().all);
   }
+  const auto begun = Clock::now();
   for (const auto& one : all) {
     try {
-      if (const std::shared_ptr<Communicator> living = one.lock()) living->close();
+      if (const std::shared_ptr<Communicator> living = one.lock())
+        living->close(std::min(living->timeout(), std::max(0.1, kEndSeconds - seconds_since(begun))));
     } catch (...) {  // it is being aborted
     }
   }

@@ -1,11 +1,15 @@
 // A NCCL communicator of our own: its stream, its deadlines, and an end that leaves the process alive.
 //
-// Ops are enqueued and none waits on the host. Every one is watched: past its deadline, or when NCCL reports an error,
-// or when a peer is said to be lost, the communicator is aborted, so that streams go on, and it says why from then on.
-// Outputs of ops in flight are filled with 0xFF bytes (NaN) before that.
+// Ops are enqueued and no call waits for data; the first op between two ranks connects them, and every launch goes
+// through a thread of NCCL's, which is waited for. Every op is watched: past its deadline, or when NCCL reports an
+// error, or when a peer is said to be lost, the communicator is aborted, so that streams go on, and it says why from
+// then on. Before that the output of the op that is at it is filled with 0xFF bytes (NaN). Those of ops behind it are
+// left alone: kernels ahead of them may still read what their memory has held before. Results of these, and of graphs
+// that are replayed after a failure, are undefined; every later call throws.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -47,6 +51,7 @@ class After {
 struct Ticket {
   const char* op = "";
   uint64_t number = 0;
+  SharedEvent begun;  // done: it waits for nothing here but the op before it; null: always
   SharedEvent ended;
   bool captured = false;  // it is part of a CUDA graph: the host cannot wait for it
 };
@@ -126,7 +131,7 @@ class Communicator {
   void lose(int rank, const std::string& how);
   void abort(const std::string& why);
   // Waits for what is in flight, within the deadline, and gives everything back; throws what went wrong. Destruction
-  // does it too, without a word.
+  // does it too, without a word, and waits for a few seconds at most.
   void close();
   // Closes all that there are, without a word: before the interpreter, and with it the driver, goes away.
   static void close_all();
@@ -139,6 +144,7 @@ class Communicator {
     size_t bytes;
   };
   struct InFlight {
+    SharedEvent begun;
     SharedEvent ended;
     std::vector<Range> outputs;
   };
@@ -147,17 +153,19 @@ class Communicator {
                int size, Options options, std::shared_ptr<Handle> handle);
 
   template <typename Call>
-  Ticket enqueue(const char* op, const After& after, std::vector<Range> outputs, Call&& call);
+  Ticket enqueue(const char* op, const After& after, std::vector<Range> outputs, bool moves, Call&& call);
   template <typename Call>
-  void perform(const std::string& what, Call&& call);
+  Result perform(const std::string& what, Call&& call);
   void settle(Result result, const std::string& what);
   std::unique_lock<std::mutex> lock_handle() const;
   void remember(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
-  void fail(Kind kind, const std::string& sentence);
+  void fail(Kind kind, std::string sentence);
+  bool fill_outputs(double seconds);
   void expired(const std::string& what, double seconds);
   void tick();
-  void end();
+  void end(double seconds);
+  void close(double seconds);
   std::string where(const std::string& what) const;
 
   std::shared_ptr<const Library> library_;
@@ -181,7 +189,9 @@ class Communicator {
   std::deque<InFlight> in_flight_;
 
   std::mutex failing_mutex_;          // one thread after the other fails
+  std::atomic<bool> failing_{false};  // before anything is filled: what ends from now on is not returned
   mutable std::mutex failure_mutex_;  // of the next two
+  mutable std::condition_variable published_;
   Kind failure_kind_ = Kind::kNone;
   std::string failure_;
   std::atomic<bool> failed_{false};

@@ -43,6 +43,28 @@ bool Pipeline::ended() const {
   return driver.done(last.ended->get());
 }
 
+int64_t Pipeline::waiting() const {
+  std::vector<Ticket> tickets;
+  {
+    const std::lock_guard lock(mutex_);
+    tickets = tickets_;
+  }
+  const Driver& driver = *communicator_->driver();
+  driver.ignore_captures();
+  const Driver::Device current(driver, communicator_->device());
+  for (size_t i = 0; i < tickets.size(); ++i) {
+    const Ticket& ticket = tickets[i];
+    if (!ticket.ended || ticket.captured || driver.done(ticket.ended->get())) continue;
+    return !ticket.begun || driver.done(ticket.begun->get()) ? static_cast<int64_t>(i) : -1;
+  }
+  return -1;
+}
+
+bool Pipeline::captured() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(tickets_.begin(), tickets_.end(), [](const Ticket& ticket) { return ticket.captured; });
+}
+
 void Pipeline::wait(size_t i, Stream stream) {
   const Ticket ticket = [&] {
     const std::lock_guard lock(mutex_);

@@ -31,6 +31,11 @@ class Pipeline {
   void wait(size_t i, Stream stream);
   // Whether all exchanges have been enqueued and have ended. For a thread of our own: it ignores captures from then on.
   bool ended() const;
+  // Which exchange waits for peers now: the first that has not ended, if all before it have and this rank has come to
+  // it; -1: none. Like `ended`.
+  int64_t waiting() const;
+  // Some exchange is part of a CUDA graph.
+  bool captured() const;
 
  protected:
   // Nothing is enqueued where there is nothing to move.

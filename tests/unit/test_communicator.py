@@ -544,6 +544,97 @@ def test_a_forked_child_leaves_it_alone() -> None:
     run_ranks(2, forked)
 
 
+def memory_of_ops_that_have_not_begun(group: dist.ProcessGroup) -> None:
+    """Behind a computation that still reads what their outputs' memory has held before: it is left alone."""
+    driver, _ = libraries.load_doubles()
+    communicator = join(group)
+    if communicator.rank == 0:
+        stream, word = _core.DriverStream(driver, 0), _core.PinnedMemory(driver, 0, 8)
+        gradients, parameters, first = torch.full((COUNT,), 5.0), torch.zeros(COUNT), torch.ones(COUNT)
+        all_reduce(communicator, first, first)  # waits for its peer
+        driver.wait_value(0, stream.handle, word.device_address, 1)
+        driver.copy(0, parameters.data_ptr(), gradients.data_ptr(), 4 * COUNT, stream.handle)
+        all_reduce(communicator, torch.ones(COUNT), gradients, after_stream=stream.handle)
+        time.sleep(0.1)
+        communicator.lose(1, "a test")
+        assert first.isnan().all() and not gradients.isnan().any()
+        memoryview(word).cast("Q")[0] = 1
+        assert driver.synchronize(0, stream.handle, 10)
+        assert parameters.eq(5).all()
+    dist.barrier(group)
+
+
+def test_a_failure_leaves_alone_what_has_not_begun() -> None:
+    run_ranks(2, memory_of_ops_that_have_not_begun)
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_waits(group: dist.ProcessGroup) -> None:
+    driver, _ = libraries.load_doubles()
+    communicator = join(group)
+    if communicator.rank == 0:
+        x = torch.zeros(COUNT)
+        all_reduce(communicator, x, x)  # its peer never comes
+        with interrupted_after(0.2):
+            took, _ = seconds_until(KeyboardInterrupt, lambda: driver.synchronize(0, communicator.stream, 30))
+        assert took < 3
+        with interrupted_after(0.2):
+            took, _ = seconds_until(KeyboardInterrupt, communicator.close)
+        assert took < 3 and "was interrupted" in communicator.failure
+    dist.barrier(group)
+
+
+def test_ctrl_c_ends_waits() -> None:
+    run_ranks(2, interrupted_waits)
+
+
+def left_to_itself(group: dist.ProcessGroup) -> None:
+    """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
+    communicator = join(group, timeout=120)
+    if communicator.rank == 0:
+        x = torch.zeros(COUNT)
+        all_reduce(communicator, x, x)
+        begun = time.monotonic()
+        communicator = None
+        assert time.monotonic() - begun < 15
+    dist.barrier(group)
+
+
+def test_destruction_waits_a_few_seconds_only() -> None:
+    run_ranks(2, left_to_itself)
+
+
+def open_group(group: dist.ProcessGroup) -> None:
+    """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
+    communicator = join(group)
+    check_works(communicator)
+    library = libraries.nccl_knobs()
+    x = torch.zeros(COUNT)
+    library.ncclGroupStart()
+    try:
+        _, sentence = seconds_until(FusedTPError, lambda: all_reduce(communicator, x, x))
+    finally:
+        library.ncclGroupEnd()
+    assert "all_reduce (call 2) on rank" in sentence and "inside of an open ncclGroupStart" in sentence
+    dist.barrier(group)
+
+
+def test_an_open_group_is_refused() -> None:
+    run_ranks(2, open_group)
+
+
 # ---- graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -596,3 +687,26 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
 
 def test_ops_in_a_graph_have_deadlines_too() -> None:
     run_ranks(2, graph_of_ops)
+
+
+def capture_of_another_thread(group: dist.ProcessGroup) -> None:
+    """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
+    driver, _ = libraries.load_doubles()
+    communicator = join(group)
+    check_works(communicator)
+    stream, other = _core.DriverStream(driver, 0), _core.DriverStream(driver, 0)
+    x, out = torch.ones(COUNT), torch.zeros(COUNT)
+    with captured(stream.handle, communicator.stream) as graph:
+        ticket = all_reduce(communicator, x, out, after_stream=stream.handle)
+        with pytest.raises(ValueError, match="another thread is capturing this communicator's ops"):
+            all_reduce(communicator, x, x, after_stream=other.handle)
+        communicator.wait(ticket, stream.handle)
+    libraries.cuda_knobs().cuda_double_replay(graph[0], stream.handle)
+    assert driver.synchronize(0, stream.handle, 10)
+    assert out.eq(communicator.size).all()
+    check_works(communicator)
+    dist.barrier(group)
+
+
+def test_ops_beside_a_capture_are_refused() -> None:
+    run_ranks(2, capture_of_another_thread)
