@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from typing import Any
 
 import torch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: takes no turns with the default stream
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for one that harms a capture
 
 _free: dict[int, list[torch.cuda.ExternalStream]] = {}
 _lock = threading.Lock()
@@ -39,11 +41,41 @@ def _give_back(index: int, streams: list[torch.cuda.ExternalStream]) -> None:
 
 def _create(index: int) -> torch.cuda.ExternalStream:
     torch.cuda.init()
-    handle = ctypes.c_void_p()
-    with torch.cuda.device(index):
-        torch.cuda.current_stream().query()  # makes the device's context this thread's
-        # By the driver: the one that torch offers (cudart().cudaStreamCreate) takes turns with the default stream.
-        status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
-    if status != 0 or handle.value is None:
-        raise RuntimeError(f"The CUDA driver made no stream: error {status} of cuStreamCreate.")
-    return torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))
+    # By the driver: the one that torch offers (cudart().cudaStreamCreate) takes turns with the default stream.
+    return torch.cuda.ExternalStream(new_stream(ctypes.CDLL("libcuda.so.1"), index), device=torch.device("cuda", index))
+
+
+def new_stream(driver: Any, index: int) -> int:
+    """Handle of a new stream of GPU `index`, also while this thread captures a CUDA graph.
+
+    Nothing is asked of any stream, and this thread's context is what it was. The device's own context, which torch
+    uses too, stays for as long as the process, as that of torch does.
+
+    Args:
+        driver: libcuda, by ctypes.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+
+    def call(name: str, *arguments: object) -> None:
+        status = getattr(driver, name)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"The CUDA driver made no stream: error {status} of {name}.")
+
+    device, mode = ctypes.c_int(), ctypes.c_int(_RELAXED)
+    context, before, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+        finally:
+            call("cuCtxPopCurrent_v2", ctypes.byref(before))
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # what it was
+    if handle.value is None:
+        raise RuntimeError("The CUDA driver made no stream: cuStreamCreate gave none.")
+    return handle.value

@@ -96,6 +96,12 @@ void bind_kernels(py::module_& m) {
   py::class_<DeviceKernels>(m, "DeviceKernels", "The library of device kernels at a path. Tensors come as addresses.")
       .def(py::init<const std::string&>(), py::arg("path"))
       .def(
+          "preload",
+          [](const DeviceKernels& kernels) {
+            kernels.launch("preload", [](const Launchers& l) { return l.preload(); });
+          },
+          "Loads all kernels on the current GPU, so that no launch does, which might wait for kernels that run.")
+      .def(
           "barrier",
           [](const DeviceKernels& kernels, const Workspace& workspace, Address stream) {
             kernels.launch("barrier", [&](const Launchers& l) { return l.barrier(&workspace, stream_of(stream)); });

@@ -18,4 +18,6 @@ int32_t launch_all_gather(const Workspace* workspace, const void* in, void* out,
   return launch(all_gather_kernel, blocks, kThreads, stream, *workspace, plan, job);
 }
 
+int32_t preload_all_gather() { return load(all_gather_kernel); }
+
 }  // namespace fused_tp::cuda

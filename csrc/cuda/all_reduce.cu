@@ -24,6 +24,10 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
     const int64_t elements = algorithm == Algorithm::kOneShot ? count : owned_elements(count, kBytes, world);
     const AllReduce job{in, out, count, ceil_div(ceil_div(elements, kPacketElements<T>), blocks), bias};
     if (algorithm == Algorithm::kMultimem) {
+      // Where the driver has compiled it from code for an earlier GPU, it has no instructions for the switch.
+      cudaFuncAttributes attributes = {};
+      if (const int32_t error = attributes_of(all_reduce_multimem<T>, &attributes)) return error;
+      if (attributes.ptxVersion < 90) return cudaErrorNotSupported;
       return launch(all_reduce_multimem<T>, blocks, kThreads, stream, *workspace, plan, job);
     }
     return for_world(world, [&](auto constant) -> int32_t {
@@ -31,6 +35,14 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
       auto* kernel = algorithm == Algorithm::kOneShot ? all_reduce_one_shot<T, kWorld> : all_reduce_two_shot<T, kWorld>;
       return launch(kernel, blocks, kThreads, stream, *workspace, plan, job);
     });
+  });
+}
+
+int32_t preload_all_reduce() {
+  return load_all([](auto type, auto constant) -> int32_t {
+    using T = typename decltype(type)::type;
+    constexpr int kWorld = decltype(constant)::value;
+    return load(all_reduce_one_shot<T, kWorld>, all_reduce_two_shot<T, kWorld>, all_reduce_multimem<T>);
   });
 }
 

@@ -59,4 +59,13 @@ int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorit
   });
 }
 
+int32_t preload_all_reduce_rms_norm() {
+  return load_all([](auto type, auto constant) -> int32_t {
+    using T = typename decltype(type)::type;
+    constexpr int kWorld = decltype(constant)::value;
+    return load(all_reduce_rms_norm_one_shot<T, 0, false>, all_reduce_rms_norm_two_shot<T, 0, false>,
+                all_reduce_rms_norm_one_shot<T, kWorld, true>, all_reduce_rms_norm_two_shot<T, kWorld, true>);
+  });
+}
+
 }  // namespace fused_tp::cuda

@@ -39,4 +39,9 @@ int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out,
   }
 }
 
+int32_t preload_all_to_all() {
+  return load(all_to_all_kernel<Packet>, all_to_all_kernel<uint32_t>, all_to_all_kernel<uint16_t>,
+              all_to_all_kernel<uint8_t>);
+}
+
 }  // namespace fused_tp::cuda

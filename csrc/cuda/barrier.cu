@@ -10,4 +10,6 @@ int32_t launch_barrier(const Workspace* workspace, void* stream) {
   return launch(barrier_kernel, 1, kThreads, stream, *workspace);
 }
 
+int32_t preload_barrier() { return load(barrier_kernel); }
+
 }  // namespace fused_tp::cuda

@@ -9,4 +9,6 @@ int32_t launch_count_up(int64_t* word, void* stream) {
   return launch(count_up_kernel, 1, 1, stream, word);
 }
 
+int32_t preload_count_up() { return load(count_up_kernel); }
+
 }  // namespace fused_tp::cuda

@@ -65,6 +65,39 @@ int32_t for_world(int32_t world, Choose&& choose) {
   }
 }
 
+template <class... Parameters>
+int32_t attributes_of(void (*kernel)(Parameters...), cudaFuncAttributes* attributes) {
+  const cudaError_t error = cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return error;
+}
+
+// Loads kernels on the current device: what asks for their attributes does.
+template <class... Kernels>
+int32_t load(Kernels*... kernels) {
+  int32_t error = cudaSuccess;
+  auto load_one = [&](auto* kernel) {
+    cudaFuncAttributes attributes = {};
+    if (error == cudaSuccess) error = attributes_of(kernel, &attributes);
+  };
+  (load_one(kernels), ...);
+  return error;
+}
+
+// load_of(type, world) for every type and every constant that for_dtype and for_world choose from.
+template <class LoadOf>
+int32_t load_all(LoadOf&& load_of) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const int32_t world : {1, 2, 4, 8}) {
+      const int32_t error = for_dtype(static_cast<int32_t>(dtype), [&](auto type) -> int32_t {
+        return for_world(world, [&](auto constant) -> int32_t { return load_of(type, constant); });
+      });
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
 template <class... Parameters, class... Arguments>
 int32_t launch(void (*kernel)(Parameters...), int32_t blocks, int threads, void* stream, Arguments... arguments) {
   cudaLaunchConfig_t config = {};

@@ -10,7 +10,7 @@
 namespace fused_tp::cuda {
 
 // Grows when a signature or a struct below changes: a library of another version is refused.
-constexpr int32_t kAbiVersion = 1;
+constexpr int32_t kAbiVersion = 2;
 
 // One rank's workspace, as triton_kernels/workspace.py makes it.
 struct Workspace {
@@ -83,6 +83,9 @@ struct Launchers {
   // Adds 1 to a word of pinned host memory, for whoever watches a CUDA graph from the host.
   int32_t (*count_up)(int64_t* word, void* stream);
   const char* (*error_string)(int32_t error);
+  // Loads all kernels on the current device. One that is loaded at its first launch may wait there for kernels that
+  // run, and so, where ranks share a process, for one that waits in turn for this launch.
+  int32_t (*preload)();
 };
 
 }  // namespace fused_tp::cuda

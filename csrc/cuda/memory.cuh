@@ -111,6 +111,8 @@ __device__ __forceinline__ Packet multimem_sum(const Multicast& ranks, int64_t o
     FUSED_TP_MULTIMEM_SUM("acc::f32.v4.bf16x2");
   }
 #undef FUSED_TP_MULTIMEM_SUM
+#else
+  __trap();  // the launcher refuses
 #endif
   return sum;
 }
@@ -121,6 +123,8 @@ __device__ __forceinline__ void multimem_store(const Multicast& ranks, int64_t o
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(ranks.address + offset),
                "r"(packet.words[0]), "r"(packet.words[1]), "r"(packet.words[2]), "r"(packet.words[3])
                : "memory");
+#else
+  __trap();
 #endif
 }
 

@@ -20,4 +20,14 @@ int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stri
                          int32_t dtype, Bias, void* stream);
 int32_t launch_count_up(int64_t* word, void* stream);
 
+// Load the kernels that the launcher of that name chooses from, on the current device.
+int32_t preload_barrier();
+int32_t preload_all_reduce();
+int32_t preload_reduce_scatter();
+int32_t preload_all_gather();
+int32_t preload_all_to_all();
+int32_t preload_all_reduce_rms_norm();
+int32_t preload_sum_terms();
+int32_t preload_count_up();
+
 }  // namespace fused_tp::cuda

@@ -29,4 +29,12 @@ int32_t launch_reduce_scatter(const Workspace* workspace, const void* in, void* 
   });
 }
 
+int32_t preload_reduce_scatter() {
+  return load_all([](auto type, auto constant) -> int32_t {
+    using T = typename decltype(type)::type;
+    constexpr int kWorld = decltype(constant)::value;
+    return load(reduce_scatter_kernel<T, kWorld>);
+  });
+}
+
 }  // namespace fused_tp::cuda

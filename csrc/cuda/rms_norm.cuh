@@ -194,7 +194,8 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
         }
       });
       largest = max_over(group, largest);
-      scale = largest > 0 ? largest / kFp8Largest : 1.0f;  // a row of zeros is divided by something
+      scale = largest / kFp8Largest;
+      if (!(scale > 0)) scale = 1.0f;  // of zeros, or of numbers so small that this rounds to zero
       if (group.lane() == 0 && last > 0) {
         own.scales[row] = scale;
       }

@@ -22,4 +22,11 @@ int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stri
   });
 }
 
+int32_t preload_sum_terms() {
+  return load_all([](auto type, auto) -> int32_t {
+    using T = typename decltype(type)::type;
+    return load(sum_terms_kernel<T>);
+  });
+}
+
 }  // namespace fused_tp::cuda

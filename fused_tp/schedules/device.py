@@ -26,7 +26,7 @@ from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
-from fused_tp.transport.kernel_memory import KernelMemory
+from fused_tp.transport.kernel_memory import KernelMemory, is_capturing
 
 
 def device_collectives(memory: KernelMemory, plain: Collective | None) -> DeviceCollectives:
@@ -67,7 +67,7 @@ class DeviceSchedule:
             return self._other().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self._check("all_gather", (*shape, gather_dim), x_shard)
         # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
-        if not x_shard.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, gather_dim, sizes, shape))
         return self._gathered_beside(x_shard, gather_dim, sizes, shape)
 
@@ -80,7 +80,7 @@ class DeviceSchedule:
         stream = self._gathers
         stream.wait_stream(torch.cuda.current_stream(x_shard.device))
         with torch.cuda.stream(stream):
-            gathered = self._gathered(x_shard, dim, sizes, shape)
+            gathered = self._gathered(x_shard, dim, sizes, shape, beside=True)
         x_shard.record_stream(stream)
 
         def finish() -> Tensor:
@@ -91,10 +91,12 @@ class DeviceSchedule:
 
         return After(finish)
 
-    def _gathered(self, x_shard: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def _gathered(
+        self, x_shard: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int], *, beside: bool = False
+    ) -> Tensor:
         others = prod(shape[:dim]) * prod(shape[dim + 1 :])
         with span("all_gather", x_shard, self.name):
-            flat = self.device.all_gather(x_shard.reshape(-1), [size * others for size in sizes])
+            flat = self.device.all_gather(x_shard.reshape(-1), [size * others for size in sizes], beside=beside)
         if prod(shape[:dim]) == 1:
             return flat.view(shape)
         return from_rank_major(flat.split([size * others for size in sizes]), shape, dim)
@@ -155,13 +157,14 @@ class DeviceSchedule:
         shape = [*x.shape[:-1], w.shape[0]]
         if not _has_kernel(x, shape):
             return self._other().matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
+        beside = meanwhile is not None
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim, beside), x)
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         counts = row_sizes(shape, scatter_dim, sizes)
         with span("matmul", products):
             partial = sum_of_products([(to_rank_major(x, scatter_dim, sizes), w) for x, w in products])
         with self._beside(meanwhile, x.device), span("reduce_scatter", partial, self.name):
-            out = self.device.reduce_scatter(partial, counts, bias)
+            out = self.device.reduce_scatter(partial, counts, bias, beside=beside)
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
 
@@ -172,11 +175,12 @@ class DeviceSchedule:
         shape = (*x.shape[:-1], w.shape[0])
         if not _has_kernel(x, shape):
             return self._other().matmul_all_reduce(products, bias, meanwhile=meanwhile)
-        self._check("matmul_all_reduce", shape, x)
+        beside = meanwhile is not None
+        self._check("matmul_all_reduce", (*shape, beside), x)
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._beside(meanwhile, x.device), span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name, bias, out=partial)
+            return self.device.all_reduce(partial, self.name, bias, out=partial, beside=beside)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

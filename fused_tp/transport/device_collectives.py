@@ -13,6 +13,7 @@ CUDA graphs: run the same ops once before the capture, so that their workspace i
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -76,12 +77,20 @@ class DeviceCollectives:
         self.device = memory.device
         self._kernels = native_kernels()
         self._plans = Plans(memory)
-        self._workspaces = Workspaces(memory, {"device": _workspace_class()}, on_failure)
+        _preload(self._kernels, memory.device)
+        kinds = dict.fromkeys(("device", "gather beside"), _workspace_class())
+        self._workspaces = Workspaces(memory, kinds, on_failure)
 
     # -- sums over ranks ----------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, x: Tensor, algorithm: str = "one_shot", bias: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        algorithm: str = "one_shot",
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        beside: bool = False,
     ) -> Tensor:
         """The sum of `x` over ranks, plus `bias`.
 
@@ -90,6 +99,7 @@ class DeviceCollectives:
             algorithm: one of `device_plans.ALGORITHMS`.
             bias: [n], the same values on all ranks.
             out: where to put it, contiguous; may be `x` itself.
+            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`.
 
         Raises:
             ValueError: "multimem" on memory that has no multicast address.
@@ -97,7 +107,7 @@ class DeviceCollectives:
         Example:
             y = collectives.all_reduce(x_shard_k @ w_shard_k.t(), "two_shot", bias)
         """
-        plan = self._plans.all_reduce(x, algorithm, bias)
+        plan = self._plans.all_reduce(x, algorithm, bias, beside)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
@@ -119,18 +129,26 @@ class DeviceCollectives:
                 )
         return out
 
-    def reduce_scatter(self, rows: Tensor, counts: Sequence[int] | None = None, bias: Tensor | None = None) -> Tensor:
+    def reduce_scatter(
+        self,
+        rows: Tensor,
+        counts: Sequence[int] | None = None,
+        bias: Tensor | None = None,
+        *,
+        beside: bool = False,
+    ) -> Tensor:
         """This rank's rows of the sum of `rows` over ranks, plus `bias`.
 
         Args:
             rows: [M, ..., n], the same shape on all ranks; float32, bfloat16 or float16.
             counts: how many rows each rank gets: equally many, and the last ones what is left. None: ceil(M / W).
             bias: [n], the same values on all ranks.
+            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`.
 
         Example:
             y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())
         """
-        plan = self._plans.reduce_scatter(rows, counts, bias)
+        plan = self._plans.reduce_scatter(rows, counts, bias, beside)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
@@ -208,22 +226,29 @@ class DeviceCollectives:
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, beside: bool = False) -> Tensor:
         """The ranks' shards along dim 0, one after the other.
 
         Args:
             shard: [m_r, ...] of any dtype; all dims but the first are the same on all ranks.
             counts: how many rows each rank has: equally many, and the last ones what is left. None: all as many as
                 this one.
+            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`. Such gathers
+                have a workspace to themselves, so that one may be under way while a CUDA graph is replayed.
 
         Example:
             x = collectives.all_gather(x_shard_m, shard_sizes(m, world_size))
         """
-        plan = self._plans.all_gather(shard, counts)
+        plan = self._plans.all_gather(shard, counts, beside)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            with self._workspaces.use("device", plan.nbytes, "all_gather") as workspace:
+            kind = "device"
+            if beside:
+                kind = "gather beside"
+                # In a capture it would be one of the others: that is to have its room by then.
+                self._workspaces.reserve("device", self._plans.all_gather(shard, counts).nbytes, "all_gather")
+            with self._workspaces.use(kind, plan.nbytes, "all_gather") as workspace:
                 self._kernels.all_gather(
                     workspace.native,
                     shard.data_ptr(),
@@ -319,6 +344,21 @@ class DeviceCollectives:
     def _stream(self) -> int:
         # By number: an object of torch.cuda.Stream takes a microsecond to make.
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+
+
+_preloaded: set[tuple[int, int]] = set()
+_preloading = threading.Lock()
+
+
+def _preload(kernels: Any, device: torch.device) -> None:
+    """Loads all kernels on `device`, once: a first launch that does may wait for a kernel of another rank."""
+    if device.type != "cuda":
+        return
+    with _preloading, torch.cuda.device(device):
+        key = id(kernels), torch.cuda.current_device()
+        if key not in _preloaded:
+            kernels.preload()
+            _preloaded.add(key)
 
 
 def _bias(bias: Tensor | None) -> tuple[int, int]:

@@ -24,6 +24,10 @@ ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
 NORMED_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Blocks of a kernel beside which something else is to run. One on every SM would leave a matmul no room until it ends,
+# waits for peers included; and this many move about as much as NVLink takes. All ranks say alike whether they do so.
+BLOCKS_BESIDE = 32
+
 _MOST_KEPT = 4096  # lengths may keep changing
 
 
@@ -58,16 +62,18 @@ class Plans:
         self._world_size = memory.world_size
         self._kept: dict[Hashable, Plan] = {}
 
-    def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None) -> Plan:
+    def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None, beside: bool = False) -> Plan:
         def make() -> Plan:
             self._check_summed("x", x)
             _check_algorithm(algorithm, ALGORITHMS)
             _check_bias(bias, x, "x")
-            return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape)
+            return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape, beside)
 
-        return self._of(("all_reduce", algorithm, *_traits(x), bias is not None and _traits(bias)), make)
+        return self._of(("all_reduce", algorithm, beside, *_traits(x), bias is not None and _traits(bias)), make)
 
-    def reduce_scatter(self, rows: Tensor, counts: Sequence[int] | None, bias: Tensor | None) -> Plan:
+    def reduce_scatter(
+        self, rows: Tensor, counts: Sequence[int] | None, bias: Tensor | None, beside: bool = False
+    ) -> Plan:
         cut = None if counts is None else tuple(counts)
 
         def make() -> Plan:
@@ -78,9 +84,10 @@ class Plans:
             if sum(sizes) != rows.shape[0]:
                 raise ValueError(f"counts {sizes} add up to {sum(sizes)}; rows has {rows.shape[0]}.")
             shape = (sizes[self._rank], *rows.shape[1:])
-            return self._plan("reduce_scatter", "", rows.numel(), sizes[0] * prod(rows.shape[1:]), rows, shape)
+            chunk = sizes[0] * prod(rows.shape[1:])
+            return self._plan("reduce_scatter", "", rows.numel(), chunk, rows, shape, beside)
 
-        return self._of(("reduce_scatter", cut, *_traits(rows), bias is not None and _traits(bias)), make)
+        return self._of(("reduce_scatter", cut, beside, *_traits(rows), bias is not None and _traits(bias)), make)
 
     def all_reduce_rms_norm(self, partial: Tensor, algorithm: str) -> Plan:
         def make() -> Plan:
@@ -92,7 +99,7 @@ class Plans:
 
         return self._of(("all_reduce_rms_norm", algorithm, *_traits(partial)), make)
 
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None) -> Plan:
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None, beside: bool = False) -> Plan:
         cut = None if counts is None else tuple(counts)
 
         def make() -> Plan:
@@ -104,9 +111,10 @@ class Plans:
                     f"counts {sizes} give rank {self._rank} {sizes[self._rank]} rows; shard has {shard.shape[0]}."
                 )
             row = prod(shard.shape[1:]) * shard.element_size()
-            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, (sum(sizes), *shard.shape[1:]))
+            shape = (sum(sizes), *shard.shape[1:])
+            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, shape, beside)
 
-        return self._of(("all_gather", cut, *_traits(shard)), make)
+        return self._of(("all_gather", cut, beside, *_traits(shard)), make)
 
     def all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: Sequence[int]) -> Plan:
         shape = tuple(out_shape)
@@ -144,15 +152,23 @@ class Plans:
         return plan
 
     def _plan(
-        self, op: str, algorithm: str, count: int, chunk: int, summed: Tensor | None, shape: Sequence[int]
+        self,
+        op: str,
+        algorithm: str,
+        count: int,
+        chunk: int,
+        summed: Tensor | None,
+        shape: Sequence[int],
+        beside: bool = False,
     ) -> Plan:
         number = 0 if summed is None else dtype_number(summed.dtype)
         if count == 0:
             return Plan(0, 0, 0, chunk, number, tuple(shape))
         # On the CPU it is threads that are counted, and none are spared.
         sms = self._memory.sms - (settings.sm_margin() if self._device.type == "cuda" else 0)
+        most = max(1, min(sms, BLOCKS_BESIDE) if beside else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
-        blocks = suggested_blocks(*arguments, max(1, sms))
+        blocks = suggested_blocks(*arguments, most)
         return Plan(workspace_bytes(*arguments, blocks), blocks, count, chunk, number, tuple(shape))
 
     def _check_place(self, name: str, x: Tensor) -> None:

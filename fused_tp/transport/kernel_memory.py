@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,13 +29,21 @@ from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.symmetric_memory import SymmetricMemory, symmetric_empty
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device`, which need not be the current device, records a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class KernelMemory(Protocol):
     """The ranks of a group as kernels see them.
 
     Attributes:
         device: where their memory is.
         arch: compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted.
-        sms: multiprocessors, of the rank that has fewest.
+        sms: multiprocessors, of the rank that has fewest; ranks of one GPU have a share each.
         pids: processes of peers that can be watched from here, by rank.
     """
 
@@ -135,7 +144,7 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
     """
     answer = known_memory(group, device)
     if answer is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise RuntimeError(
                 "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
                 "being captured. Run the same ops once before the capture."
@@ -161,7 +170,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | str:
     if reason is not None:
         return reason
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
-    return GroupMemory(group, device, facts[0].arch, min(fact.sms for fact in facts), pids, multicast)
+    return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
 
 
 def _try_fabric(group: Group, device: torch.device) -> tuple[str | None, bool]:
@@ -176,6 +185,15 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[str | None, bool]:
     failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
     reason = f"torch's symmetric memory failed; {failed[0]}" if failed else None
     return reason, all(multicast for _, multicast in answers)
+
+
+def shared_sms(facts: list[Facts]) -> int:
+    """Multiprocessors for each rank: of its GPU, or of its share where ranks have one together.
+
+    Their kernels wait for each other, so all of them must find room at once.
+    """
+    ranks_on = Counter(fact.gpu for fact in facts if fact.gpu)
+    return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
 
 
 def obstacle(facts: list[Facts]) -> str | None:

@@ -21,7 +21,8 @@ import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.kernel_memory import GroupMemory, KernelMemory
+from fused_tp.transport.kernel_memory import GroupMemory, KernelMemory, is_capturing
+from fused_tp.transport.local import LocalRank
 from fused_tp.transport.peer_watch import PeerWatch
 
 _LOG = logging.getLogger("fused_tp")
@@ -30,6 +31,7 @@ _LOG = logging.getLogger("fused_tp")
 MakeWorkspace = Callable[..., Any]
 
 _LEAST_BYTES = 1 << 20
+_LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
 _ROUNDED_TO = 64 << 20  # above it a workspace is a multiple of it, below it a power of two
 
 
@@ -77,8 +79,7 @@ class Workspaces:
         self._lost: list[int] = []  # in the order in which they ended
         self._told = False
         self._on_failure = on_failure
-        # Ranks that are threads share a device, but must not wait for each other's turn.
-        self._turn = _turns.setdefault(memory.device, _Turn()) if isinstance(memory, GroupMemory) else _Turn()
+        self._turn = _turn_of(memory)
         self.broken: str | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
@@ -100,10 +101,16 @@ class Workspaces:
         slot = self._slots.get(kind)
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
-        slot.workspace.timeout_ns = int(settings.timeout_seconds() * 1e9)
+        slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
         if not slot.on_gpu:
             return Use(self, slot)
         return UseOnGpu(self, slot, takes_turn)
+
+    def reserve(self, kind: str, nbytes: int, op: str) -> None:
+        """Makes room for an op that may come later, as `use` would. All ranks call alike."""
+        slot = self._slots.get(kind)
+        if slot is None or slot.nbytes < nbytes:
+            self._grow(kind, nbytes, op)
 
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
@@ -167,7 +174,7 @@ class Workspaces:
 
     def _grow(self, kind: str, nbytes: int, op: str) -> _Slot:
         old = self._slots.get(kind)
-        if _capturing():
+        if is_capturing(self._memory.device):
             have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
             raise RuntimeError(
                 f"{op} needs a workspace of {nbytes} bytes and the group has one {have}; it cannot be made while a "
@@ -182,7 +189,7 @@ class Workspaces:
             old.turn.done.synchronize()
         try:
             buffer, handle = self._memory.allocate(size)
-            workspace = self._kinds[kind](buffer, handle, timeout_seconds=settings.timeout_seconds())
+            workspace = self._kinds[kind](buffer, handle, timeout_seconds=_timeout_seconds())
         except Exception as error:
             # Others may have got further; from here on the ranks would not mean the same by their calls.
             self._fail(f"making a workspace of {size} bytes for {op} failed ({type(error).__name__}: {error}).")
@@ -223,10 +230,8 @@ class UseOnGpu(Use):
 
     def __enter__(self) -> Any:
         index = self._workspaces._memory.device.index
-        self._before = torch._C._cuda_getDevice()
-        if self._before != index:
-            torch.cuda.set_device(index)
-        self._capturing = _capturing()
+        self._before = torch.cuda._exchange_device(index)
+        self._capturing = torch.cuda.is_current_stream_capturing()
         self._slot.captured |= self._capturing
         if not self._capturing:  # there to wait for something outside is not allowed
             stream = torch.cuda.current_stream(index)
@@ -246,12 +251,23 @@ class UseOnGpu(Use):
             done.record(stream)
             for turn in self._turns:
                 turn.stream, turn.done = stream, done
-        if self._before != index:
-            torch.cuda.set_device(self._before)
+        # Not set_device: it would make a context on a GPU that this process only has as its default.
+        torch.cuda._maybe_exchange_device(self._before)
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _timeout_seconds() -> float:
+    return min(settings.timeout_seconds(), _LONGEST_SECONDS)
+
+
+def _turn_of(memory: KernelMemory) -> _Turn:
+    """What all ops of this rank on its device take turns by."""
+    if isinstance(memory, GroupMemory):
+        return _turns.setdefault(memory.device, _Turn())
+    # Ranks that are threads share a device, but must not wait for each other's turn.
+    if isinstance(memory, LocalRank):
+        turn: _Turn = memory.memo.setdefault("turn of kernels", _Turn())
+        return turn
+    return _Turn()
 
 
 # Of each device, for all groups: two ops that wait for other ranks, on two streams, could fill two GPUs with kernels

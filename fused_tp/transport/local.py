@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -137,12 +137,14 @@ class LocalRank:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.
         sms: this rank's share of its multiprocessors; on CPU how many programs of a kernel to interpret.
         pids: none; peers are threads of this process, which cannot die alone.
+        memo: what others keep with this rank.
     """
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self._meetings = 0
         self._memories = 0
+        self.memo: dict[Hashable, Any] = {}
         self.rank = rank
         self.world_size = group.world_size
         self.device = group.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -294,6 +295,23 @@ def test_fp8_saturates_and_rounds_as_torch_does() -> None:
     assert_bits(normed[0], values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
+@pytest.mark.parametrize("algorithm", (ONE_SHOT, TWO_SHOT))
+def test_fp8_rows_whose_scale_would_be_zero(algorithm: int) -> None:
+    """The largest number of a row is so small that a 448th of it is none; or the row is zero."""
+    x = torch.ones(4, 24)
+    for weight in (torch.full((24,), 1e-44), torch.zeros(24)):
+        results = [(torch.full((4, 24), 0x55, dtype=torch.uint8), torch.empty(4, 24), torch.zeros(4)) for _ in range(2)]
+
+        def call(r: Rank) -> None:
+            normed, new, scale = results[r.rank]  # noqa: B023
+            options = {"eps": EPS, "scale": scale, "algorithm": algorithm, "output": FP8_ROW_SCALE}
+            r.all_reduce_rms_norm(x, x, weight, normed, new, **options)  # type: ignore[arg-type]  # noqa: B023
+
+        Ranks(2).run(call)
+        for normed, _, scale in results:
+            assert bool((normed == 0).all()) and bool((scale == 1).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_terms(dtype: torch.dtype) -> None:
     for count, terms, offset, stride in (
@@ -311,6 +329,10 @@ def test_sum_terms(dtype: torch.dtype) -> None:
         kernels().sum_terms(memory.data_ptr(), terms, stride, *sizes, 0)
         assert_bits(out, summed([memory[term * stride :][:count] for term in range(terms)], bias))
         assert guards_hold(out)
+
+
+def test_preloading_on_a_cpu_is_nothing() -> None:
+    kernels().preload()
 
 
 def test_count_up() -> None:
@@ -481,6 +503,49 @@ def test_a_rank_that_comes_after_others_have_given_up_hears_so_at_once() -> None
     error = ranks.ranks[1].error
     assert error[protocol.ERROR_GAVE_UP] == 1 and error[protocol.ERROR_SOURCE] == 0
     assert error[protocol.ERROR_CALL] == 2 and error[protocol.ERROR_ABSENT] == 0
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if "two_shot" in name or "multimem" in name])
+def test_what_rests_on_something_that_did_not_arrive_is_not_taken_for_good(op: str) -> None:
+    """Rank 0 gives up for want of rank 2, which then comes: both others have all terms, but not rank 0's sum."""
+    ranks = Ranks(3, timeout_seconds=60.0)
+    ranks.ranks[0].workspace.timeout_ns = int(0.05e9)
+    call = every_op(torch.ones(700, dtype=torch.bfloat16))[op]
+    gave_up = threading.Event()
+
+    def in_order(r: Rank) -> list[Tensor]:
+        if r.rank == 2:
+            assert gave_up.wait(20)
+        results = call(r)
+        if r.rank == 0:
+            gave_up.set()
+        return results
+
+    start = time.monotonic()
+    results = ranks.run(in_order)
+    assert time.monotonic() - start < 20
+    assert all(is_missing(results[0][number]) for number in range(len(results[0])))
+    for number in (1, 2):
+        # What a rank makes itself it may keep; the rows of rank 0 are the first ones.
+        assert all(is_missing(tensor[:1]) for tensor in results[number])
+        error = ranks.ranks[number].error
+        assert error[protocol.ERROR_SET] == 1
+        assert error[protocol.ERROR_GAVE_UP] == 1 and error[protocol.ERROR_SOURCE] == 0
+
+
+@pytest.mark.parametrize("op", ("all_reduce", "all_gather"))
+def test_once_a_wait_has_expired_no_other_waits(op: str) -> None:
+    """Here blocks run one after the other: each would have a deadline of its own."""
+    ranks = Ranks(3, timeout_seconds=1.0)
+    x = torch.ones(4096)
+    out = torch.zeros(4096 * (3 if op == "all_gather" else 1))
+    start = time.monotonic()
+    if op == "all_gather":
+        ranks.run(lambda r: r.all_gather(x, out, 4096, blocks=5), only=(0,))
+    else:
+        ranks.run(lambda r: r.all_reduce(x, out, algorithm=TWO_SHOT, blocks=5), only=(0,))
+    assert 1 <= time.monotonic() - start < 2
+    assert is_missing(out)
 
 
 def test_the_stop_word_ends_waits_for_a_rank() -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport import kernel_workspaces
+from fused_tp.transport.kernel_memory import Facts, shared_sms
 from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.local import LocalRank, run_local
 
 
 class Memory:
@@ -69,7 +71,7 @@ def test_each_kind_has_its_own() -> None:
 
 def test_growing_during_a_capture_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces, _ = made()
-    monkeypatch.setattr(kernel_workspaces, "_capturing", lambda: True)
+    monkeypatch.setattr(kernel_workspaces, "is_capturing", lambda device: True)
     match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
     with pytest.raises(RuntimeError, match=match), workspaces.use("sum", 5, "op"):
         pass
@@ -146,3 +148,40 @@ def test_a_peer_that_ended_after_its_part_does_not_spoil_the_result() -> None:
         workspaces._peer_lost(1)
     with pytest.raises(PeerLostError), workspaces.use("sum", 1, "op"):
         pass
+
+
+def test_room_that_is_reserved_is_there_when_nothing_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspaces, memory = made()
+    workspaces.reserve("sum", 5, "op")
+    workspaces.reserve("sum", MIB, "op")
+    monkeypatch.setattr(kernel_workspaces, "is_capturing", lambda device: True)
+    with workspaces.use("sum", MIB, "op"):
+        assert memory.asked == [MIB]
+
+
+def test_a_deadline_beyond_what_kernels_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspaces, _ = made()
+    for seconds in ("1e300", "9.3e9"):
+        monkeypatch.setenv("FUSED_TP_TIMEOUT", seconds)
+        with workspaces.use("sum", 1, "op") as workspace:
+            assert 2**62 < workspace.timeout_ns < 2**63
+
+
+def test_ranks_of_one_gpu_have_a_share_of_it_each() -> None:
+    def facts(*gpus: tuple[str, int]) -> list[Facts]:
+        return [Facts("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
+
+    assert shared_sms(facts(("a", 132), ("b", 132))) == 132
+    assert shared_sms(facts(("a", 132), ("a", 132))) == 66
+    assert shared_sms(facts(("a", 132), ("b", 60), ("a", 132))) == 60
+    assert shared_sms(facts(*[("a", 2)] * 3)) == 1
+    assert shared_sms([Facts("host", ("pids", number), sms=3) for number in range(2)]) == 3
+
+
+def test_ops_of_one_local_rank_take_turns_with_each_other_only() -> None:
+    def turns(rank: LocalRank) -> tuple[Any, Any]:
+        first, second = (Workspaces(rank, {"sum": Workspace}) for _ in range(2))
+        return first._turn, second._turn
+
+    (first, second), (other, _) = run_local(2, turns)
+    assert first is second and first is not other

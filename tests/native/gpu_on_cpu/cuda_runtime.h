@@ -45,6 +45,15 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
+// Kernels are there from the start, and can do all that the latest GPU can.
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
 struct cudaLaunchAttribute;
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
