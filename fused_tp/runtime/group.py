@@ -30,6 +30,7 @@ class Group:
         size: how many ranks it has.
         ranks: their global ranks, by group rank.
         memo: what other modules keep for a group, for as long as the group is there.
+        owned: groups that were made for this one, and are destroyed once it has been.
     """
 
     process_group: ProcessGroup | None
@@ -38,6 +39,7 @@ class Group:
     size: int
     ranks: tuple[int, ...]
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    owned: list[ProcessGroup] = field(default_factory=list, compare=False, repr=False)
 
 
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
@@ -52,8 +54,11 @@ def _describe(process_group: ProcessGroup) -> Group:
     if known is not None and known.process_group is process_group:
         return known
     # What torch has destroyed must not live on here, with all the memory that its ranks share.
-    for gone in [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
-        del _groups[gone]
+    while gone := [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
+        for key in gone:
+            for owned in _groups.pop(key).owned:
+                if owned in _world.pg_map:
+                    dist.destroy_process_group(owned)
     group = Group(
         process_group=process_group,
         name=name,

@@ -9,7 +9,8 @@ its own shard, or its own slice of what the host's ranks have added up. That is 
     reduce:   scatter inside, sum across, gather inside
 
 Sums are taken inside of a host in rank order, rounded to the tensor's dtype as every partial result is, and then across
-hosts in their order, in float32: the same bits on all ranks. Shards that are not equally long go flat.
+hosts in their order, in float32: the same bits on all ranks. Shards that are not equally long go flat. A failure on one
+level is one of the group, on all levels (`transport.levels`).
 
 Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005.
@@ -23,6 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fused_tp.runtime import tracing
 from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Product, Schedule
 from fused_tp.schedules.collective import Collective
@@ -30,6 +32,7 @@ from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
 from fused_tp.transport.hosts import Hosts
+from fused_tp.transport.levels import Levels, Part
 from fused_tp.transport.torch_dist import TorchDist
 
 # Sums of at least two such parts are cut: one crosses the network while the next one is computed.
@@ -56,6 +59,7 @@ class Hierarchical:
         self._inside = inside
         self._across = across
         self._flat = flat
+        self._levels = Levels(hosts, flat.transport)
         self.rank, self.world_size = flat.rank, flat.world_size
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -64,13 +68,20 @@ class Hierarchical:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-        self._check("all_gather", (*shape, gather_dim), x_shard)
-        inside = self._inside("all_gather", x_shard.dtype)
-        moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
+            part = self._levels.flat_call()
+            with part:
+                flat = self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+            return After(lambda: _wait(part, flat))
+        part = self._begin("all_gather", (*shape, gather_dim), x_shard)
+        with part:
+            inside = self._inside("all_gather", x_shard.dtype)
+            moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
 
         def finish() -> Tensor:
-            by_host = inside.all_gather(moving.wait(), gather_dim=gather_dim + 1, gather_size=None).wait()
+            with part:
+                shards = moving.wait()
+                with tracing.span("inside", "of", self._hosts.count, "hosts", inside.name):
+                    by_host = inside.all_gather(shards, gather_dim=gather_dim + 1, gather_size=None).wait()
             return by_host.movedim(0, gather_dim).reshape(shape)
 
         return After(finish)
@@ -78,22 +89,27 @@ class Hierarchical:
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         length = partial.shape[scatter_dim]
         if length % self.world_size or partial.numel() == 0:
-            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
-        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        inside = self._inside("reduce_scatter", partial.dtype)
-        part = length // self._hosts.count
-        return self._to_hosts(
-            "reduce_scatter",
-            lambda host: inside.reduce_scatter(partial.narrow(scatter_dim, host * part, part), scatter_dim=scatter_dim),
-        )
+            with self._levels.flat_call():
+                return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
+        with self._begin("reduce_scatter", (*partial.shape, scatter_dim), partial):
+            inside = self._inside("reduce_scatter", partial.dtype)
+            rows = length // self._hosts.count
+
+            def of_host(host: int) -> Tensor:
+                part = partial.narrow(scatter_dim, host * rows, rows)
+                return inside.reduce_scatter(part, scatter_dim=scatter_dim)
+
+            return self._to_hosts("reduce_scatter", inside.name, of_host)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if partial.numel() == 0:
             return partial.clone()
-        self._check("all_reduce", partial.shape, partial)
-        flat = partial.reshape(-1)
-        own = self._inside("reduce_scatter", flat.dtype).reduce_scatter(flat, scatter_dim=0)
-        return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
+        with self._begin("all_reduce", partial.shape, partial):
+            flat = partial.reshape(-1)
+            inside = self._inside("reduce_scatter", flat.dtype)
+            with tracing.span("inside", inside.name):
+                own = inside.reduce_scatter(flat, scatter_dim=0)
+            return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -115,26 +131,28 @@ class Hierarchical:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if not _even(sizes) or prod(shape) == 0:
-            return self._flat.all_gather_matmul(
-                x_shard, weights, biases,
-                gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
-            )  # fmt: skip
-        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        inside = self._inside("all_gather_matmul", x_shard.dtype)
-        x_shard = x_shard.contiguous()
+            with self._levels.flat_call():
+                return self._flat.all_gather_matmul(
+                    x_shard, weights, biases,
+                    gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
+                )  # fmt: skip
         count, own = self._hosts.count, self._hosts.own
-        arriving = [
-            self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
-            for step in range(1, count)
-        ]
         outputs: list[list[Tensor]] = [[] for _ in range(count)]
         gathered: list[Tensor | None] = [None] * count
-        for step in range(count):
-            host = (own - step) % count
-            shard = arriving[step - 1].wait() if step else x_shard
-            outputs[host], gathered[host] = inside.all_gather_matmul(
-                shard, weights, biases, gather_dim=gather_dim, gather_size=None, return_gathered=return_gathered
-            )
+        with self._begin("all_gather_matmul", (*shape, gather_dim), x_shard):
+            inside = self._inside("all_gather_matmul", x_shard.dtype)
+            x_shard = x_shard.contiguous()
+            arriving = [
+                self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
+                for step in range(1, count)
+            ]
+            for step in range(count):
+                host = (own - step) % count
+                shard = arriving[step - 1].wait() if step else x_shard
+                with tracing.span("host", host, "of", count, inside.name):
+                    outputs[host], gathered[host] = inside.all_gather_matmul(
+                        shard, weights, biases, gather_dim=gather_dim, gather_size=None, return_gathered=return_gathered
+                    )
         # A copy of the outputs, a small part of the time of a matmul that is worth cutting over hosts.
         joined = [torch.cat(blocks, dim=gather_dim) for blocks in zip(*outputs, strict=True)]
         kept = [block for block in gathered if block is not None]
@@ -152,16 +170,17 @@ class Hierarchical:
         shape = (*x.shape[:-1], w.shape[0])
         length = shape[scatter_dim]
         if length % self.world_size or prod(shape) == 0:
-            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
-        inside = self._inside("matmul_reduce_scatter", x.dtype)
-        part = length // self._hosts.count
+            with self._levels.flat_call():
+                return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim), x):
+            inside = self._inside("matmul_reduce_scatter", x.dtype)
+            part = length // self._hosts.count
 
-        def of_host(host: int) -> Tensor:
-            rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
-            return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+            def of_host(host: int) -> Tensor:
+                rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
+                return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
 
-        return self._to_hosts("matmul_reduce_scatter", of_host, bias, meanwhile)
+            return self._to_hosts("matmul_reduce_scatter", inside.name, of_host, bias, meanwhile)
 
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
@@ -169,20 +188,23 @@ class Hierarchical:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
-            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
-        self._check("matmul_all_reduce", shape, x)
+            with self._levels.flat_call():
+                return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
         rows = [(as_rows(x), w) for x, w in products]
         m, n = rows[0][0].shape[0], w.shape[0]
-        inside = self._inside("matmul_reduce_scatter", x.dtype)
+        cuts = self._columns(m, n, x)
         moving = []
-        # By columns: rows are cut already, over the ranks of a host.
-        for start, stop in self._columns(m, n, x):
-            partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
-            part = None if bias is None else bias[start:stop]
-            moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
-        if meanwhile is not None:
-            meanwhile()
-        chunks = [self._everywhere(chunk, m) for chunk in moving]
+        with self._begin("matmul_all_reduce", shape, x):
+            inside = self._inside("matmul_reduce_scatter", x.dtype)
+            # By columns: rows are cut already, over the ranks of a host.
+            for chunk, (start, stop) in enumerate(cuts):
+                with tracing.span("chunk", chunk, "of", len(cuts), inside.name):
+                    partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
+                part = None if bias is None else bias[start:stop]
+                moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
+            if meanwhile is not None:
+                meanwhile()
+            chunks = [self._everywhere(chunk, m) for chunk in moving]
         return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
 
     def matmul_all_reduce_rms_norm(
@@ -195,17 +217,23 @@ class Hierarchical:
     def _to_hosts(
         self,
         op: str,
+        inside: str,
         of_host: Callable[[int], Tensor],
         bias: Tensor | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """The sum over hosts of what each makes for this one: `of_host` sums inside what a host is to get."""
         count, own = self._hosts.count, self._hosts.own
+
+        def made(host: int) -> Tensor:
+            with tracing.span("host", host, "of", count, inside):
+                return of_host(host)
+
         sent, arriving = [], []
         for step in range(1, count):
-            sent.append(of_host((own + step) % count).contiguous())  # kept until it has been received
+            sent.append(made((own + step) % count).contiguous())  # kept until it has been received
             arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
-        terms = {own: of_host(own)}
+        terms = {own: made(own)}
         if meanwhile is not None:
             meanwhile()
         for step, moving in enumerate(arriving, 1):
@@ -216,15 +244,24 @@ class Hierarchical:
         """The slices along dim 0 that the ranks of this host have of a sum, as all of it."""
         total = moving.wait()
         inside = self._inside("all_gather", total.dtype)
-        return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
+        with tracing.span("inside", inside.name):
+            return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
         cuts = [shard_range(n, chunks, i) for i in range(chunks)]
         return [cut for cut in cuts if cut[0] < cut[1]]
 
-    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
-        self._flat.transport.check(op, dims, x.dtype, x.device)
+    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> Part:
+        call = self._levels.call(op)
+        with self._levels.flat_call():
+            self._flat.transport.check(op, dims, x.dtype, x.device)
+        return call
+
+
+def _wait(part: Part, moving: Pending[Tensor]) -> Tensor:
+    with part:
+        return moving.wait()
 
 
 def _even(sizes: Sequence[int]) -> bool:

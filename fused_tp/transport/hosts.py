@@ -8,10 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _process_group_name, _world
 
 from fused_tp.runtime import settings
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import Group, resolve_group
+from fused_tp.transport.gloo_connections import closed_peers
 from fused_tp.transport.store_exchange import exchange
 
 
@@ -55,14 +57,30 @@ def hosts_of(group: Group) -> Hosts | str:
     """The hosts of `group`, or why it does not consist of such. The first time, all ranks must ask together.
 
     Raises:
-        CollectiveTimeoutError: some rank did not ask.
+        CollectiveTimeoutError: some rank did not ask, or was not there when the parts of the group were made.
     """
     if "hosts" not in group.memo:
-        names = [text.decode() for text in exchange(group, "hosts", own_host().encode())]
-        per_host = ranks_per_host(names)
-        group.memo["hosts"] = per_host if isinstance(per_host, str) else _make(group, per_host)
-    answer: Hosts | str = group.memo["hosts"]
+        try:
+            group.memo["hosts"] = _find(group)
+        except FusedTPError as error:
+            # The ranks no longer agree on how often they have asked: a second time they could only wait in vain.
+            group.memo["hosts"] = type(error)(
+                f"Group {group.name!r} is unusable since its first call failed: {error} "
+                "Destroy the process group and make a new one."
+            )
+            raise
+    answer: Hosts | str | FusedTPError = group.memo["hosts"]
+    if isinstance(answer, FusedTPError):
+        raise type(answer)(*answer.args)
     return answer
+
+
+def _find(group: Group) -> Hosts | str:
+    if list(group.ranks) != sorted(group.ranks):
+        return f"its ranks {list(group.ranks)} do not ascend, and torch sorts the ranks of the parts it would need"
+    names = [text.decode() for text in exchange(group, "hosts", own_host().encode())]
+    per_host = ranks_per_host(names)
+    return per_host if isinstance(per_host, str) else _make(group, per_host)
 
 
 def ranks_per_host(names: list[str]) -> int | str:
@@ -86,26 +104,64 @@ def ranks_per_host(names: list[str]) -> int | str:
 
 def _make(group: Group, per_host: int) -> Hosts | str:
     count = group.size // per_host
+    host, place = divmod(group.rank, per_host)
     inside = [group.ranks[host * per_host : (host + 1) * per_host] for host in range(count)]
     across = [group.ranks[place::per_host] for place in range(per_host)]
     whole_world = group.size == dist.get_world_size()
-    if not whole_world:
-        # Then only members make a group, which torch names after how many groups each of them is in already.
-        numbers = {int(text) for text in exchange(group, "number of groups", str(len(_world.pg_names)).encode())}
-        if len(numbers) > 1:
-            return f"its ranks are in unequally many groups ({sorted(numbers)}), and torch cannot make parts of it then"
-    made = {ranks: _subgroup(group, ranks, whole_world) for ranks in (*inside, *across)}
-    host, place = divmod(group.rank, per_host)
-    return Hosts(resolve_group(made[inside[host]]), resolve_group(made[across[place]]))
+    made: list[Group] = []
+    for parts, own in ((inside, inside[host]), (across, across[place])):
+        # Only members make a part of a part of the world.
+        if not whole_world and (reason := _no_part(group, own)) is not None:
+            return reason
+        for ranks in parts if whole_world else [own]:
+            process_group = _part(group, ranks, whole_world)
+            if ranks == own:
+                group.owned.append(process_group)
+                made.append(resolve_group(process_group))
+    return Hosts(*made)
 
 
-def _subgroup(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup | None:
-    if not whole_world and group.ranks[group.rank] not in ranks:
-        return None
-    made: dist.ProcessGroup | None = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=settings.timeout_seconds()),
-        backend=dist.get_backend_config(group.process_group),
-        use_local_synchronization=not whole_world,
-    )
+def _no_part(group: Group, ranks: tuple[int, ...]) -> str | None:
+    """Why torch cannot make groups of some ranks of `group` without the rest of the world, as all its ranks see it."""
+    if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        mine = "the default group is bound to a device, and torch would split its communicator, which takes all ranks"
+    elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
+        mine = "torch has given the name of a part that it would need to another group"
+    else:
+        # That name also says how many groups this process is in already.
+        mine = str(len(_world.pg_names))
+    answers = [text.decode() for text in exchange(group, "parts of it", mine.encode())]
+    for rank, answer in enumerate(answers):
+        if not answer.isdecimal():
+            return f"rank {rank}: {answer}"
+    numbers = sorted({int(answer) for answer in answers})
+    if len(numbers) > 1:
+        return f"its ranks are in unequally many groups ({numbers}), and torch cannot make parts of it then"
+    return None
+
+
+def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.ProcessGroup:
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=settings.timeout_seconds()),
+            backend=dist.get_backend_config(group.process_group),
+            use_local_synchronization=not whole_world,
+        )
+    except RuntimeError as error:  # torch's DistStoreError, or what a backend says that cannot connect
+        numbers = [group.ranks.index(rank) for rank in ranks]
+        gone = [rank for rank in _closed(group) if rank in numbers]
+        who = f"rank {', '.join(map(str, gone))}" if gone else f"some rank of {numbers}"
+        raise CollectiveTimeoutError(
+            f"Rank {group.rank} of group {group.name!r} could not make a group of its ranks {numbers}: {who} did not "
+            f"take part within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT). "
+            f"torch says: {str(error).splitlines()[0]}"
+        ) from error
     return made
+
+
+def _closed(group: Group) -> list[int]:
+    """Group ranks that have died, as far as that is known."""
+    assert group.process_group is not None
+    backends = str(dist.get_backend_config(group.process_group))
+    return closed_peers(group.process_group) if "gloo" in backends else []

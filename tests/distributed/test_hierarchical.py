@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,11 +15,14 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.ops import collectives
-from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.schedules import hierarchical
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.select import select_schedule
+from fused_tp.transport import hosts as hosts_module
 from fused_tp.transport.hosts import ranks_per_host
+from fused_tp.transport.levels import in_ranks_of_group
+from fused_tp.transport.torch_dist import TorchDist
 from tests.reference import assert_within_dtype_error
 from tests.workers import fresh_ranks, run_ranks
 
@@ -42,13 +48,18 @@ def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | st
     assert found == answer if isinstance(answer, int) else answer in str(found)
 
 
-def on_hosts(names: str) -> Any:
+FORCED = {"FUSED_TP_SCHEDULE": "hierarchical"}
+
+
+@contextmanager
+def on_hosts(names: str, **env: str) -> Iterator[Any]:
     """A new group of the first ranks, on hosts of these names; the world makes it."""
-    os.environ["FUSED_TP_SCHEDULE"] = "hierarchical"
     rank = dist.get_rank()
-    if rank < len(names):
-        os.environ["FUSED_TP_HOST"] = names[rank]
-    return dist.new_group(list(range(len(names))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_TP_HOST", names[rank] if rank < len(names) else "none")
+        for name, value in env.items():
+            patch.setenv(name, value)
+        yield dist.new_group(list(range(len(names))))
 
 
 def seeded(seed: int, *shape: int) -> Tensor:
@@ -62,80 +73,128 @@ def same_everywhere(group: Any, x: Tensor) -> None:
 
 
 def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[str]:
-    group = on_hosts(names)
-    if dist.get_rank() >= len(names):
-        return []
-    hierarchical.CHUNK_BYTES = chunk_bytes
+    with on_hosts(names) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchical, "CHUNK_BYTES", chunk_bytes)
+        if dist.get_rank() >= len(names):
+            return []
+        world = len(names)
+        made = select_schedule("all_reduce", resolve_group(group), dtype, torch.device("cpu"), 3, None, 4)
+        assert isinstance(made, Hierarchical)
+        assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
+        for dim, lengths in ((0, (2 * world, 3)), (1, (2, 3 * world)), (1, (3, 2 * world + 1)), (0, (world - 1, 2))):
+            # Shards that are not equally long go flat, and come out right.
+            gathers(group, dtype, dim, lengths)
+            sums(group, dtype, dim, lengths)
+        integers(made)
+        several_products(made, dtype)
+        explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
+        hosts = resolve_group(group).memo["hosts"]
+        return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
+
+
+def own_rows(group: Any, x: Tensor, dim: int) -> Tensor:
+    length, chunk = x.shape[dim], -(-x.shape[dim] // dist.get_world_size(group))
+    start = min(dist.get_rank(group) * chunk, length)
+    return x.narrow(dim, start, min(chunk, length - start))
+
+
+def gathers(group: Any, dtype: torch.dtype, dim: int, lengths: tuple[int, int]) -> None:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    described = resolve_group(group)
-    made = select_schedule("all_reduce", described, dtype, torch.device("cpu"), 3, None, 4)
-    assert isinstance(made, Hierarchical)
+    whole = seeded(1, *lengths, 10).to(dtype)
+    x = own_rows(group, whole, dim).clone().requires_grad_()
+    # Each rank has weights, and gradients of what it makes with them, of its own.
+    weights = [[seeded(10 * r + i, n, 10).to(dtype) for i, n in enumerate((6, 5))] for r in range(world)]
+    grads = [[seeded(500 + 10 * r + i, *lengths, n).to(dtype) for i, n in enumerate((6, 5))] for r in range(world)]
+    ws = [w.clone().requires_grad_() for w in weights[rank]]
+    size = None if lengths[dim] % world == 0 else lengths[dim]
+    outputs, gathered = fused_tp.all_gather_matmul(
+        x, ws, group=group, gather_dim=dim, return_gathered=True, gather_size=size
+    )
+    assert torch.equal(gathered, whole)
+    for y, w in zip(outputs, weights[rank], strict=True):
+        assert_within_dtype_error(y, whole.double() @ w.double().t(), dtype, reduced_over=10)
+    torch.autograd.backward(outputs, grads[rank])
+    assert x.grad is not None
+    dx = sum(g.double() @ w.double() for r in range(world) for g, w in zip(grads[r], weights[r], strict=True))
+    assert isinstance(dx, Tensor)
+    assert_within_dtype_error(x.grad, own_rows(group, dx, dim), dtype, reduced_over=world + 40, roundings=world)
+    for w, g in zip(ws, grads[rank], strict=True):
+        assert w.grad is not None
+        dw = g.double().flatten(0, 1).t() @ whole.double().flatten(0, 1)
+        assert_within_dtype_error(w.grad, dw, dtype, reduced_over=lengths[0] * lengths[1])
+
+
+def sums(group: Any, dtype: torch.dtype, dim: int, lengths: tuple[int, int]) -> None:
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
     terms = world + 40
-    for dim, lengths in ((0, (2 * world, 3)), (1, (2, 3 * world)), (1, (3, 2 * world + 1)), (0, (world - 1, 2))):
-        # Shards that are not equally long go flat, and come out right.
-        x64 = seeded(1, *lengths, 10)
-        shards = torch.tensor_split(x64, world, dim) if lengths[dim] % world == 0 else None
-        chunk = -(-lengths[dim] // world)
-        own = (
-            shards[rank]
-            if shards is not None
-            else x64.narrow(dim, min(rank * chunk, lengths[dim]), max(0, min(chunk, lengths[dim] - rank * chunk)))
-        )
-        x = own.to(dtype).requires_grad_()
-        weights = [seeded(2, 6, 10), seeded(3, 5, 10)]
-        ws = [w.to(dtype).requires_grad_() for w in weights]
-        size = None if lengths[dim] % world == 0 else lengths[dim]
-        (y, z), gathered = fused_tp.all_gather_matmul(
-            x, ws, group=group, gather_dim=dim, return_gathered=True, gather_size=size
-        )
-        whole = x64.to(dtype).double()
-        assert torch.equal(gathered, x64.to(dtype))
-        assert_within_dtype_error(y, whole @ ws[0].detach().double().t(), dtype, reduced_over=10)
-        assert_within_dtype_error(z, whole @ ws[1].detach().double().t(), dtype, reduced_over=10)
-        (y.sum() + z.sum()).backward()
-        # d x_shard = sum over ranks of ones @ w, the same for every row
-        expected = world * (ws[0].detach().double().sum(0) + ws[1].detach().double().sum(0))
-        assert x.grad is not None
-        assert_within_dtype_error(x.grad, expected.expand(x.shape), dtype, reduced_over=terms)
-        partial64 = [seeded(100 + r, *lengths, 10) for r in range(world)]
-        total = sum(p.to(dtype).double() for p in partial64)
-        mine = partial64[rank].to(dtype)
-        summed = collectives.all_reduce(mine, group=group)
-        assert_within_dtype_error(summed, total, dtype, reduced_over=world)
-        same_everywhere(group, summed)
-        part = collectives.reduce_scatter(mine, dim, group=group)
-        start = min(rank * chunk, lengths[dim])
-        assert_within_dtype_error(part, total.narrow(dim, start, part.shape[dim]), dtype, reduced_over=world)
-        w64, bias = seeded(5, 7, 10), seeded(6, 7).to(dtype)
-        w = w64.to(dtype).requires_grad_()
-        product = total @ w.detach().double().t() + bias.double()
-        x = mine.clone().requires_grad_()
-        y = fused_tp.matmul_all_reduce(x, w, bias, group=group)
-        assert_within_dtype_error(y, product, dtype, reduced_over=terms)
-        same_everywhere(group, y)
-        x2 = mine.clone().requires_grad_()
-        part = fused_tp.matmul_reduce_scatter(x2, w, bias, group=group, scatter_dim=dim)
-        assert_within_dtype_error(part, product.narrow(dim, start, part.shape[dim]), dtype, reduced_over=terms)
-        part.sum().backward()
-        assert x2.grad is not None
-        assert_within_dtype_error(x2.grad, w.detach().double().sum(0).expand(x2.shape), dtype, reduced_over=terms)
-        residual, norm_weight = seeded(7, *lengths, 7).to(dtype), seeded(8, 7).to(dtype)
-        normed, new_residual = fused_tp.matmul_all_reduce_rms_norm(
-            mine, w.detach(), residual, norm_weight, 1e-6, group=group
-        )
-        assert_within_dtype_error(
-            new_residual, total @ w.detach().double().t() + residual.double(), dtype, reduced_over=terms
-        )
-        same_everywhere(group, normed)
-    explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
-    hosts = described.memo["hosts"]
-    return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
+    partials = [seeded(100 + r, *lengths, 10).to(dtype) for r in range(world)]
+    mine = partials[rank]
+    total = torch.stack(partials).double().sum(0)
+    summed = collectives.all_reduce(mine, group=group)
+    assert_within_dtype_error(summed, total, dtype, reduced_over=world)
+    same_everywhere(group, summed)
+    part = collectives.reduce_scatter(mine, dim, group=group)
+    assert_within_dtype_error(part, own_rows(group, total, dim), dtype, reduced_over=world)
+    # Each rank has a weight of its own.
+    weights, bias = [seeded(200 + r, 7, 10).to(dtype) for r in range(world)], seeded(6, 7).to(dtype)
+    plain = sum(p.double() @ w.double().t() for p, w in zip(partials, weights, strict=True))
+    assert isinstance(plain, Tensor)
+    grad = seeded(300, *lengths, 7).to(dtype)
+
+    def check_gradients(x: Tensor, w: Tensor) -> None:
+        assert x.grad is not None and w.grad is not None
+        assert_within_dtype_error(x.grad, grad.double() @ weights[rank].double(), dtype, reduced_over=terms)
+        dw = grad.double().flatten(0, 1).t() @ mine.double().flatten(0, 1)
+        assert_within_dtype_error(w.grad, dw, dtype, reduced_over=lengths[0] * lengths[1])
+
+    x, w = mine.clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    y = fused_tp.matmul_all_reduce(x, w, bias, group=group)
+    assert_within_dtype_error(y, plain + bias.double(), dtype, reduced_over=terms, roundings=world)
+    same_everywhere(group, y)
+    y.backward(grad)
+    check_gradients(x, w)
+    x, w = mine.clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    part = fused_tp.matmul_reduce_scatter(x, w, bias, group=group, scatter_dim=dim)
+    assert_within_dtype_error(
+        part, own_rows(group, plain + bias.double(), dim), dtype, reduced_over=terms, roundings=world
+    )
+    part.backward(own_rows(group, grad, dim))
+    check_gradients(x, w)
+    residual, norm_weight = seeded(7, *lengths, 7).to(dtype), seeded(8, 7).to(dtype)
+    normed, new_residual = fused_tp.matmul_all_reduce_rms_norm(
+        mine, weights[rank], residual, norm_weight, 1e-6, group=group
+    )
+    assert_within_dtype_error(new_residual, plain + residual.double(), dtype, reduced_over=terms, roundings=world)
+    same_everywhere(group, normed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def integers(made: Hierarchical) -> None:
+    whole = torch.arange(12 * made.world_size).view(3, 4 * made.world_size)
+    shard = whole.chunk(made.world_size, 1)[made.rank]
+    assert torch.equal(made.all_gather(shard, gather_dim=1, gather_size=None).wait(), whole)
+
+
+def several_products(made: Hierarchical, dtype: torch.dtype) -> None:
+    """What a backward asks for: the sum of two products, and work of its own meanwhile, once."""
+    world = made.world_size
+    products = [
+        [(seeded(r, 2 * world, 6).to(dtype), seeded(30 + r, 5, 6).to(dtype)) for r in range(world)],
+        [(seeded(60 + r, 2 * world, 9).to(dtype), seeded(90 + r, 5, 9).to(dtype)) for r in range(world)],
+    ]
+    total = torch.stack([x.double() @ w.double().t() for kind in products for x, w in kind]).sum(0)
+    own = [kind[made.rank] for kind in products]
+    done: list[str] = []
+    y = made.matmul_all_reduce(own, None, meanwhile=lambda: done.append("reduce"))
+    assert_within_dtype_error(y, total, dtype, reduced_over=15 * world)
+    part = made.matmul_reduce_scatter(own, None, scatter_dim=0, meanwhile=lambda: done.append("scatter"))
+    assert_within_dtype_error(part, total[2 * made.rank : 2 * made.rank + 2], dtype, reduced_over=15 * world)
+    assert done == ["reduce", "scatter"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("chunk_bytes", [32, 1 << 20])
 def test_two_hosts_of_two_ranks(dtype: torch.dtype, chunk_bytes: int) -> None:
-    answers = run_ranks(4, all_ops, "aabb", dtype, chunk_bytes)
+    answers = run_ranks(4, all_ops, "aabb", dtype, chunk_bytes, env=FORCED)
     assert [answer[1:] for answer in answers] == [
         ["(0, 1)", "(0, 2)"],
         ["(0, 1)", "(1, 3)"],
@@ -145,18 +204,87 @@ def test_two_hosts_of_two_ranks(dtype: torch.dtype, chunk_bytes: int) -> None:
     assert "hierarchical over memory inside of hosts, messages across" in answers[0][0]
 
 
-def whole_and_part(group: Any) -> None:
-    all_ops(group, "aabbcc", torch.float32, 64)
-    all_ops(group, "aabb", torch.float32, 64)  # a part of the world, whose other ranks know nothing of its hosts
+def count_bytes(_: Any) -> dict[str, list[tuple[tuple[int, ...], int]]]:
+    """What each op has torch.distributed send, from this rank: in a group of which ranks, how many bytes in all."""
+    sent: list[tuple[tuple[int, ...], int]] = []
+
+    def counted(name: str, nbytes: Callable[..., int]) -> Any:
+        move = getattr(TorchDist, name)
+
+        def instead(self: TorchDist, op: str, x: Tensor, *args: Any) -> Any:
+            sent.append((self.group.ranks, nbytes(self, x, *args)))
+            return move(self, op, x, *args)
+
+        return instead
+
+    with on_hosts("aabb") as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchDist, "all_gather", counted("all_gather", lambda t, x: x.nbytes * (t.world_size - 1)))
+        patch.setattr(TorchDist, "shift", counted("shift", lambda t, x, out, step: x.nbytes))
+        patch.setattr(
+            TorchDist,
+            "all_to_all",
+            counted("all_to_all", lambda t, x, sizes, _: x.nbytes // len(x) * (len(x) - sizes[t.rank])),
+        )
+        shard, partial, w = torch.ones(4, 10), torch.ones(16, 10), torch.ones(6, 10)
+        ops: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda: collectives.all_gather(shard, 0, group=group),
+            "all_gather_matmul": lambda: fused_tp.all_gather_matmul(shard, w, group=group),
+            "reduce_scatter": lambda: collectives.reduce_scatter(partial, 0, group=group),
+            "matmul_reduce_scatter": lambda: fused_tp.matmul_reduce_scatter(partial, w, group=group),
+            "all_reduce": lambda: collectives.all_reduce(partial, group=group),
+            "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(partial, w, group=group),
+        }
+        found = {}
+        for name, op in ops.items():
+            op()
+            found[name] = [(ranks, sum(n for where, n in sent if where == ranks)) for ranks in {r for r, _ in sent}]
+            sent.clear()
+        return found
+
+
+def test_what_leaves_a_host_is_what_no_other_rank_of_it_sends() -> None:
+    """Flat, each would send the other host's two ranks all of it: twice as much."""
+    for rank, found in enumerate(run_ranks(4, count_bytes, env=FORCED)):
+        across = (rank % 2, rank % 2 + 2)
+        assert found == {
+            "all_gather": [(across, 4 * 10 * 4)],
+            "all_gather_matmul": [(across, 4 * 10 * 4)],
+            "reduce_scatter": [(across, 4 * 10 * 4)],
+            "matmul_reduce_scatter": [(across, 4 * 6 * 4)],
+            "all_reduce": [(across, 16 // 2 * 10 * 4)],
+            "matmul_all_reduce": [(across, 16 // 2 * 6 * 4)],
+        }
+
+
+def whole_and_parts(_: Any) -> None:
+    all_ops(_, "aabbcc", torch.float32, 64)
+    others = [dist.new_group(list(range(6))) for _ in range(2)]
+    x = torch.ones(3)
+    with on_hosts("aabb") as group:  # a part of the world, whose other ranks know nothing of its hosts
+        if dist.get_rank() < 4:
+            assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
+            parts = [resolve_group(group).memo["hosts"].inside, resolve_group(group).memo["hosts"].across]
+    for gone in (*others, group):
+        if gone is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(gone)
+    with on_hosts("aabb") as group:  # its parts would have had the names of those that went with the first one
+        if dist.get_rank() < 4:
+            assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
+            assert not any(part.process_group in dist.distributed_c10d._world.pg_map for part in parts)
+    dist.barrier()
 
 
 def test_three_hosts_of_two_ranks_and_two_of_them() -> None:
-    for outcome in fresh_ranks(6, whole_and_part):
+    for outcome in fresh_ranks(6, whole_and_parts, env=FORCED):
         outcome.unwrap()
 
 
-def refused(_: Any, names: str) -> str:
-    group = on_hosts(names)
+def refused(_: Any, names: str, without_shared_memory: str = "") -> str:
+    with on_hosts(names, **({"FUSED_TP_SHM": "0"} if str(dist.get_rank()) in without_shared_memory else {})) as group:
+        return refusal(group)
+
+
+def refusal(group: Any) -> str:
     with pytest.raises(ValueError) as caught:
         fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
     return str(caught.value)
@@ -164,16 +292,113 @@ def refused(_: Any, names: str) -> str:
 
 @pytest.mark.parametrize(("names", "why"), [("aaaa", "one host"), ("abcd", "a host of its own"), ("abab", "laid out")])
 def test_other_layouts_are_refused_in_a_sentence(names: str, why: str) -> None:
-    for said in run_ranks(4, refused, names):
+    for said in run_ranks(4, refused, names, env=FORCED):
         assert "Schedule 'hierarchical' cannot serve this group" in said and why in said
 
 
-def without_shared_memory(group: Any) -> str:
-    if dist.get_rank() > 1:  # one host lacks it, and then all do without
-        os.environ["FUSED_TP_SHM"] = "0"
-    return refused(group, "aabb")
-
-
 def test_without_fast_links_inside_there_is_nothing_to_gain() -> None:
-    for outcome in fresh_ranks(4, without_shared_memory):
-        assert "no fast links inside of a host" in outcome.unwrap()
+    for said in run_ranks(4, refused, "aabb", "23", env=FORCED):  # one host lacks them, and then all do without
+        assert "no fast links inside of a host" in said
+
+
+def in_another_order(_: Any) -> str:
+    with on_hosts("bbaa"):
+        return refusal(dist.new_group([2, 3, 0, 1], sort_ranks=False))
+
+
+def test_ranks_in_an_order_that_torch_would_not_keep_are_refused() -> None:
+    for said in run_ranks(4, in_another_order, env=FORCED):
+        assert "its ranks [2, 3, 0, 1] do not ascend" in said
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------
+
+
+def failing(group: Any) -> tuple[str, str, float]:
+    """The error of some op of an endless loop, that of the op after it, and when the first came."""
+    x, w = torch.ones(4, 6), torch.ones(3, 6)
+    with pytest.raises(fused_tp.FusedTPError) as first:
+        while True:
+            fused_tp.matmul_all_reduce(x, w, group=group)
+            fused_tp.all_gather(torch.ones(2, 3), 0, group=group)
+    at = time.monotonic()
+    again = []
+    for rows in (4, 3):  # also one that goes flat
+        with pytest.raises(fused_tp.FusedTPError) as second:
+            fused_tp.matmul_reduce_scatter(torch.ones(rows, 6), w, group=group)
+        again.append(str(second.value))
+    assert time.monotonic() - at < 1.0 and again[0] == again[1]
+    return f"{type(first.value).__name__}: {first.value}", again[0], at
+
+
+def parts_that_rank_3_does_not_make(_: Any) -> str:
+    def never(*_: Any) -> None:
+        time.sleep(1.0)
+        raise fused_tp.FusedTPError("it is late")
+
+    with on_hosts("aabb", FUSED_TP_TIMEOUT="0.5") as group, pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 3:
+            patch.setattr(hosts_module, "_part", never)
+        with pytest.raises(fused_tp.FusedTPError) as first:
+            fused_tp.all_reduce(torch.ones(3), group=group)
+        begun = time.monotonic()
+        with pytest.raises(type(first.value), match="is unusable since its first call failed"):
+            fused_tp.all_reduce(torch.ones(3), group=group)
+        assert time.monotonic() - begun < 0.5
+        return f"{type(first.value).__name__}: {first.value}"
+
+
+def test_parts_that_cannot_be_made_are_a_timeout() -> None:
+    outcomes = fresh_ranks(4, parts_that_rank_3_does_not_make, env=FORCED, expect_deaths=True)
+    for outcome in outcomes[:3]:
+        assert outcome.unwrap().startswith("CollectiveTimeoutError: ")
+        assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in outcome.unwrap()
+    assert "some rank of [2, 3]" in outcomes[2].unwrap()
+
+
+def stalled_then_killed(_: Any) -> list[tuple[str, str, str, float]]:
+    rank, found = dist.get_rank(), []
+    x, w = torch.ones(4, 6), torch.ones(3, 6)
+    for deadline in (1.5, 60.0):
+        with on_hosts("aabb", FUSED_TP_TIMEOUT=str(deadline)) as group:
+            fused_tp.matmul_all_reduce(x, w, group=group)
+            begun = time.monotonic()
+            if rank == 3:
+                time.sleep(5.0 if deadline < 60 else 0.3)
+                if deadline == 60.0:
+                    os._exit(7)
+            error, again, at = failing(group)
+            found.append((group.group_name, error, again, at - begun))
+        if deadline < 60.0:
+            dist.barrier()
+    return found
+
+
+def test_a_rank_that_stalls_or_dies_ends_the_group_on_all_levels() -> None:
+    outcomes = fresh_ranks(4, stalled_then_killed, env=FORCED, expect_deaths=True)
+    assert outcomes[3].exit_code == 7
+    for rank, outcome in enumerate(outcomes[:3]):
+        stalled, killed = outcome.unwrap()
+        name, error, again, seconds = stalled
+        assert error.startswith("CollectiveTimeoutError: ") and f"of group {name!r}) on rank {rank} of 4" in error
+        assert "waited 1.5 s (FUSED_TP_TIMEOUT) for rank 3, which had not arrived" in error, error
+        assert seconds < 1.5 + 3.0
+        assert f"Group {name!r} is unusable since an earlier failure" in again
+        name, error, again, seconds = killed
+        assert error.startswith("PeerLostError: ") and f"of group {name!r}) on rank {rank} of 4" in error
+        assert "lost rank 3: died" in error, error
+        assert seconds < 0.3 + 3.0
+        assert f"Group {name!r} is unusable since an earlier failure" in again
+
+
+def test_words_of_a_level_in_ranks_of_the_group() -> None:
+    group = Group(None, "user's", 5, 6, (0, 1, 4, 5, 8, 9))
+    level = Group(None, "2f9a", 2, 3, (1, 5, 9))
+    for text, said in (
+        ("rank 0, in all_reduce: rank 2 died", "rank 1, in all_reduce: rank 5 died"),
+        ("x (call 2 of group '2f9a') on rank 1 of 3 lost ranks 0, 2:", 'x (call 2 of group "user\'s") on rank 3 of 6 '
+         "lost ranks 1, 5:"),
+        ("waited 3 s for ranks 1 (last heard of at call 2, all_gather) and 2, which",
+         "waited 3 s for ranks 3 (last heard of at call 2, all_gather) and 5, which"),
+    ):  # fmt: skip
+        assert in_ranks_of_group(text, level, group) == said
