@@ -56,6 +56,8 @@ class _UnderWay:
     call: _Call
     pipeline: Any
     abandoned: bool = False
+    waiting: int = -1  # the exchange that was last seen to wait for peers
+    waiting_since: float = 0.0
 
 
 class Several:
@@ -148,6 +150,7 @@ class NcclDist(TorchDist):
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
         self._under_way: deque[_UnderWay] = deque()
+        self._captured = False  # there are CUDA graphs, which may be replayed without a call
         self._noticed = 0  # the call that a notice has been left for
         self._gone: list[int] = []  # ranks whose processes have ended
         self._gone_since = 0.0
@@ -240,7 +243,9 @@ class NcclDist(TorchDist):
             self.abandon(None, self.stream())
             raise
         under_way = _UnderWay(call, pipeline)
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if pipeline.captured or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._captured = True
+        else:
             self._under_way.append(under_way)
         return Moving(self, under_way, tensors)
 
@@ -378,16 +383,17 @@ class NcclDist(TorchDist):
 
     def _look_for_failures(self) -> None:
         if self.communicator.failure:
-            if self._under_way:
+            # Who only replays graphs makes no call. Where a peer has ended, and nothing waits for it, nothing is wrong.
+            if self._under_way or self._captured or not self._gone:
                 self._tell()
             return
         with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
             while self._under_way and (self._under_way[0].abandoned or self._under_way[0].pipeline.ended()):
                 self._under_way.popleft()
         call = self._under_way[0].call if self._under_way else None
-        if self._gone and self._is_lost(call):
+        if self._gone and self._is_lost():
             self.communicator.lose(self._gone[0], "its process has ended")
-            if call is not None:
+            if call is not None or self._captured:
                 self._tell()
             return
         if call is None or time.perf_counter() - call.started < _LOOK_SECONDS:
@@ -398,17 +404,28 @@ class NcclDist(TorchDist):
         if self._board.given_up():
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
-    def _is_lost(self, call: _Call | None) -> bool:
-        """Whether what waits, `call` if anything does, waits in vain for those who have gone.
+    def _is_lost(self) -> bool:
+        """Whether what waits, if anything does, waits in vain for those who have gone.
 
         Not at once: at the end of a program ranks end one after the other, and what they have sent is still to arrive.
+        Nor while this rank's own computation has not come to the exchange, which then has no time to arrive.
         """
-        since = max(self._gone_since, call.started) if call is not None else self._gone_since
-        return time.perf_counter() - since > (_ARRIVAL_SECONDS if call is not None else _IDLE_SECONDS)
+        now = time.perf_counter()
+        if not self._under_way:
+            return now - self._gone_since > _IDLE_SECONDS
+        front, waiting = self._under_way[0], -1
+        with suppress(RuntimeError):  # as above
+            waiting = front.pipeline.waiting()
+        if waiting < 0 or waiting != front.waiting:
+            front.waiting, front.waiting_since = waiting, now
+        return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
 
     def _tell(self) -> None:
         """Says at once what the next call is going to raise: there may be none, and peers elsewhere wait."""
-        call = self._under_way[0].call
+        if self._under_way:
+            call = self._under_way[0].call
+        else:
+            call = _Call(self._ops[-1] if self._ops else "a CUDA graph", self.calls, time.perf_counter())
         with self._judging:
             if self.broken is not None:
                 return
@@ -417,7 +434,11 @@ class NcclDist(TorchDist):
             except RuntimeError as error:
                 self._verdict = self._judge(call, error)
         if self.device.type == "cuda":
-            _LOG.error("%s What the group had under way is NaN.", self.broken)
+            _LOG.error(
+                "%s What the group was receiving is NaN; results of what it had enqueued behind that, and of CUDA "
+                "graphs that are replayed from now on, are undefined.",
+                self.broken,
+            )
 
 
 def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:

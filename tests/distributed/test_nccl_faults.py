@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -21,7 +23,9 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
+from fused_tp.transport.chunk_plans import gather_plan
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
+from tests.native.doubles.libraries import cuda_knobs, load_doubles
 
 pytestmark = [
     pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
@@ -66,6 +70,10 @@ def in_the_middle(work: Work) -> Any:
         return product(*args, **keywords)
 
     return mock.patch.object(nccl_pipeline, "sum_of_products", multiply)
+
+
+def _core() -> Any:
+    return import_module("fused_tp._core")
 
 
 def group_of(ranks: list[int]) -> Any:
@@ -133,6 +141,58 @@ def ended_case(group: Any) -> tuple[str, float]:
 def test_what_a_rank_has_sent_before_it_ended_arrives() -> None:
     (message, seconds), _ = nccl_ranks(2, ended_case)
     assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
+
+
+def behind_case(group: Any) -> list[float]:
+    """Rank 0's computation comes to the exchange long after rank 1 has sent its part and ended: it arrives."""
+    driver, _ = load_doubles()
+    transport = transport_of(dist.new_group([0, 1]))
+    own, gathered = torch.full((2, 3), 1.0 + transport.rank), torch.zeros(4, 3)
+    stream, word = _core().DriverStream(driver, 0), _core().PinnedMemory(driver, 0, 8)
+    if transport.rank == 0:
+        driver.wait_value(0, stream.handle, word.device_address, 1)
+    with mock.patch.object(transport, "stream", lambda: stream.handle):
+        moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
+        if transport.rank == 0:
+            transport._peer_lost(1)
+            time.sleep(1.5)
+            memoryview(word).cast("Q")[0] = 1
+        moving.wait()
+    assert driver.synchronize(0, stream.handle, 10)
+    dist.barrier(group)
+    return gathered[:, 0].tolist()
+
+
+def test_what_has_been_sent_arrives_however_late_one_comes_to_it() -> None:
+    assert nccl_ranks(2, behind_case) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
+def graph_case(group: Any) -> str:
+    """A peer ends while a graph waits for it: no call is made, and the group is known to be broken all the same."""
+    driver, _ = load_doubles()
+    knobs, transport = cuda_knobs(), transport_of(dist.new_group([0, 1]))
+    step(NcclPipeline(transport, 2), "all_gather_matmul")
+    stream = _core().DriverStream(driver, 0)
+    own, gathered = torch.ones(2, 3), torch.zeros(4, 3)
+    knobs.cuda_double_begin_capture(stream.handle)
+    with mock.patch.object(transport, "stream", lambda: stream.handle):
+        moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
+        moving.wait()
+    graph = ctypes.c_void_p(knobs.cuda_double_end_capture(stream.handle, transport.communicator.stream))
+    if transport.rank == 0:
+        knobs.cuda_double_replay(graph, stream.handle)
+        transport._peer_lost(1)
+        deadline = time.monotonic() + 10
+        while transport.broken is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert driver.synchronize(0, stream.handle, 10)
+    dist.barrier(group)
+    return transport.broken or ""
+
+
+def test_a_loop_that_only_replays_graphs_is_told() -> None:
+    first, _ = nccl_ranks(2, graph_case)
+    assert "on rank 0 of 2 lost rank 1: the process has ended" in first
 
 
 # -- stalled -----------------------------------------------------------------------------------------------------------
