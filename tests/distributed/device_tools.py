@@ -47,8 +47,11 @@ def fresh_device_ranks(
 
 def with_library(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     native_kernels.use_library(library)
-    with multicast():
-        return fn(group, *args)
+    try:
+        with multicast():
+            return fn(group, *args)
+    finally:  # the process goes on to other tests
+        native_kernels.use_library(None)
 
 
 def collectives_of(group: Any) -> DeviceCollectives:

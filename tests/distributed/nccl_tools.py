@@ -42,7 +42,10 @@ def fresh_nccl_ranks(
 
 def with_doubles(group: Any, libraries: tuple[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     nccl.use_libraries(*libraries)
-    return fn(group, *args)
+    try:
+        return fn(group, *args)
+    finally:  # the process goes on to other tests
+        nccl.use_libraries(None)
 
 
 def transport_of(group: Any) -> NcclDist:

@@ -50,7 +50,10 @@ def ranks(world_size: int, fn: Callable[..., Any], *args: Any, **env: str) -> li
 
 
 def with_schedule(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(schedule_of(group, library), *args)
+    try:
+        return fn(schedule_of(group, library), *args)
+    finally:  # the process goes on to other tests
+        use_driver(None)
 
 
 def schedule_of(group: Any, library: str) -> CopyEngineSchedule:

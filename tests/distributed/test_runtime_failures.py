@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules.ways import WAYS
 from fused_tp.transport import noticeboard
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
@@ -454,7 +455,7 @@ def forced(group: Any) -> str:
 
 def test_forced_schedules_that_cannot_serve() -> None:
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "fastest"}):
-        names = "plain, pipelined, one_sided, fused_kernel"
+        names = ", ".join(WAYS)
         assert message == f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {names}."
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_SHM": "0"}):
         assert message == "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off."

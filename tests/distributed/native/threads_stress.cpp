@@ -8,6 +8,7 @@
 
 #include "shm/collectives.h"
 
+using namespace fused_tp;
 using namespace fused_tp::shm;
 
 namespace {
