@@ -98,6 +98,36 @@ def large(rank: LocalRank, elements: int) -> None:
         assert torch.equal(gathered, torch.cat(terms))
 
 
+def wide_norms(rank: LocalRank, rows: int, columns: int) -> list[Tensor]:
+    """More than a row for each block; rows that a block keeps, that it does not, and that are no whole packets."""
+    dtype, world_size = torch.bfloat16, rank.world_size
+    terms = [seeded(rows, columns, dtype=dtype, seed=peer) for peer in range(world_size)]
+    residual, weight = seeded(rows, columns, dtype=dtype, seed=7), seeded(columns, dtype=dtype, seed=8)
+    summed = torch.stack([term.double() for term in terms]).sum(0) + residual.double()
+
+    def norm(device: Any) -> list[Tensor]:
+        results = []
+        for algorithm in ALGORITHMS:
+            normed, stream, _ = device.all_reduce_rms_norm(terms[rank.rank], residual, weight, 1e-6, algorithm)
+            eight, _, scale = device.all_reduce_rms_norm(terms[rank.rank], residual, weight, 1e-6, algorithm, fp8="row")
+            results += [normed, stream, eight, scale]
+        return results
+
+    rehearse(rank, norm)
+    results = norm(collectives_on(rank.device, DeviceCollectives(rank)))
+    for normed, stream, eight, scale in (results[:4], results[4:]):
+        checks.assert_within_dtype_error(stream, summed, dtype, reduced_over=world_size + 1)
+        normed64 = checks.rms_norm64(stream, weight, 1e-6)
+        checks.assert_within_dtype_error(normed, normed64, dtype, reduced_over=columns)
+        checks.assert_is_fp8(eight, normed64, scale)
+    return results
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(300, 12288), (300, 4096), (301, 4097), (7, 12289), (5000, 24)])
+def test_wide_norms(rows: int, columns: int) -> None:
+    same_on_all(run_local(2, wide_norms, rows, columns, device="cuda"))
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_large(world_size: int) -> None:
     run_local(world_size, large, (1 << 23) + 13, device="cuda")
