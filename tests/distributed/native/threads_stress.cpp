@@ -83,7 +83,7 @@ void play(Group& group, int calls, unsigned seed) {
         for (int i = 0; i < 4; ++i) {
           signature.dims[signature.n_dims = 0] = i;
           flying.push_back(group.begin(signature, count * sizeof(float) + 8, i % 2 == 0));
-          std::memcpy(flying.back()->workspace(rank), in.data(), count * sizeof(float));
+          if (count) std::memcpy(flying.back()->workspace(rank), in.data(), count * sizeof(float));
           flying.back()->signal(1);
         }
         for (int i : {2, 0, 3, 1}) {
