@@ -57,7 +57,7 @@ def check_works(communicator: Any) -> None:
     assert torch.equal(out, torch.full((COUNT,), communicator.size * (communicator.size + 1) / 2))
 
 
-def seconds_until(error: type[Exception], call: Callable[[], Any]) -> tuple[float, str]:
+def seconds_until(error: type[BaseException], call: Callable[[], Any]) -> tuple[float, str]:
     begun = time.monotonic()
     with pytest.raises(error) as caught:
         call()
