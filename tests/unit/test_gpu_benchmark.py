@@ -166,7 +166,7 @@ def test_cases_have_names_of_their_own_and_the_sizes_that_have_bars() -> None:
     for op in ("two-shot", "reduce-scatter", "all-gather", "all-to-all"):
         for what, bar in (("64MB", {0.8}), ("256MB", {0.8}), ("4MB", set()), ("1KB", set())):
             assert bars[f"exchange/{op}/W=2/{what}"] == bars[f"exchange/{op}/W=4/{what}"] == bar
-    assert bars["norm/bf16/W=2/128x8192"] == {0.6} and bars["norm/bf16/W=2/4096x8192"] == set()
+    assert all(bars[name] == {0.6} for name in names if name.startswith("norm/"))
 
 
 def test_all_cases_fit_the_minutes() -> None:
