@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,13 @@ CALLS: dict[str, Callable[[DeviceCollectives], Any]] = {
     "barrier": lambda device: device.barrier(),
 }
 NAMES = {"one_shot": "all_reduce", "two_shot": "all_reduce", "rms_norm": "all_reduce_rms_norm"}
+
+
+@pytest.fixture(autouse=True)
+def no_library_stays() -> Iterator[None]:
+    """Ranks that are threads have set one in this very process."""
+    yield
+    native_kernels.use_library(None)
 
 
 def own_kernels(group: Any) -> DeviceCollectives:

@@ -46,6 +46,13 @@ from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
 
 
+@pytest.fixture(autouse=True)
+def no_library_stays() -> Iterator[None]:
+    """Ranks that are threads have set one in this very process."""
+    yield
+    native_kernels.use_library(None)
+
+
 def same_bits(actual: Tensor, wanted: Tensor) -> None:
     assert actual.shape == wanted.shape and actual.dtype == wanted.dtype
     assert torch.equal(actual.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
