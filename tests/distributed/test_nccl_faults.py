@@ -120,6 +120,11 @@ def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
         assert seconds < NOTICE_SECONDS
 
 
+def own_world(case: Callable[..., Any]) -> list[Any]:
+    """What `case(group)` returns on two ranks that are the whole world: in the pool two of four would make groups."""
+    return [outcome.unwrap() for outcome in fresh_nccl_ranks(2, case)]
+
+
 def ended_case(group: Any) -> tuple[str, float]:
     """At the end of a program ranks end one after the other: what they have sent arrives all the same."""
     rank = dist.get_rank(group)
@@ -139,7 +144,7 @@ def ended_case(group: Any) -> tuple[str, float]:
 
 
 def test_what_a_rank_has_sent_before_it_ended_arrives() -> None:
-    (message, seconds), _ = nccl_ranks(2, ended_case)
+    (message, seconds), _ = own_world(ended_case)
     assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
 
 
@@ -164,7 +169,7 @@ def behind_case(group: Any) -> list[float]:
 
 
 def test_what_has_been_sent_arrives_however_late_one_comes_to_it() -> None:
-    assert nccl_ranks(2, behind_case) == [[1.0, 1.0, 2.0, 2.0]] * 2
+    assert own_world(behind_case) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
 def graph_case(group: Any) -> str:
@@ -191,7 +196,7 @@ def graph_case(group: Any) -> str:
 
 
 def test_a_loop_that_only_replays_graphs_is_told() -> None:
-    first, _ = nccl_ranks(2, graph_case)
+    first, _ = own_world(graph_case)
     assert "on rank 0 of 2 lost rank 1: the process has ended" in first
 
 
