@@ -157,14 +157,14 @@ class DeviceSchedule:
         shape = [*x.shape[:-1], w.shape[0]]
         if not _has_kernel(x, shape):
             return self._other().matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        beside = meanwhile is not None
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim, beside), x)
+        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         counts = row_sizes(shape, scatter_dim, sizes)
         with span("matmul", products):
             partial = sum_of_products([(to_rank_major(x, scatter_dim, sizes), w) for x, w in products])
         with self._beside(meanwhile, x.device), span("reduce_scatter", partial, self.name):
-            out = self.device.reduce_scatter(partial, counts, bias, beside=beside)
+            # With `meanwhile` or without: that is each rank's own affair (a frozen weight has none), blocks are not.
+            out = self.device.reduce_scatter(partial, counts, bias, beside=True)
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
 
@@ -175,12 +175,11 @@ class DeviceSchedule:
         shape = (*x.shape[:-1], w.shape[0])
         if not _has_kernel(x, shape):
             return self._other().matmul_all_reduce(products, bias, meanwhile=meanwhile)
-        beside = meanwhile is not None
-        self._check("matmul_all_reduce", (*shape, beside), x)
+        self._check("matmul_all_reduce", shape, x)
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._beside(meanwhile, x.device), span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name, bias, out=partial, beside=beside)
+            return self.device.all_reduce(partial, self.name, bias, out=partial, beside=True)  # as above
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from fused_tp.schedules.device import DeviceSchedule
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program
 from triton_kernels import protocol
 from triton_kernels.workspace import aligned, flag_bytes, needed_bytes
@@ -141,3 +143,26 @@ def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:
 def test_more_blocks_for_more_bytes(count: int, most: int, blocks: int) -> None:
     core = pytest.importorskip("fused_tp._core")
     assert core.device_suggested_blocks("all_reduce", 0, count, 0, 1, 2, most) == blocks
+
+
+def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
+    """One rank's weight may be frozen. Blocks wait for those of the same number, so there must be equally many."""
+    asked: list[tuple[str, bool]] = []
+
+    class Device:
+        rank, world_size = 0, 2
+
+        def all_reduce(self, x: torch.Tensor, *_: object, beside: bool = False, **__: object) -> torch.Tensor:
+            asked.append(("all_reduce", beside))
+            return x
+
+        def reduce_scatter(self, x: torch.Tensor, counts: list[int], *_: object, beside: bool = False) -> torch.Tensor:
+            asked.append(("reduce_scatter", beside))
+            return x[: counts[0]]
+
+    schedule = DeviceSchedule("two_shot", Device(), None)  # type: ignore[arg-type]  # only what is asked of it here
+    products = [(torch.ones(4, 3), torch.ones(2, 3))]
+    for meanwhile in (None, lambda: None):
+        schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
+        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, meanwhile=meanwhile)
+    assert asked[:2] == asked[2:]
