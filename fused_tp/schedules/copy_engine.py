@@ -30,9 +30,9 @@ from fused_tp.schedules.collective import Collective, gather_blocks
 from fused_tp.schedules.gemm import sum_of_products
 from fused_tp.schedules.layout import (
     as_rows,
-    from_rank_major,
     gathered_shape,
     gathered_sizes,
+    placed,
     rank_offsets,
     row_sizes,
     to_rank_major,
@@ -160,15 +160,8 @@ class CopyEngineSchedule:
                 call.finish(*outputs, gathered)
             else:
                 call.finish(*outputs)
-        placed = [self._placed(y, shape, gather_dim, counts) for y in outputs]
-        return placed, self._placed(gathered, shape, gather_dim, counts) if return_gathered else None
-
-    def _placed(self, rows: Tensor, shape: Sequence[int], dim: int, counts: Sequence[int]) -> Tensor:
-        """Rank-major `rows` [M, n] as [*shape[:-1], n]; a copy where dims before `dim` are longer than 1."""
-        shape = [*shape[:-1], rows.shape[-1]]
-        if prod(shape[:dim]) == 1 or rows.numel() == 0:
-            return rows.view(shape)
-        return from_rank_major(rows.split(list(counts)), shape, dim)
+        results = [placed(y, shape, gather_dim, counts) for y in outputs]
+        return results, placed(gathered, shape, gather_dim, counts) if return_gathered else None
 
     def matmul_reduce_scatter(
         self,
