@@ -1,0 +1,86 @@
+"""Which tokens of a sequence a rank holds.
+
+"contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it into
+2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which is why
+it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
+arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from fused_tp.schedules.attention.balance import balanced_ranges
+from fused_tp.schedules.attention.masks import Ints
+
+LAYOUTS = ("zigzag", "contiguous", "balanced")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one rank: ranges of indices in the whole sequence, ascending and not empty."""
+
+    ranges: tuple[range, ...]
+
+    @cached_property
+    def length(self) -> int:
+        return sum(map(len, self.ranges))
+
+    @cached_property
+    def indices(self) -> Ints:
+        """Of all tokens, ascending."""
+        parts = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    @cached_property
+    def breaks(self) -> Ints:
+        """Local rows at which a new range begins; the first is 0."""
+        lengths = np.asarray([len(r) for r in self.ranges], dtype=np.int64)
+        return np.cumsum(lengths) - lengths
+
+
+def check_layout(layout: object, cu_seqlens: tuple[int, ...] = ()) -> None:
+    """Raise ValueError unless `layout` is one of LAYOUTS, and has what it needs."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
+    if layout == "balanced" and not cu_seqlens:
+        raise ValueError(
+            "layout 'balanced' shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
+            "balanced."
+        )
+
+
+def chunk_range(seq_len: int, chunks: int, index: int) -> range:
+    """Tokens of chunk `index`, as torch.tensor_split cuts: the first seq_len % chunks ones are one longer."""
+    size, longer = seq_len // chunks, seq_len % chunks
+    start = index * size + min(index, longer)
+    return range(start, start + size + (1 if index < longer else 0))
+
+
+@lru_cache(maxsize=64)
+def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
+    """What each rank holds.
+
+    >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
+    [(range(0, 5),), (range(5, 10),)]
+    """
+    check_layout(layout, cu_seqlens)
+    if layout == "balanced":
+        return tuple(Tokens(ranges) for ranges in balanced_ranges(cu_seqlens, world_size))
+    chunks = world_size if layout == "contiguous" else 2 * world_size
+    held = []
+    for rank in range(world_size):
+        own = [rank] if layout == "contiguous" else [rank, chunks - 1 - rank]
+        ranges = (chunk_range(seq_len, chunks, index) for index in own)
+        held.append(Tokens(tuple(r for r in ranges if r)))
+    return tuple(held)
+
+
+def tokens_of(
+    seq_len: int, world_size: int, rank: int, layout: str, cu_seqlens: tuple[int, ...] = ()
+) -> Tokens:
+    """What `rank` holds."""
+    return all_tokens(seq_len, world_size, layout, cu_seqlens)[rank]

@@ -1,0 +1,80 @@
+"""What a rank carries from step to step: the softmax so far, and sums of gradients. All in fp32, fp64 for fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_tp.transport.base import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """Attention over the keys seen so far, not yet divided: out = weighted / total, lse = highest + log(total).
+
+    `weighted` [B, S, H, Dv] is the sum of exp(score - highest) * v, `total` [B, H, S] that of exp(score - highest), and
+    `highest` [B, H, S] the highest score, or anything near it; -inf where nothing was seen. Rounded once, in `result`.
+    (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.) With dropout `weighted` has
+    what is kept only, `total` has all.
+    """
+
+    weighted: Tensor
+    highest: Tensor
+    total: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
+        """Nothing seen yet, for q [B, S, H, D]."""
+        dtype = accumulate_dtype(q.dtype)
+        per_row = (q.shape[0], q.shape[2], q.shape[1])
+        return cls(
+            q.new_zeros((*q.shape[:3], v_head_dim), dtype=dtype),
+            q.new_full(per_row, -torch.inf, dtype=dtype),
+            q.new_zeros(per_row, dtype=dtype),
+        )
+
+    def rows(self, start: int, stop: int) -> SoftmaxState:
+        """The state of queries [start, stop): views, so that what is added to it is added here."""
+        return SoftmaxState(self.weighted[:, start:stop], self.highest[..., start:stop], self.total[..., start:stop])
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Fold in attention over other keys, divided already: out [B, S, H, Dv] of any dtype, lse [B, H, S]."""
+        highest = torch.maximum(self.highest, lse)
+        # exp(-inf - -inf) is NaN; a row that has seen nothing at all keeps its zeros.
+        base = highest.masked_fill(highest == -torch.inf, 0.0)
+        before, now = torch.exp(self.highest - base), torch.exp(lse - base)
+        self.weighted.mul_(_per_row(before)).addcmul_(out.to(self.weighted.dtype), _per_row(now))
+        self.total.mul_(before).add_(now)
+        self.highest.copy_(highest)
+
+    def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen.
+
+        `sinks` [H] are scores of one more key each, whose value is 0 (Xiao et al., arXiv:2309.17453; gpt-oss, 2025).
+        They count in lse.
+        """
+        lse = self.highest + self.total.log()
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+        factor = torch.exp(self.highest - lse).masked_fill_(lse == -torch.inf, 0.0)
+        return (self.weighted * _per_row(factor)).to(dtype), lse
+
+
+def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """[B, H, S]: what the backward subtracts from the gradient of each probability, sum(grad_out * out) - grad_lse."""
+    dtype = accumulate_dtype(out.dtype)
+    sums = torch.einsum("bshd,bshd->bhs", grad_out.to(dtype), out.to(dtype))
+    return sums if grad_lse is None else sums - grad_lse
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
+    """[H] in the dtype of `sinks`, of this rank's rows: a sink's probability takes from all others, and gives nothing."""
+    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(probability * sums).sum((0, 2)).to(sinks.dtype)
+
+
+def _per_row(x: Tensor) -> Tensor:
+    """[B, H, S] against [B, S, H, D]."""
+    return x.transpose(1, 2).unsqueeze(-1)
