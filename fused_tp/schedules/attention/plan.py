@@ -179,3 +179,21 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> range:
 def ring_plan(mask: AttentionMask, world_size: int, layout: str) -> RingPlan:
     """The plan, made once per mask, layout and group size."""
     return RingPlan(mask, world_size, layout)
+
+
+def part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
+    """What queries [q_start, q_stop) of a step see of its keys [k_start, k_stop), both counted from the step's own."""
+    rows, keys = slice(q_start, q_stop), slice(k_start, k_stop)
+    return Step(
+        step.q_start + q_start,
+        step.q_start + q_stop,
+        step.k_start + k_start,
+        step.k_start + k_stop,
+        np.clip(step.starts[rows], k_start, k_stop) - np.int32(k_start),
+        np.clip(step.stops[rows], k_start, k_stop) - np.int32(k_start),
+        step.places[rows],
+        step.q_indices[rows],
+        step.k_indices[keys],
+        tuple(b - q_start for b in step.q_breaks if q_start < b < q_stop),
+        tuple(b - k_start for b in step.k_breaks if k_start < b < k_stop),
+    )

@@ -1,0 +1,164 @@
+"""Steps in plain torch, a block of queries and keys at a time: every device, every dtype, every kind of score.
+
+In fp32 (fp64 for fp64) throughout, so bits are spent rather than lost; kernels made for it are faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.attention.philox import kept
+from fused_tp.schedules.attention.plan import Step
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.state import SoftmaxState
+
+_MOST_SCORES = 1 << 22  # that are held at a time: bounds memory to a few times 16 MB in fp32
+_KEYS = 1024
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step; `masked`: not all see all."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    masked: bool
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.k_stop)
+
+
+def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Block]:
+    """Blocks of at most these sizes that cover what is seen, without those where nothing is."""
+    for q_start in range(0, step.rows, row_limit):
+        q_stop = min(q_start + row_limit, step.rows)
+        starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]
+        for k_start in range(int(starts[0]), int(stops[-1]), key_limit):
+            k_stop = min(k_start + key_limit, int(stops[-1]))
+            if ((starts < k_stop) & (stops > k_start) & (stops > starts)).any():
+                masked = bool((starts > k_start).any() or (stops < k_stop).any())
+                yield Block(q_start, q_stop, k_start, k_stop, masked)
+
+
+@dataclass(frozen=True)
+class _Probabilities:
+    """Of one block, [B, Hkv, G, rows, keys]: scores, -inf where not seen; what dropout makes of a probability, and the
+    derivative of the cap, where they are not 1."""
+
+    scores: Tensor
+    kept: Tensor | None
+    d_cap: Tensor | None
+    distance: Tensor | None  # [rows, keys]
+
+
+class Blocks:
+    """Serves everything."""
+
+    name = "torch-blocks"
+
+    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+        for block in self._blocks(step, q):
+            rows = state.rows(block.q_start, block.q_stop)
+            highest, total = (_by_kv_head(x, k) for x in (rows.highest, rows.total))
+            of_block = _probabilities(step, scores, block, q, k, state.weighted.dtype)
+            now = torch.maximum(highest, of_block.scores.amax(-1))
+            base = now.masked_fill(now == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
+            before, p = torch.exp(highest - base), torch.exp(of_block.scores - base.unsqueeze(-1))
+            total.mul_(before).add_(p.sum(-1))
+            highest.copy_(now)
+            weighted = (p if of_block.kept is None else p * of_block.kept) @ _keys_first(v[:, block.keys], p.dtype)
+            rows.weighted.mul_(_heads_last(before.unsqueeze(-1))).add_(_heads_last(weighted))
+
+    def backward(
+        self,
+        step: Step,
+        scores: Scores,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        sums: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        d_slopes: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        for block in self._blocks(step, q):
+            rows, keys = block.rows, block.keys
+            of_block = _probabilities(step, scores, block, q, k, dq.dtype)
+            seen = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, 0.0)
+            p = torch.exp(of_block.scores - _by_kv_head(seen, k).unsqueeze(-1))
+            left = p if of_block.kept is None else p * of_block.kept
+            g, q_block = _rows_first(grad_out[:, rows], k, p.dtype), _rows_first(q[:, rows], k, p.dtype)
+            d_scores = left * (g @ _keys_first(v[:, keys], p.dtype).mT)
+            d_scores -= p * _by_kv_head(sums[..., rows], k).unsqueeze(-1)
+            if d_slopes is not None and of_block.distance is not None:
+                d_slopes -= (d_scores * of_block.distance).sum((0, 3, 4)).flatten()
+            if of_block.d_cap is not None:
+                d_scores = d_scores * of_block.d_cap
+            d_scores = d_scores * scores.scale
+            dq[:, rows] += _heads_last(d_scores @ _keys_first(k[:, keys], p.dtype))
+            dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
+            dv[:, keys] += (left.mT @ g).sum(2).transpose(1, 2)
+
+    def _blocks(self, step: Step, q: Tensor) -> Iterator[Block]:
+        keys = min(_KEYS, step.keys)
+        return blocks(step, max(16, _MOST_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
+
+
+def _probabilities(step: Step, how: Scores, block: Block, q: Tensor, k: Tensor, dtype: torch.dtype) -> _Probabilities:
+    on = step.on(q.device)
+    scores = _rows_first(q[:, block.rows], k, dtype) @ _keys_first(k[:, block.keys], dtype).mT
+    scores *= how.scale
+    d_cap = distance = factor = None
+    if how.softcap:
+        tanh = torch.tanh(scores / how.softcap)
+        scores, d_cap = how.softcap * tanh, 1 - tanh * tanh
+    if how.alibi_slopes is not None:
+        distance = (on["places"][block.rows, None] - on["k_indices"][block.keys]).abs().to(dtype)
+        scores = scores - how.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
+    if block.masked:
+        columns = torch.arange(block.k_start, block.k_stop, device=q.device)
+        starts, stops = on["starts"][block.rows, None], on["stops"][block.rows, None]
+        scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
+    if how.dropout is not None:
+        where = on["q_indices"][block.rows], on["k_indices"][block.keys]
+        keep = kept(how.dropout, q.shape[0], q.shape[2], *where)
+        factor = _by_kv_head(keep, k).to(dtype) / (1 - how.dropout.p)
+    return _Probabilities(scores, factor, d_cap, distance)
+
+
+def _rows_first(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, rows, H, D] as [B, Hkv, G, rows, D]."""
+    return _by_kv_head(x.transpose(1, 2).to(dtype), k)
+
+
+def _keys_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, keys, Hkv, D] as [B, Hkv, 1, keys, D]."""
+    return x.transpose(1, 2).unsqueeze(2).to(dtype)
+
+
+def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
+    """[B, H, ...] seen as [B, Hkv, G, ...]."""
+    return x.unflatten(1, (k.shape[2], -1))
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    """[B, Hkv, G, rows, D] as [B, rows, H, D]."""
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+BLOCKS = Blocks()
