@@ -1,7 +1,8 @@
 """Bounds of packed documents, as callers pass them: a tensor, `cu_seqlens`, as in flash attention.
 
-Plans are made of its values, on the host. A public function takes the tensor through `on_host`, which reads no value and
-so can be traced by a compiler; the implementation of its op, which runs on real tensors only, reads them with `as_bounds`.
+Plans are made of its values, on the host. A public function takes the tensor through `on_host`, which reads no value
+and so can be traced by a compiler; the implementation of its op, which runs on real tensors only, reads the values with
+`as_bounds`.
 """
 
 from __future__ import annotations
