@@ -25,7 +25,7 @@ from fused_tp.nn.sharding import Memo, check_mesh
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions
 from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.schedules.ring_plan import check_layout, local_length
+from fused_tp.schedules.attention.layouts import check_layout, local_length
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

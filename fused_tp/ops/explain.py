@@ -10,7 +10,7 @@ import torch
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.attention_providers import choose_provider
+from fused_tp.schedules.attention.providers import choose_provider
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fused_tp.ops.arguments import any_dim
-from fused_tp.ops.ring_attention import check_heads
-from fused_tp.schedules import ring_select
+from fused_tp.ops.attention_arguments import check_heads
+from fused_tp.schedules.attention import ring_select
 
 Shape = Sequence[int]
 # (op, m, k, n) as runtime.dispatch.choose takes them: None for a dim that is cut over the ranks.

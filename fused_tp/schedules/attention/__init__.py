@@ -1,1 +1,1 @@
-"""Attention over a sequence that is cut over ranks: who holds what, who sees what, who computes a step, how it moves."""
+"""Attention over a sequence that is cut over ranks: who holds and sees what, who computes, what moves."""

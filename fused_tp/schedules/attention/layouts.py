@@ -1,8 +1,8 @@
 """Which tokens of a sequence a rank holds.
 
-"contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it into
-2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which is why
-it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
+"contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it
+into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which
+is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
 arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
 """
 
@@ -60,6 +60,18 @@ def chunk_range(seq_len: int, chunks: int, index: int) -> range:
     return range(start, start + size + (1 if index < longer else 0))
 
 
+def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
+    """How many tokens `rank` holds: a matter of arithmetic, also where documents decide which ones."""
+    if layout != "zigzag":
+        return _chunk_length(seq_len, world_size, rank)
+    chunks = 2 * world_size
+    return _chunk_length(seq_len, chunks, rank) + _chunk_length(seq_len, chunks, chunks - 1 - rank)
+
+
+def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
+    return seq_len // chunks + (1 if index < seq_len % chunks else 0)
+
+
 @lru_cache(maxsize=64)
 def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
     """What each rank holds.
@@ -79,8 +91,6 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     return tuple(held)
 
 
-def tokens_of(
-    seq_len: int, world_size: int, rank: int, layout: str, cu_seqlens: tuple[int, ...] = ()
-) -> Tokens:
+def tokens_of(seq_len: int, world_size: int, rank: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> Tokens:
     """What `rank` holds."""
     return all_tokens(seq_len, world_size, layout, cu_seqlens)[rank]

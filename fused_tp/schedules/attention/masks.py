@@ -4,8 +4,8 @@ Every mask served here lets a query see one interval of keys, [start, stop), and
 to the next. So a mask is two ascending vectors, on any part of the queries and any part of the keys; no mask of S x S
 is ever made, and what is empty or full is found by comparing ends.
 
-A query stands at a *place* on the axis of the keys: the last query of a document at its last key, as in flash attention.
-Where queries and keys have the same lengths, a query's place is its own index.
+A query stands at a *place* on the axis of the keys: the last query of a document at its last key, as in flash
+attention. Where queries and keys have the same lengths, a query's place is its own index.
 """
 
 from __future__ import annotations

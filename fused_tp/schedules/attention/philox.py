@@ -1,8 +1,8 @@
 """The random bits of dropout: Philox4x32-10 of (seed; batch row, head, query, key).
 
-Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Key (seed low, seed high); counter (key index // 4,
-query index, head, batch row); of the four results the one of number key index % 4. The element is dropped where these 32
-bits, unsigned, are below p * 2^32. All kernels, in C++ and Triton, draw the same.
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Key (seed low, seed high); counter
+(key index // 4, query index, head, batch row); of the four results the one of number key index % 4. The element is
+dropped where these 32 bits, unsigned, are below p * 2^32. All kernels, in C++ and Triton, draw the same.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ and an upper triangle is a lower one of queries and keys in reverse order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -78,7 +79,7 @@ def _runs(step: Step) -> Iterator[tuple[int, int]]:
     changed = (slopes[:, 1:] != slopes[:, :-1]).any(0) & regular[:-1]
     begins = np.union1d(np.flatnonzero(~regular) + 1, np.flatnonzero(changed) + 2)
     bounds = [0, *map(int, begins), step.rows]
-    yield from zip(bounds[:-1], bounds[1:], strict=True)
+    yield from itertools.pairwise(bounds)
 
 
 def _band(step: Step, start: int, stop: int) -> Iterator[Piece]:

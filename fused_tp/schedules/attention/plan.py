@@ -87,7 +87,7 @@ class Step:
         known = self._on_devices.get(device)
         if known is None:
             first, last = self.seen_by
-            arrays = {
+            arrays: dict[str, np.ndarray[Any, Any]] = {
                 "starts": self.starts,
                 "stops": self.stops,
                 "places": self.places,

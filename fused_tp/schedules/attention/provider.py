@@ -12,8 +12,8 @@ from fused_tp.schedules.attention.state import SoftmaxState
 
 
 class AttentionProvider(Protocol):
-    """Computes one step that is not empty, on its rows alone: q, state, ... are those of queries [q_start, q_stop), k and
-    v those of keys [k_start, k_stop).
+    """Computes one step that is not empty, on its rows alone: q, state, ... are those of queries [q_start, q_stop), k
+    and v those of keys [k_start, k_stop).
 
     q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: any strides, last dim dense; query head h reads key head
     h // (H / Hkv), and K/V are never repeated in memory. Sums (state, dq, dk, dv, d_slopes) are fp32, or fp64 for
@@ -40,11 +40,12 @@ class AttentionProvider(Protocol):
         dk: Tensor,
         dv: Tensor,
         d_slopes: Tensor | None,
+        out: Tensor,
     ) -> None:
         """Add this step's terms to dq [B, Sq, H, D], dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv] and d_slopes [H].
 
-        `lse` and `sums` [B, H, Sq] are those of the whole (`state.row_sums`): with p = exp(score - lse) over these keys
-        and p' = p after dropout,
+        `lse`, `sums` [B, H, Sq] and `out` [B, Sq, H, Dv] are those of the whole (`state.row_sums`): with
+        p = exp(score - lse) over these keys and p' = p after dropout,
 
             dv = p'^T grad_out,  dscore = p' * (grad_out v^T) - p * sums,  dq = scale * dcap * dscore k, and so on.
 

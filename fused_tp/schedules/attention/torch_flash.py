@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +38,8 @@ class TorchFlash(ABC):
                 BLOCKS.forward(_part(step, piece), scores, q[:, rows], k[:, keys], v[:, keys], part)
                 continue
             turn = _turner(piece)
-            out, lse = self._forward(
-                *(self._ready(turn(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys])),
-                piece.shape is not Shape.FULL,
-                scores.scale,
-            )
+            queries, keys_, values = (self._ready(turn(x), q, v) for x in (q[:, rows], k[:, keys], v[:, keys]))
+            out, lse = self._forward(queries, keys_, values, piece.shape is not Shape.FULL, scores.scale)
             out, lse = turn(out[..., : v.shape[-1]].transpose(1, 2)), turn(lse.transpose(1, 2)).transpose(1, 2)
             part.add(out, lse)
 
@@ -82,10 +80,11 @@ class TorchFlash(ABC):
                 )
                 continue
             turn = _turner(piece)
-            of_rows = [self._ready(turn(x[:, rows]), q, v) for x in (grad_out, q)]
-            of_keys = [self._ready(turn(x[:, keys]), q, v) for x in (k, v)]
-            result = self._ready(turn(out[:, rows]), q, v), turn(lse[..., rows].transpose(1, 2)).transpose(1, 2)
-            grads = self._backward(*of_rows, *of_keys, *result, piece.shape is not Shape.FULL, scores.scale)
+            given = [x[:, rows] for x in (grad_out, q)] + [x[:, keys] for x in (k, v)] + [out[:, rows]]
+            arguments: list[Any] = [self._ready(turn(x), q, v) for x in given]
+            arguments.append(turn(lse[..., rows].transpose(1, 2)).transpose(1, 2))
+            arguments += [piece.shape is not Shape.FULL, scores.scale]
+            grads = self._backward(*arguments)
             for total, term in zip((dq[:, rows], dk[:, keys], dv[:, keys]), grads, strict=True):
                 total += turn(term[..., : total.shape[-1]].transpose(1, 2))
 

@@ -1,0 +1,185 @@
+"""One call of ring attention on this rank: what forward and backward do at each step, whatever moves the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.tracing import span
+from fused_tp.schedules.attention.plan import RingPlan
+from fused_tp.schedules.attention.provider import AttentionProvider
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.state import SoftmaxState, row_sums, sink_gradient
+from fused_tp.transport.base import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """What all steps of a forward or a backward have in common."""
+
+    plan: RingPlan
+    rank: int
+    provider: AttentionProvider
+    scores: Scores
+    sinks: Tensor | None  # [H]
+
+    @property
+    def steps(self) -> range:
+        """But for step 0, this rank's own keys."""
+        return range(1, self.plan.world_size)
+
+    def needs(self, t: int) -> range:
+        """Rows of its keys that the source of step t gives this rank."""
+        return self.plan.needed(self.rank, self.plan.source(self.rank, t))
+
+    def reader(self, t: int) -> int:
+        """Who looks at this rank's keys in step t."""
+        return (self.rank + t) % self.plan.world_size
+
+    def gives(self, t: int) -> range:
+        """Rows of this rank's keys that `reader(t)` needs."""
+        return self.plan.needed(self.reader(t), self.rank)
+
+    def of_heads(self, heads: slice) -> RingCall:
+        """The same for some of the query heads."""
+        scores, sinks = self.scores, self.sinks
+        slopes, dropout = scores.alibi_slopes, scores.dropout
+        if dropout is not None:
+            dropout = replace(dropout, first_head=dropout.first_head + heads.start)
+        slopes = None if slopes is None else slopes[heads]
+        return replace(
+            self,
+            scores=replace(scores, alibi_slopes=slopes, dropout=dropout),
+            sinks=None if sinks is None else sinks[heads],
+        )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward leaves for its backward, and what comes back for it. Tensors as in `fused_tp.ring_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    def of_heads(self, heads: slice, kv_heads: slice) -> Saved:
+        """The same for some of the query heads and their key heads."""
+        q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
+        k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
+        grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
+        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dq, dk, dv in the shapes and dtypes of q, k, v; of this rank's queries alone those of slopes and sinks [H]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_slopes: Tensor | None
+    d_sinks: Tensor | None
+
+
+class Ring(Protocol):
+    """How keys get to queries and their gradients back. `dims` is what all ranks must agree on."""
+
+    name: str
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, Dv], lse [B, H, S])."""
+        ...
+
+    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients: ...
+
+
+class Forward:
+    """The softmax over the keys seen so far; rounded once, in `result`."""
+
+    def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
+        self._call, self._q = call, q
+        self._state = SoftmaxState.empty(q, v.shape[3])
+
+    def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Step t, with the source's keys [B, rows, Hkv, D] from row `first` on."""
+        call = self._call
+        step = call.plan.step(call.rank, t)
+        if step.empty:
+            return
+        keys = slice(step.k_start - first, step.k_stop - first)
+        with span("ring_attention step", t):
+            state = self._state.rows(step.q_start, step.q_stop)
+            q = self._q[:, step.q_start : step.q_stop]
+            call.provider.forward(step, call.scores, q, k[:, keys], v[:, keys], state)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        return self._state.result(self._q.dtype, self._call.sinks)
+
+
+class Backward:
+    """dq, and what slopes get, summed over the steps so far."""
+
+    def __init__(self, call: RingCall, saved: Saved) -> None:
+        self._call, self._saved = call, saved
+        self._sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
+        self._dq = zeros_like(saved.q)
+        slopes = call.scores.alibi_slopes
+        self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
+
+    def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first: int = 0) -> None:
+        """Step t: adds to dk and dv, which like k and v have the source's rows from `first` on."""
+        call, saved = self._call, self._saved
+        step = call.plan.step(call.rank, t)
+        if step.empty:
+            return
+        rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
+        with span("ring_attention backward step", t):
+            call.provider.backward(
+                step,
+                call.scores,
+                saved.grad_out[:, rows],
+                saved.q[:, rows],
+                k[:, keys],
+                v[:, keys],
+                saved.lse[..., rows],
+                self._sums[..., rows],
+                self._dq[:, rows],
+                dk[:, keys],
+                dv[:, keys],
+                self._d_slopes,
+                saved.out[:, rows],
+            )
+
+    def result(self, dk: Tensor, dv: Tensor) -> Gradients:
+        """With dk and dv of this rank's keys, all steps' terms in them."""
+        saved, slopes, sinks = self._saved, self._call.scores.alibi_slopes, self._call.sinks
+        d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
+        d_slopes = None if self._d_slopes is None or slopes is None else self._d_slopes.to(slopes.dtype)
+        return Gradients(self._dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), d_slopes, d_sinks)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """A sum to be, dense: zeros in fp32 (fp64 for fp64)."""
+    return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
+
+
+def to_wire(x: Tensor, rows: range) -> Tensor:
+    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; for B = 1 it is x itself, not a copy."""
+    return x[:, rows.start : rows.stop].transpose(0, 1).contiguous()
+
+
+def from_wire(x: Tensor) -> Tensor:
+    """[rows, B, H, D] seen as [B, rows, H, D]."""
+    return x.transpose(0, 1)
+
+
+def wire_buffer(like: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
+    """Room for `to_wire` of tensors like this one."""
+    return like.new_empty((len(rows), like.shape[0], *like.shape[2:]), dtype=dtype)

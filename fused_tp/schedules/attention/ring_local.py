@@ -1,0 +1,23 @@
+"""Ring attention in a group of one: plain attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
+
+
+class LocalRing:
+    """Serves W = 1; nothing moves."""
+
+    name = "local"
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        state = Forward(call, q, v)
+        state.attend(0, k, v)
+        return state.result()
+
+    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
+        state, dk, dv = Backward(call, saved), zeros_like(saved.k), zeros_like(saved.v)
+        state.attend(0, saved.k, saved.v, dk, dv)
+        return state.result(dk, dv)

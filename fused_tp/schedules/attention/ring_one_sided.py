@@ -1,0 +1,151 @@
+"""Ring attention on shared memory: a rank's K/V are read by its peers where they lie; nothing goes round.
+
+Each rank writes the K/V rows that others look at into its workspace once, says so, and reads those of its peers in
+place, one peer per step in the order of the ring so that not all ranks read the same memory at once.
+
+Backward, stages of a rank: 1 K/V are readable; 2t its term for step t is readable; 2t + 3 it has added the term that
+others found for it in step t. Terms of dK/dV lie in two slots, used in turn: before step t overwrites that of step
+t - 2, its reader must have reached stage 2(t - 2) + 3. A reader gets there after its own step t - 1, so ranks may drift
+apart by a step before anyone waits, and memory does not grow with W. Owners add terms in the order of the steps: the
+same bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.attention.plan import RingPlan
+from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, from_wire, zeros_like
+from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.shm import ShmTransport, Workspace
+
+_ALIGNMENT = 64  # a cache line, and the widest vector
+_KEYS_READABLE = 1
+
+_Region = tuple[Sequence[int], torch.dtype, int]
+
+
+class _Regions:
+    """Where everything lies in the workspace of one rank, as every rank can work out."""
+
+    def __init__(self, plan: RingPlan, rank: int, k: Tensor, v: Tensor, *, slots: int) -> None:
+        self.rank = rank
+        self._offset = 0
+        others = [other for other in range(plan.world_size) if other != rank]
+        given = [rows for rows in (plan.needed(other, rank) for other in others) if rows]
+        # What nobody looks at is not written.
+        self.rows = range(min(r.start for r in given), max(r.stop for r in given)) if given else range(0)
+        self.keys = [self._region(x, len(self.rows), x.dtype) for x in (k, v)]
+        most = max((len(plan.needed(rank, other)) for other in others), default=0)
+        self._slots = [
+            [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)] for _ in range(min(slots, len(others)))
+        ]
+        self.nbytes = self._offset
+
+    def terms(self, t: int) -> list[_Region]:
+        return self._slots[t % len(self._slots)]
+
+    def _region(self, like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
+        shape = (rows, like.shape[0], *like.shape[2:])
+        region = (shape, dtype, self._offset)
+        self._offset += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return region
+
+
+class _Exchange:
+    """The workspaces of all ranks in one call, seen as keys and as terms of their gradients."""
+
+    def __init__(self, workspace: Workspace, call: RingCall, k: Tensor, v: Tensor, *, slots: int) -> None:
+        self.workspace, self._call, self._k, self._v, self._count = workspace, call, k, v, slots
+        mine = self._regions(call.rank)
+        for region, own in zip(mine.keys, (k, v), strict=True):
+            self._view(call.rank, region).copy_(own[:, mine.rows.start : mine.rows.stop])
+        workspace.signal(_KEYS_READABLE)
+
+    def keys(self, t: int) -> tuple[Tensor, Tensor, int]:
+        """K and V of the source of step t, once they are there, and the number of their first row."""
+        source = self._call.plan.source(self._call.rank, t)
+        self.workspace.wait(source, _KEYS_READABLE)
+        regions = self._regions(source)
+        k, v = (self._view(source, region) for region in regions.keys)
+        return k, v, regions.rows.start
+
+    def terms(self, rank: int, t: int, rows: int) -> tuple[Tensor, Tensor]:
+        """dK and dV that `rank` finds in step t, for this many rows."""
+        dk, dv = (self._view(rank, region)[:, :rows] for region in self._regions(rank).terms(t))
+        return dk, dv
+
+    def _regions(self, rank: int) -> _Regions:
+        return _Regions(self._call.plan, rank, self._k, self._v, slots=self._count)
+
+    def _view(self, rank: int, region: _Region) -> Tensor:
+        shape, dtype, offset = region
+        return from_wire(self.workspace.buffer(rank, shape, dtype, offset))
+
+
+class OneSidedRing:
+    """Serves the CPU tensors of ranks on one host."""
+
+    name = "one_sided"
+
+    def __init__(self, transport: ShmTransport) -> None:
+        self._transport = transport
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        state = Forward(call, q, v)
+        with self._begin("ring_attention", call, k, v, dims, slots=0) as workspace:
+            exchange = _Exchange(workspace, call, k, v, slots=0)
+            state.attend(0, k, v)
+            for t in call.steps:
+                if call.needs(t):
+                    state.attend(t, *exchange.keys(t))
+        return state.result()
+
+    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
+        k, v, last = saved.k, saved.v, call.plan.world_size - 1
+        state, own = Backward(call, saved), (zeros_like(k), zeros_like(v))
+        with self._begin("ring_attention_backward", call, k, v, dims, slots=2) as workspace:
+            exchange = _Exchange(workspace, call, k, v, slots=2)
+            state.attend(0, k, v, *own)
+            for t in call.steps:
+                if rows := call.needs(t):
+                    keys, values, first = exchange.keys(t)
+                    if t > 2:
+                        workspace.wait(call.plan.source(call.rank, t - 2), _added(t - 2))
+                    here = slice(rows.start - first, rows.stop - first)
+                    terms = exchange.terms(call.rank, t, len(rows))
+                    for term in terms:
+                        term.zero_()
+                    state.attend(t, keys[:, here], values[:, here], *terms, rows.start)
+                workspace.signal(_written(t))
+                if t > 1:
+                    _add(exchange, call, t - 1, own)
+                    workspace.signal(_added(t - 1))
+            if last > 0:
+                _add(exchange, call, last, own)
+        return state.result(*own)
+
+    def _begin(self, op: str, call: RingCall, k: Tensor, v: Tensor, dims: tuple[int, ...], slots: int) -> Workspace:
+        nbytes = _Regions(call.plan, call.rank, k, v, slots=slots).nbytes
+        return self._transport.begin(op, dims, k.dtype, nbytes)
+
+
+def _add(exchange: _Exchange, call: RingCall, t: int, own: tuple[Tensor, Tensor]) -> None:
+    """Add what the rank that looks at our keys in step t found."""
+    rows, other = call.gives(t), call.reader(t)
+    if rows:
+        exchange.workspace.wait(other, _written(t))
+        for total, term in zip(own, exchange.terms(other, t, len(rows)), strict=True):
+            total[:, rows.start : rows.stop] += term
+
+
+def _written(t: int) -> int:
+    return 2 * t
+
+
+def _added(t: int) -> int:
+    return 2 * t + 3

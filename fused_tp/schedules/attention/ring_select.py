@@ -1,0 +1,47 @@
+"""Which ring serves a group: the same table, settings and names as for every other op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fused_tp.runtime.group import Group
+from fused_tp.schedules.attention.ring import Ring
+from fused_tp.schedules.attention.ring_collective import CollectiveRing
+from fused_tp.schedules.attention.ring_local import LocalRing
+from fused_tp.schedules.attention.ring_one_sided import OneSidedRing
+from fused_tp.schedules.attention.ring_send_recv import SendRecvRing
+from fused_tp.schedules.select import select_schedule
+from fused_tp.transport.nccl import nccl_dist
+from fused_tp.transport.shm import shm_transport
+from fused_tp.transport.torch_dist import torch_dist
+
+OP = "ring_attention"
+
+
+def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple[int, None, int]:
+    """(m, k, n) of a call, as dispatch wants them: all ranks' K/V, which is what a plain schedule would gather."""
+    batch, _, heads, head_dim = k_shape
+    return seq_len * batch, None, heads * (head_dim + v_shape[3])
+
+
+def select_ring(group: Group, k: Tensor, v: Tensor, seq_len: int) -> Ring:
+    """The ring for one call, by the size of all K/V.
+
+    Raises:
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
+    """
+    name = select_schedule(OP, group, k.dtype, k.device, *moved(k.shape, v.shape, seq_len)).name
+    if name == "local":
+        return LocalRing()
+    if name == "one_sided":
+        shared = shm_transport(group)
+        assert shared is not None, "select_schedule has just found it"
+        return OneSidedRing(shared)
+    if name == "nccl_pipeline":
+        own = nccl_dist(group, k.device)
+        assert not isinstance(own, str), "select_schedule has just found it"
+        return SendRecvRing(own)
+    transport = torch_dist(group, k.device.type)
+    return CollectiveRing(transport) if name == "plain" else SendRecvRing(transport)
