@@ -32,6 +32,10 @@ class Keywords:
     seq_len: int
     seq_len_kv: int
 
+    def as_tuple(self) -> tuple[Any, ...]:
+        """The fields in the order of the schema."""
+        return tuple(vars(self).values())
+
     def mask(self, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> AttentionMask:
         """With the documents' bounds, which are checked here: where their values are known."""
         bounds = as_bounds("cu_seqlens", cu_seqlens, self.seq_len)

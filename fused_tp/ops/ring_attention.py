@@ -196,13 +196,8 @@ def attention_over(
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
     call = checked_call(q, k, v, size=size, rank=rank, **keywords)
-    out, lse = RING_ATTENTION(q, k, v, *call.tensors, *astuple_of(call.keywords), group_name)
+    out, lse = RING_ATTENTION(q, k, v, *call.tensors, *call.keywords.as_tuple(), group_name)
     return out, lse
-
-
-def astuple_of(keywords: Keywords) -> tuple[Any, ...]:
-    """The fields in the order of the op's schema."""
-    return tuple(vars(keywords).values())
 
 
 _TENSORS = 5  # alibi_slopes, sinks, cu_seqlens, cu_seqlens_kv, seed

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.ops import attention_arguments
 from fused_tp.ops.ring_attention import RING_ATTENTION_BACKWARD, ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.errors import CollectiveTimeoutError, RankMismatchError
@@ -54,9 +55,8 @@ def whole_by_ring(group: dist.ProcessGroup, case: Case, strided: bool = False) -
     out, lse = ring_attention(
         q, k, v, group=group, causal=case["causal"], layout=layout, return_lse=True, seq_len=seq_len
     )
-    assert not lse.requires_grad
     grads = torch.autograd.grad(out, (q, k, v), shards[3])
-    parts = [(out.detach(), 1), (lse, 2), *((g, 1) for g in grads)]
+    parts = [(out.detach(), 1), (lse.detach(), 2), *((g, 1) for g in grads)]
     return [unshard_sequence(t, dim, group=group, layout=layout, seq_len=seq_len) for t, dim in parts]
 
 
@@ -196,6 +196,11 @@ DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
     "causal": (True, False),
     "layout": ("zigzag", "contiguous"),
     "scale": (0.125, 0.25),
+    "softcap": (0.0, 30.0),
+}
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(["window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv"]),
+    "dropout_p": 0.0,
 }
 
 
@@ -206,12 +211,13 @@ def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
     lse = torch.zeros(1, 2, 4)
     said = {}
     for name, values in DISAGREEMENTS.items():
-        chosen = {"causal": False, "scale": 1.0, "layout": "zigzag", name: values[rank]}
+        chosen = {"causal": False, "scale": 1.0, "layout": "zigzag", "softcap": 0.0, name: values[rank]}
         with pytest.raises(RankMismatchError) as error:
             ring_attention(q, q, q, group=group, **chosen)
         said[name] = str(error.value)
+        how = attention_arguments.checked_call(q, q, q, size=2, rank=rank, **DEFAULTS, **chosen)
         with pytest.raises(RankMismatchError) as error:
-            RING_ATTENTION_BACKWARD(q, q, q, q, q, lse, *chosen.values(), 8, group.group_name)
+            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *how.tensors, *how.keywords.as_tuple(), group.group_name)
         said[f"{name} backward"] = str(error.value)
     ring_attention(q, q, q, group=group)  # the ranks are in step again
     return said

@@ -23,8 +23,9 @@ than a share, or where tokens are few.
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 # How far a rank may be off its share of the work by one halving, with causal mask and without, in parts of the share.
 _CAUSAL, _FULL = 0.001, 0.01
@@ -75,13 +76,21 @@ class _Piece(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """What the one side gets of a piece: its outside with `head` tokens before the hole, or what is left of that."""
+    """How one side gets a part of a piece: the outside of it, of which `head` tokens lie before the hole, or the inside.
+    Or so with one run of the piece, while the other run goes along or stays."""
 
     error: float
     piece: _Piece
     outside: int
     head: int
     gets_outside: bool
+    goes: _Piece | None = None
+    stays: _Piece | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether neither side gets a run more than it must."""
+        return self.head in (0, self.outside)
 
 
 class _Documents:
@@ -89,9 +98,10 @@ class _Documents:
 
     def __init__(self, bounds: tuple[int, ...]) -> None:
         self.bounds = bounds
-        self.lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        self.causal = list(accumulate((_triangle(n) for n in self.lengths), initial=0))
-        self.full = list(accumulate((n * n for n in self.lengths), initial=0))
+        lengths = np.diff(np.asarray(bounds, dtype=np.int64))
+        self.lengths = lengths.tolist()
+        self.causal = [0, *np.cumsum(lengths * (lengths + 1) // 2).tolist()]
+        self.full = [0, *np.cumsum(lengths * lengths).tolist()]
 
     def before(self, token: int) -> tuple[int, int]:
         """Work of all tokens before this one, with causal mask and without."""
@@ -108,21 +118,16 @@ class _Documents:
         most_tokens = self.bounds[-1] / world_size * _BUNDLE_TOKENS
         most_work = self.causal[-1] / world_size * _BUNDLE_WORK
         pieces = []
-        first, count = 0, len(self.lengths)
+        first, count = 0, len(self.bounds) - 1
         while first < count:
-            start, work = self.bounds[first], self.causal[first]
-            last = first + 1
-            while (
-                last < count
-                and self.bounds[last + 1] - start <= most_tokens
-                and self.causal[last + 1] - work <= most_work
-            ):
-                last += 1
+            start, causal, full = self.bounds[first], self.causal[first], self.full[first]
+            most = min(bisect_right(self.bounds, start + most_tokens), bisect_right(self.causal, causal + most_work))
+            last = max(most - 1, first + 1)
             stop = self.bounds[last]
             if stop > start:
-                full = self.full[last] - self.full[first]
-                alone = first if last == first + 1 else -1
-                pieces.append(_Piece(self.causal[last] - work, stop - start, full, start, stop, stop, stop, alone))
+                document = first if last == first + 1 else -1
+                work = self.causal[last] - causal
+                pieces.append(_Piece(work, stop - start, self.full[last] - full, start, stop, stop, stop, document))
             first = last
         return pieces
 
@@ -138,43 +143,58 @@ class _Documents:
         work, full = b - a + d - c, b_full - a_full + d_full - c_full
         return _Piece(work, tokens, full, start, hole_start, hole_stop, stop, document)
 
-    def cuts(self, piece: _Piece, tokens: int, work: float) -> list[_Cut]:
-        """Ways to give one side this many tokens of a piece, and nearly this work."""
-        return [
+    def cut(self, piece: _Piece, tokens: int, work: float, allowed: float) -> _Cut:
+        """How to give one side this many tokens of a piece and nearly this work; within `allowed` fewer runs are better."""
+        best = self._outside_or_inside(piece, tokens, work, allowed)
+        if best.error > allowed and piece.hole_stop < piece.stop:
+            runs = [
+                self.piece(piece.start, piece.hole_start, piece.hole_start, piece.hole_start, piece.document),
+                self.piece(piece.hole_stop, piece.stop, piece.stop, piece.stop, piece.document),
+            ]
+            for run, other in (runs, runs[::-1]):
+                if tokens <= run.tokens:
+                    cut = self._outside_or_inside(run, tokens, work, allowed)._replace(stays=other)
+                    best = min(best, cut, key=lambda cut: cut.error)
+                if tokens >= other.tokens:
+                    cut = self._outside_or_inside(run, tokens - other.tokens, work - other.work, allowed)
+                    best = min(best, cut._replace(goes=other), key=lambda cut: cut.error)
+        return best
+
+    def _outside_or_inside(self, piece: _Piece, tokens: int, work: float, allowed: float) -> _Cut:
+        cuts = [
             *self._cuts(piece, tokens, work, True),
             *self._cuts(piece, piece.tokens - tokens, piece.work - work, False),
         ]
+        return min(cuts, key=lambda cut: (max(cut.error, allowed), not cut.even, cut.error))
 
     def _cuts(self, piece: _Piece, outside: int, work: float, gets_outside: bool) -> list[_Cut]:
-        whole = piece.hole_start == piece.stop
+        if piece.document < 0:
+            all_head = self.before(piece.start + outside)[0] - self.before(piece.start)[0]
+            return [_Cut(abs(all_head - work), piece, outside, outside, gets_outside)]
+        whole = piece.hole_stop == piece.stop
         left = piece.tokens if whole else piece.hole_start - piece.start
         right = piece.tokens if whole else piece.stop - piece.hole_stop
         least, most = max(0, outside - right), min(outside, left)
-        if piece.document < 0:
-            start = self.before(piece.start)[0]
-            return [
-                _Cut(abs(self.before(piece.start + outside)[0] - start - work), piece, outside, outside, gets_outside)
-            ]
         # A token more of the head and one less of the tail: all such steps cost the same, the length of the inside.
-        cost = piece.stop - self.bounds[piece.document]
-        all_tail = outside * cost - _triangle(outside - 1)
+        all_tail = outside * (piece.stop - self.bounds[piece.document]) - _triangle(outside - 1)
         inside = piece.stop - piece.start - outside
         best = min(max(round((all_tail - work) / inside), least), most) if inside else most
         return [
             _Cut(abs(all_tail - head * inside - work), piece, outside, head, gets_outside)
-            for head in dict.fromkeys((least, most, best))
+            for head in {least, most, best}
         ]
 
-    def apart(self, cut: _Cut) -> tuple[_Piece, _Piece]:
-        """What the one side gets, and what is left; either may be empty."""
+    def apart(self, cut: _Cut) -> tuple[list[_Piece], list[_Piece]]:
+        """What the one side gets, and what is left."""
         piece = cut.piece
         start, stop = piece.start + cut.head, piece.stop - (cut.outside - cut.head)
         outside = self.piece(piece.start, start, stop, piece.stop, piece.document)
-        if piece.hole_start == piece.stop:
+        if piece.hole_stop == piece.stop:
             inside = self.piece(start, stop, stop, stop, piece.document)
         else:
             inside = self.piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
-        return (outside, inside) if cut.gets_outside else (inside, outside)
+        gets, left = (outside, inside) if cut.gets_outside else (inside, outside)
+        return [gets, *([cut.goes] if cut.goes else [])], [left, *([cut.stays] if cut.stays else [])]
 
 
 class _Side:
@@ -184,12 +204,13 @@ class _Side:
         self.pieces: list[_Piece] = []
         self.tokens, self.work, self.full = tokens, work, full  # still wanted
 
-    def add(self, piece: _Piece) -> None:
-        if piece.tokens:
-            self.pieces.append(piece)
-            self.tokens -= piece.tokens
-            self.work -= piece.work
-            self.full -= piece.full
+    def add(self, *pieces: _Piece) -> None:
+        for piece in pieces:
+            if piece.tokens:
+                self.pieces.append(piece)
+                self.tokens -= piece.tokens
+                self.work -= piece.work
+                self.full -= piece.full
 
     def remove(self, piece: _Piece) -> None:
         self.pieces.remove(piece)
@@ -219,10 +240,10 @@ class _Halving:
     def run(self, cut: int) -> float:
         """Share out, with the `cut` dearest pieces cut whatever happens; how far off the work is then."""
         for piece in self.pieces[1:cut]:
-            tokens = min(max(round(self.part * piece.tokens), 0), piece.tokens)
-            mine, others = self.documents.apart(min(self.documents.cuts(piece, tokens, self.part * piece.work)))
-            self.here.add(mine)
-            self.there.add(others)
+            tokens = round(self.part * piece.tokens)
+            mine, others = self.documents.apart(self.documents.cut(piece, tokens, self.part * piece.work, 0.0))
+            self.here.add(*mine)
+            self.there.add(*others)
         self.deal(self.pieces[cut:], self.pieces[0] if cut else None)
         if cut:
             self.there.add(self.pieces[0])
@@ -267,18 +288,16 @@ class _Halving:
                 candidates.insert(0, first)
             best, least = None, float("inf")
             for piece in candidates:
-                full = tokens * piece.full / piece.tokens
-                cuts = self.documents.cuts(piece, tokens, taker.work)
-                for cut in cuts:
-                    error = self.error(cut.error, taker.full - full)
-                    if error < least:
-                        best, least = cut, error
+                cut = self.documents.cut(piece, tokens, taker.work, self.work_allowed)
+                error = self.error(cut.error, taker.full - tokens * piece.full / piece.tokens)
+                if error < least:
+                    best, cut_piece, least = cut, piece, error
                 if least <= 1:
                     break
-            giver.remove(best.piece)
+            giver.remove(cut_piece)
             mine, others = self.documents.apart(best)
-            taker.add(mine)
-            giver.add(others)
+            taker.add(*mine)
+            giver.add(*others)
 
     def swap(self, giver: _Side, taker: _Side) -> bool:
         """Whether moving one whole piece, perhaps for another one, settled it."""
