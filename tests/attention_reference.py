@@ -20,7 +20,7 @@ def dense_mask(
     cu_seqlens: Sequence[int] | None = None,
     cu_seqlens_kv: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(seen bool [Sq, Sk], distance int64 [Sq, Sk] from a query's place to a key), element by element.
+    """(seen bool [Sq, Sk], distance int64 [Sq, Sk] from a query's place to a key), row by row.
 
     A query stands so that the last of its document is at the last key of it.
     """
@@ -30,13 +30,16 @@ def dense_mask(
     right = 0 if causal else right
     seen = torch.zeros(seq_len, seq_len_kv, dtype=torch.bool)
     distance = torch.zeros(seq_len, seq_len_kv, dtype=torch.int64)
+    keys = torch.arange(seq_len_kv)
     for d in range(len(bounds) - 1):
         for i in range(bounds[d], bounds[d + 1]):
             place = i - bounds[d + 1] + bounds_kv[d + 1]
-            distance[i] = place - torch.arange(seq_len_kv)
-            for j in range(bounds_kv[d], bounds_kv[d + 1]):
-                ahead = j - place
-                seen[i, j] = not ((right >= 0 and ahead > right) or (left >= 0 and -ahead > left))
+            distance[i] = place - keys
+            seen[i] = (bounds_kv[d] <= keys) & (keys < bounds_kv[d + 1])
+            if right >= 0:
+                seen[i] &= keys - place <= right
+            if left >= 0:
+                seen[i] &= place - keys <= left
     return seen, distance
 
 
