@@ -19,6 +19,7 @@ from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+from fused_tp.ops.sequence_balance import sequence_balance
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
@@ -47,6 +48,7 @@ __all__ = [
     "shard_sequence",
     "unshard_sequence",
     "sequence_positions",
+    "sequence_balance",
     "all_gather",
     "reduce_scatter",
     "all_reduce",

@@ -129,7 +129,7 @@ def checked_call(
         )
     total = _total_length("seq_len", seq_len, "q", q.shape[1], size, rank, layout)
     total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout) if crossed else total
-    left, right = _checked_window(window)
+    left, right = checked_window(window)
     keywords = Keywords(
         bool(causal),
         left,
@@ -212,7 +212,7 @@ def _check_number(name: str, value: Any, wanted: str) -> None:
         raise TypeError(f"{name} must be {wanted}, not {type(value).__name__}.")
 
 
-def _checked_window(window: Any) -> tuple[int, int]:
+def checked_window(window: Any) -> tuple[int, int]:
     if window is None:
         return UNLIMITED, UNLIMITED
     if not isinstance(window, (tuple, list)) or len(window) != 2:

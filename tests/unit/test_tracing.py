@@ -238,7 +238,7 @@ def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled:
 def test_every_public_op_is_in_the_test() -> None:
     modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
     ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
-    assert ops - {"explain", "sequence_positions"} <= set(EXPECTED)
+    assert ops - {"explain", "sequence_positions", "sequence_balance"} <= set(EXPECTED)
 
 
 def only_one_records(group: dist.ProcessGroup) -> list[float]:

@@ -1,0 +1,131 @@
+"""How evenly a layout shares attention out to the ranks, counted before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fused_tp.ops.arguments import check_int
+from fused_tp.ops.attention_arguments import checked_window
+from fused_tp.ops.cu_seqlens import as_bounds, on_host
+from fused_tp.runtime.group import GroupLike, group_identity
+from fused_tp.schedules.attention.layouts import all_tokens, check_layout
+from fused_tp.schedules.attention.masks import AttentionMask
+
+
+@dataclass(frozen=True)
+class SequenceBalance:
+    """What each rank gets; `print` shows it as a table.
+
+    Attributes:
+        what: layout, lengths and mask, in words.
+        tokens: how many each rank holds.
+        work: pairs of a query of each rank and a key that it sees, of all ranks.
+        runs: how many pieces of the sequence each rank's tokens are.
+    """
+
+    what: str
+    tokens: tuple[int, ...]
+    work: tuple[int, ...]
+    runs: tuple[int, ...]
+
+    @property
+    def balance(self) -> float:
+        """Mean work over the highest: the part of the time for which ranks have something to do; 1.0 is perfect."""
+        return sum(self.work) / (len(self.work) * max(self.work)) if any(self.work) else 1.0
+
+    def __str__(self) -> str:
+        mean = sum(self.work) / len(self.work) or 1.0
+        rows = [("rank", "tokens", "runs", "pairs", "of mean")]
+        for rank, (tokens, runs, work) in enumerate(zip(self.tokens, self.runs, self.work, strict=True)):
+            rows.append((str(rank), str(tokens), str(runs), str(work), f"{work / mean:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([f"{self.what}: balance {self.balance:.3f}", *lines])
+
+
+def sequence_balance(
+    cu_seqlens: Tensor | None = None,
+    *,
+    seq_len: int | None = None,
+    group: GroupLike = None,
+    world_size: int | None = None,
+    layout: str | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+) -> SequenceBalance:
+    """How many tokens and how much attention each rank gets. Exact; nothing is sent.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end; None for one sequence.
+        seq_len: its length then; with cu_seqlens it is their last.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world; or else
+        world_size: how many ranks there would be, where there is no group to ask.
+        layout: "zigzag", "contiguous" or "balanced", see `sequence_positions`; None is "balanced" with cu_seqlens and
+            "zigzag" without.
+        causal, window: as `ring_attention` has them.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
+    Example:
+        >>> print(sequence_balance(torch.tensor([0, 5, 8]), world_size=2, layout="contiguous"))
+        contiguous, 8 tokens, 2 documents, 2 ranks, causal: balance 0.955
+        rank  tokens  runs  pairs  of mean
+           0       4     1     10    0.952
+           1       4     1     11    1.048
+    """
+    host = on_host("cu_seqlens", cu_seqlens)
+    if (host is None) == (seq_len is None):
+        raise ValueError(
+            "sequence_balance needs the lengths of documents in cu_seqlens or that of one sequence in seq_len; pass "
+            f"one of them, not {'both' if seq_len is not None else 'none'}."
+        )
+    length = _length(seq_len if host is None else host[-1].item() if len(host) else 0)
+    bounds = as_bounds("cu_seqlens", host, length)
+    size = group_identity(group)[1] if world_size is None else _size(world_size, group)
+    layout = ("balanced" if bounds else "zigzag") if layout is None else layout
+    check_layout(layout, bounds)
+    left_right = checked_window(window)
+    mask = AttentionMask(length, length, bool(causal), left_right, bounds, bounds)
+    _, starts, stops = mask.seen(np.arange(length))
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
+    held = all_tokens(length, size, layout, bounds)
+    return SequenceBalance(
+        ", ".join(
+            [
+                layout,
+                _counted(length, "token"),
+                *([_counted(len(bounds) - 1, "document")] if bounds else []),
+                _counted(size, "rank"),
+                "causal" if causal else "not causal",
+                *([f"window {left_right}"] if window is not None else []),
+            ]
+        ),
+        tuple(tokens.length for tokens in held),
+        tuple(sum(int(before[r.stop] - before[r.start]) for r in tokens.ranges) for tokens in held),
+        tuple(len(tokens.ranges) for tokens in held),
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
+def _length(seq_len: Any) -> int:
+    check_int("seq_len", seq_len)
+    if seq_len < 0:
+        raise ValueError(f"seq_len is {seq_len}; it must be at least 0.")
+    return int(seq_len)
+
+
+def _size(world_size: Any, group: Any) -> int:
+    check_int("world_size", world_size)
+    if group is not None:
+        raise ValueError("group and world_size were both given; pass the one that is to be counted for.")
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1.")
+    return int(world_size)
