@@ -128,6 +128,7 @@ void bind_group(py::module_& m) {
            })
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size)
+      .def_property_readonly("calls", &Group::calls, "How many this rank has begun.")
       .def_property_readonly("waited_seconds", &Group::waited_seconds)
       .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
       .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })

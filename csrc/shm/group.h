@@ -68,6 +68,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  uint64_t calls() const { return last_call_.load(std::memory_order_relaxed); }  // that have been begun here
   double waited_seconds() const { return static_cast<double>(waited_ns_.load(std::memory_order_relaxed)) * 1e-9; }
 
   // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ. With

@@ -46,14 +46,16 @@ class Collective:
         shape = list(partial.shape)
         shape[scatter_dim] = sizes[self.rank]
         counts = row_sizes(last.shape, scatter_dim, sizes)
-        return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), counts).wait().view(shape)
+        with self.transport.several("reduce_scatter"):
+            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), counts).wait().view(shape)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         self._check("all_reduce", partial.shape, partial)
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()
-        return self.transport.all_reduce("all_reduce", x).wait()
+        with self.transport.several("all_reduce"):
+            return self.transport.all_reduce("all_reduce", x).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -67,9 +69,10 @@ class Collective:
         gather_size: int | None,
         return_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
-        outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-        return outputs, x if return_gathered else None
+        with self.transport.several("all_gather_matmul"):
+            x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
+            outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+            return outputs, x if return_gathered else None
 
     def matmul_reduce_scatter(
         self,
@@ -80,20 +83,22 @@ class Collective:
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         rows, counts, shape = self._scattered_rows(products, scatter_dim)
-        moving = self.transport.reduce_scatter("matmul_reduce_scatter", sum_of_products(rows), counts, bias)
-        if meanwhile is not None:
-            meanwhile()
-        return moving.wait().view(shape)
+        with self.transport.several("matmul_reduce_scatter"):
+            moving = self.transport.reduce_scatter("matmul_reduce_scatter", sum_of_products(rows), counts, bias)
+            if meanwhile is not None:
+                meanwhile()
+            return moving.wait().view(shape)
 
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
         x, w = products[0]
         self._check("matmul_all_reduce", (*x.shape[:-1], w.shape[0]), x)
-        moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
-        if meanwhile is not None:
-            meanwhile()
-        return moving.wait()
+        with self.transport.several("matmul_all_reduce"):
+            moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
+            if meanwhile is not None:
+                meanwhile()
+            return moving.wait()
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

@@ -73,25 +73,24 @@ class NcclPipeline(Collective):
         sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
         last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
         counts = tuple(row_sizes(last.shape, scatter_dim, sizes))
-        moving, terms = self._swap_terms("reduce_scatter", to_rank_major(last, scatter_dim, sizes), counts)
-        moving.wait()
-        shape = list(partial.shape)
-        shape[scatter_dim] = sizes[self.rank]
-        out = partial.new_empty(shape)
-        sum_into(out.view(-1), terms)
-        return out
+        with self.transport.several("reduce_scatter"):
+            moving, terms = self._swap_terms("reduce_scatter", to_rank_major(last, scatter_dim, sizes), counts)
+            moving.wait()
+            shape = list(partial.shape)
+            shape[scatter_dim] = sizes[self.rank]
+            out = partial.new_empty(shape)
+            sum_into(out.view(-1), terms)
+            return out
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         self._check("all_reduce", partial.shape, partial)
         partial = partial.contiguous()
-        out = torch.empty_like(partial)
-        if out.nbytes <= ONE_SHOT_BYTES:
-            return self._terms_of_all("all_reduce", partial, out, None)()
-        with self.transport.several("all_reduce") as exchanges:
-            gathering = self._share_out("all_reduce", partial, out, None)()
-            exchanges.complete = True
-        gathering.wait()
-        return out
+        with self.transport.several("all_reduce"):
+            out = torch.empty_like(partial)
+            if out.nbytes <= ONE_SHOT_BYTES:
+                return self._terms_of_all("all_reduce", partial, out, None)()
+            self._share_out("all_reduce", partial, out, None)().wait()
+            return out
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -108,30 +107,31 @@ class NcclPipeline(Collective):
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        counts = tuple(row_sizes(shape, gather_dim, sizes))
-        own = as_rows(x_shard).contiguous()
-        start = rank_offsets(counts)[self.rank]
-        gathered = own.new_empty((sum(counts), own.shape[1]))
-        plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
-        moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
-        outputs = [own.new_empty((len(gathered), w.shape[0])) for w in weights]
+        with self.transport.several("all_gather_matmul"):
+            counts = tuple(row_sizes(shape, gather_dim, sizes))
+            own = as_rows(x_shard).contiguous()
+            start = rank_offsets(counts)[self.rank]
+            gathered = own.new_empty((sum(counts), own.shape[1]))
+            plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
+            moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
+            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in weights]
 
-        def multiply(x: Tensor, start: int) -> None:
-            for output, w, b in zip(outputs, weights, biases, strict=True):
-                if len(x):
-                    sum_of_products([(x, w)], b, out=output[start : start + len(x)])
+            def multiply(x: Tensor, start: int) -> None:
+                for output, w, b in zip(outputs, weights, biases, strict=True):
+                    if len(x):
+                        sum_of_products([(x, w)], b, out=output[start : start + len(x)])
 
-        with span("own rows", own, self.name):
-            multiply(own, start)
-        for i, ranges in enumerate(plan.ranges):
-            with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
-                moving.wait(i)
-                for begin, end in ranges:
-                    multiply(gathered[begin:end], begin)
-        if return_gathered and not moving.brings_own_rows:
-            gathered[start : start + len(own)].copy_(own)
-        outputs = [placed(y, shape, gather_dim, counts) for y in outputs]
-        return outputs, placed(gathered, shape, gather_dim, counts) if return_gathered else None
+            with span("own rows", own, self.name):
+                multiply(own, start)
+            for i, ranges in enumerate(plan.ranges):
+                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+                    moving.wait(i)
+                    for begin, end in ranges:
+                        multiply(gathered[begin:end], begin)
+            if return_gathered and not moving.brings_own_rows:
+                gathered[start : start + len(own)].copy_(own)
+            outputs = [placed(y, shape, gather_dim, counts) for y in outputs]
+            return outputs, placed(gathered, shape, gather_dim, counts) if return_gathered else None
 
     def matmul_reduce_scatter(
         self,
@@ -149,14 +149,13 @@ class NcclPipeline(Collective):
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
         moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.several("matmul_reduce_scatter") as exchanges, self._beside(beside, x.device):
+        with self.transport.several("matmul_reduce_scatter"), self._beside(beside, x.device):
             for i, ranges in enumerate(plan.ranges):
                 with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
                     for begin, end in ranges:
                         at = begin - own if begin > start else begin
                         sum_of_products(_rows_of(rows, begin, end), out=partial[at : at + end - begin])
                     moving.send()
-            exchanges.complete = True
             with span("own rows", terms[self.rank], self.name):
                 if own:
                     sum_of_products(_rows_of(rows, start, start + own), out=terms[self.rank])
@@ -180,11 +179,10 @@ class NcclPipeline(Collective):
         rows = [(as_rows(x), w) for x, w in products]
         out = x.new_empty((prod(shape[:-1]), shape[-1]))
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.several("matmul_all_reduce") as exchanges, self._beside(beside, x.device):
+        with self.transport.several("matmul_all_reduce"), self._beside(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
                     moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)
-                exchanges.complete = True
                 if here is not None:
                     here()
                 return moving().view(shape)
@@ -204,7 +202,6 @@ class NcclPipeline(Collective):
                 here()
             assert add_up is not None, "there are rows"
             gathering.append(add_up())
-            exchanges.complete = True
             for chunk in gathering:
                 chunk.wait()
         return out.view(shape)

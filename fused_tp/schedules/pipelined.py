@@ -43,27 +43,28 @@ class Pipelined(Collective):
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        x_shard = x_shard.contiguous()
-        in_order = prod(shape[:gather_dim]) == 1
-        # Where the gathered dim leads, shards arrive in their place; else each has a buffer, for the outputs too.
-        gathered = x_shard.new_empty(shape) if in_order else None
-        arriving = [self._arrival(x_shard, gathered, gather_dim, sizes, step) for step in range(1, self.world_size)]
-        outputs = [x_shard.new_empty((*shape[:-1], w.shape[0])) for w in weights]
-        shards = [x_shard] * self.world_size
-        for step in range(self.world_size):
-            source = (self.rank - step) % self.world_size
-            shard = shards[source] = arriving[step - 1].wait() if step else x_shard
-            start = rank_offsets(sizes)[source]
-            with span("chunk of rank", source, shard):
-                for output, w, b in zip(outputs, weights, biases, strict=True):
-                    _linear_into(output.narrow(gather_dim, start, sizes[source]), shard, w, b)
-        if not return_gathered:
-            return outputs, None
-        if gathered is None:
-            return outputs, from_rank_major(shards, shape, gather_dim) if prod(shape) else x_shard.new_empty(shape)
-        start = rank_offsets(sizes)[self.rank]
-        gathered.narrow(gather_dim, start, sizes[self.rank]).copy_(x_shard)
-        return outputs, gathered
+        with self.transport.several("all_gather_matmul"):
+            x_shard = x_shard.contiguous()
+            in_order = prod(shape[:gather_dim]) == 1
+            # Where the gathered dim leads, shards arrive in their place; else each has a buffer, for the outputs too.
+            gathered = x_shard.new_empty(shape) if in_order else None
+            arriving = [self._arrival(x_shard, gathered, gather_dim, sizes, step) for step in range(1, self.world_size)]
+            outputs = [x_shard.new_empty((*shape[:-1], w.shape[0])) for w in weights]
+            shards = [x_shard] * self.world_size
+            for step in range(self.world_size):
+                source = (self.rank - step) % self.world_size
+                shard = shards[source] = arriving[step - 1].wait() if step else x_shard
+                start = rank_offsets(sizes)[source]
+                with span("chunk of rank", source, shard):
+                    for output, w, b in zip(outputs, weights, biases, strict=True):
+                        _linear_into(output.narrow(gather_dim, start, sizes[source]), shard, w, b)
+            if not return_gathered:
+                return outputs, None
+            if gathered is None:
+                return outputs, from_rank_major(shards, shape, gather_dim) if prod(shape) else x_shard.new_empty(shape)
+            start = rank_offsets(sizes)[self.rank]
+            gathered.narrow(gather_dim, start, sizes[self.rank]).copy_(x_shard)
+            return outputs, gathered
 
     def matmul_reduce_scatter(
         self,
@@ -75,16 +76,17 @@ class Pipelined(Collective):
     ) -> Tensor:
         rows, counts, shape = self._scattered_rows(products, scatter_dim)
         columns = self._columns(sum(counts), shape[-1], rows[0][0])
-        moving: list[Pending[Tensor]] = []
-        for cut in columns:
-            with span("chunk of columns", cut):
-                partial = sum_of_products(_columns_of(rows, cut))
-                moving.append(
-                    self.transport.reduce_scatter("matmul_reduce_scatter", partial, counts, _slice(bias, cut))
-                )
-        if meanwhile is not None:
-            meanwhile()
-        return _join([chunk.wait() for chunk in moving]).view(shape)
+        with self.transport.several("matmul_reduce_scatter"):
+            moving: list[Pending[Tensor]] = []
+            for cut in columns:
+                with span("chunk of columns", cut):
+                    partial = sum_of_products(_columns_of(rows, cut))
+                    moving.append(
+                        self.transport.reduce_scatter("matmul_reduce_scatter", partial, counts, _slice(bias, cut))
+                    )
+            if meanwhile is not None:
+                meanwhile()
+            return _join([chunk.wait() for chunk in moving]).view(shape)
 
     def matmul_all_reduce(
         self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
@@ -92,19 +94,20 @@ class Pipelined(Collective):
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self._check("matmul_all_reduce", shape, x)
-        first: list[Pending[Pending[Tensor]]] = []
-        second: list[Pending[Tensor]] = []
-        for cut in self._columns(prod(shape[:-1]), shape[-1], x):
-            with span("chunk of columns", cut):
-                partial = sum_of_products(_columns_of(products, cut))
-                first.append(self.transport.all_reduce_steps("matmul_all_reduce", partial, _slice(bias, cut)))
-                if len(first) > 1:
-                    # The chunk before has had a whole matmul's time to move: its second step starts behind this one.
-                    second.append(first[-2].wait())
-        if meanwhile is not None:
-            meanwhile()
-        second.append(first[-1].wait())
-        return _join([chunk.wait() for chunk in second])
+        with self.transport.several("matmul_all_reduce"):
+            first: list[Pending[Pending[Tensor]]] = []
+            second: list[Pending[Tensor]] = []
+            for cut in self._columns(prod(shape[:-1]), shape[-1], x):
+                with span("chunk of columns", cut):
+                    partial = sum_of_products(_columns_of(products, cut))
+                    first.append(self.transport.all_reduce_steps("matmul_all_reduce", partial, _slice(bias, cut)))
+                    if len(first) > 1:
+                        # The chunk before has had a matmul's time to move: its second step starts behind this one.
+                        second.append(first[-2].wait())
+            if meanwhile is not None:
+                meanwhile()
+            second.append(first[-1].wait())
+            return _join([chunk.wait() for chunk in second])
 
     def _arrival(
         self, x_shard: Tensor, gathered: Tensor | None, gather_dim: int, sizes: Sequence[int], step: int

@@ -14,13 +14,11 @@ from types import TracebackType
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
-from fused_tp.transport import shm
-from fused_tp.transport.gloo_connections import closed_peers
+from fused_tp.transport.group_calls import REASON_SECONDS, Call, GroupCalls, calls_of
 from fused_tp.transport.hosts import Hosts
 from fused_tp.transport.noticeboard import who_gave_up
-from fused_tp.transport.torch_dist import TorchDist, _Call
+from fused_tp.transport.shm import ShmTransport, known_shm_transport
 
-_REASON_SECONDS = 0.5  # how long is looked for a reason other than the one at hand
 _ENDED = "the group that it is a part of has been given up"
 # "rank 2 of 4", "ranks 1 (last heard of at call 4, all_gather) and 2"
 _LAST_HEARD = r"(?: \(last heard[^)]*\))?"
@@ -35,7 +33,7 @@ class Levels:
         flat: over all of the group.
     """
 
-    def __init__(self, hosts: Hosts, flat: TorchDist) -> None:
+    def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
         self._flat = flat
         self._ended = False
@@ -51,78 +49,80 @@ class Levels:
             flat.broken = found
         if flat.broken is not None:
             self._leave()
-            raise flat._unusable()
-        flat.calls += 1
-        flat._ops.append(op)
-        return Part(self, _Call(op, flat.calls, time.perf_counter()))
+        return Part(self, flat.begin(op), self.started())
 
     def flat_call(self) -> Part:
         """A call that the flat transport runs, and counts, by itself."""
-        return Part(self, None)
+        return Part(self)
 
-    def failed(self, call: _Call | None, error: FusedTPError) -> FusedTPError:
+    def failed(self, call: Call | None, error: BaseException) -> BaseException:
         """What to raise for an error on some level. From here on the group is unusable, and its peers know."""
         flat = self._flat
         if call is None or flat.broken is not None:
             if flat.broken is not None:
                 self._leave()
             return error
+        if not isinstance(error, FusedTPError):  # no peer's doing
+            flat.raised_half_way(call, error)
+            self._leave()
+            return error
         waited = time.perf_counter() - call.started
         by_itself = isinstance(error, CollectiveTimeoutError) and waited > 0.9 * settings.timeout_seconds()
-        closed = set(self._closed())
-        flat._post(call, failed=True)
+        closed = set(flat.closed_peers())
+        flat.post(call, failed=True)
         # Who was left alone by a peer that has given up fails too; that peer has said why before it left.
-        notices = flat._board.read_until(
-            lambda found: who_gave_up(found) is not None, 0.0 if by_itself else _REASON_SECONDS
+        notices = flat.board.read_until(
+            lambda found: who_gave_up(found) is not None, 0.0 if by_itself else REASON_SECONDS
         )
         if who_gave_up(notices) is not None:
             self._leave()
-            return flat._followed(call)
+            return flat.followed(call)
         if isinstance(error, PeerLostError):
-            closed.update(self._closed())
+            closed.update(flat.closed_peers())
             dead = [rank for rank in sorted(closed) if rank not in notices or not notices[rank].failed]
             who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
-            sentence = f"{flat._where(call)} lost {who}: died, or closed its connections."
+            sentence = f"{flat.where(call)} lost {who}: died, or closed its connections."
             if not dead:
                 sentence += f" What failed: {self._in_ranks_of_group(str(error))}"
         elif isinstance(error, CollectiveTimeoutError):
-            deadline = settings.timeout_seconds()
-            sentence = f"{flat._where(call)} waited " + (
-                f"{deadline:g} s (FUSED_TP_TIMEOUT)" if by_itself else f"{waited:.1f} s"
-            )
+            sentence = f"{flat.where(call)} waited {flat.how_long(call)}"
         else:
-            sentence = f"{flat._where(call)} failed: {self._in_ranks_of_group(str(error))}"
-        flat.broken = sentence
-        flat._leave(call, error=type(error).__name__, at=call.number, sentence=sentence)
+            sentence = f"{flat.where(call)} failed: {self._in_ranks_of_group(str(error))}"
+        flat.give_up(type(error), call, sentence)
         self._leave()
         if isinstance(error, CollectiveTimeoutError):
-            flat.broken = sentence + flat._missing(call.number, call.op)
+            flat.broken = sentence + flat.missing(call.number, call.op)
         return type(error)(flat.broken)
 
     def _broken(self) -> str | None:
         """Why a level is unusable, though no call of the group has failed: what runs beside the host says so late."""
         for group in (self._hosts.inside, self._hosts.across):
-            for transport in group.memo.values():
-                if isinstance(transport, TorchDist) and transport.broken is not None:
-                    return self._in_ranks_of_group(transport.broken, group)
+            for level in calls_of(group):
+                if level.broken is not None:
+                    return self._in_ranks_of_group(level.broken, group)
         return None
 
-    def _closed(self) -> list[int]:
-        return closed_peers(self._flat._process_group) if self._flat.backend == "gloo" else []
+    def started(self) -> int | None:
+        """Counts the exchanges, on any level, that peers may have had a part of; None where that is not known."""
+        shared = self._shared_memory()
+        if shared is None:
+            return None
+        levels = (level for group in (self._hosts.inside, self._hosts.across) for level in calls_of(group))
+        return sum(level.calls for level in levels) + int(shared.core_group.calls)
 
     def _leave(self) -> None:
         """Leave the levels, which ends the waits of all who wait for this rank there."""
         if self._ended:
             return
         self._ended = True
-        if self._hosts.inside.process_group is not None:
-            shared = shm._transports.get(self._hosts.inside.process_group)
-            if isinstance(shared, shm.ShmTransport):
-                shared.core_group.close()
+        if (shared := self._shared_memory()) is not None:
+            shared.core_group.close()
         for group in (self._hosts.inside, self._hosts.across):
-            for transport in list(group.memo.values()):
-                if isinstance(transport, TorchDist) and transport.broken is None:
-                    transport._failure(_Call("a call", transport.calls, time.perf_counter()), RuntimeError(_ENDED))
+            for level in calls_of(group):
+                level.end(_ENDED)
+
+    def _shared_memory(self) -> ShmTransport | None:
+        return known_shm_transport(self._hosts.inside)
 
     def _in_ranks_of_group(self, text: str, level: Group | None = None) -> str:
         """`text` of an error on a level, with the names and the rank numbers of the whole group."""
@@ -136,20 +136,24 @@ class Levels:
 class Part:
     """A context in which errors between ranks end the group; see `Levels.call`. It may be entered several times."""
 
-    __slots__ = ("_call", "_levels")
+    __slots__ = ("_before", "_call", "_levels")
 
-    def __init__(self, levels: Levels, call: _Call | None) -> None:
+    def __init__(self, levels: Levels, call: Call | None = None, before: int | None = None) -> None:
         self._levels = levels
         self._call = call
+        self._before = before
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(error, FusedTPError):
-            raised = self._levels.failed(self._call, error)
-            if raised is not error:
-                raise raised from error
+        if error is None:
+            return
+        if not isinstance(error, FusedTPError) and self._before is not None and self._levels.started() == self._before:
+            return  # nothing has happened yet
+        raised = self._levels.failed(self._call, error)
+        if raised is not error:
+            raise raised from error
 
 
 def in_ranks_of_group(text: str, level: Group, group: Group) -> str:

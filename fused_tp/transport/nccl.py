@@ -28,7 +28,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
@@ -36,34 +35,27 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.runtime.group import Group
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.chunk_plans import Plan, gather_plan
+from fused_tp.transport.group_calls import LOOK_SECONDS, Call
 from fused_tp.transport.nccl_facts import Facts, load, obstacle, own_facts
 from fused_tp.transport.nccl_facts import use_libraries as use_libraries  # with what it is for
-from fused_tp.transport.noticeboard import Noticeboard
 from fused_tp.transport.peer_watch import PeerWatch, watchable
 from fused_tp.transport.store_exchange import exchange
-from fused_tp.transport.torch_dist import TorchDist, _Call
+from fused_tp.transport.torch_dist import TorchDist
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer that has ended
 _IDLE_SECONDS = 2.0  # when nothing is under way that can be seen: CUDA graphs may be, and must not wait on
-_LOOK_SECONDS = 0.5  # a movement that takes longer may be waiting for a peer that has given up
 
 
 @dataclass
 class _UnderWay:
     """A pipeline, and the call of its last exchange that was enqueued."""
 
-    call: _Call
+    call: Call
     pipeline: Any
     abandoned: bool = False
     waiting: int = -1  # the exchange that was last seen to wait for peers
     waiting_since: float = 0.0
-
-
-class Several:
-    """Exchanges of one op that must all be enqueued, or the ranks are out of step."""
-
-    complete = False  # they have all been
 
 
 class Moving(Pending[None]):
@@ -129,21 +121,9 @@ class NcclDist(TorchDist):
     """
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
-        # Not torch_dist's constructor: the group need have no backend for these tensors, and the notices are others.
-        assert group.process_group is not None
-        self.group = group
-        self.rank = group.rank
-        self.world_size = group.size
+        super().__init__(group, device.type, backend="NCCL")  # of our own; the group need have none for these tensors
         self.device = device
         self.communicator = communicator
-        self.backend = "NCCL"  # of our own; the name in sentences
-        self.reduces_in_place = False
-        self.calls = 0
-        self.broken: str | None = None
-        self._process_group = group.process_group
-        self._ops: deque[str] = deque(maxlen=16)
-        store = dist.distributed_c10d._get_process_group_store(group.process_group)
-        self._board = Noticeboard(store, f"fused_tp/nccl/{device.type}", group.rank, group.size)
         self._core = import_module("fused_tp._core")
         _, self._driver = load()
         self._pid = os.getpid()
@@ -250,37 +230,29 @@ class NcclDist(TorchDist):
         return Moving(self, under_way, tensors)
 
     @contextmanager
-    def several(self, op: str) -> Iterator[Several]:
-        """Around the exchanges of an op: what is raised in between them gives the group up.
+    def several(self, op: str) -> Iterator[None]:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            yield  # a graph that is being captured has run nothing
+            return
+        with super().several(op):
+            yield
 
-        For a peer cannot tell the first exchange of a retry from the one that it waits for, and would take the one's
-        data for the other's. Once all are enqueued (`complete`), or none is, the ranks are in step; and a graph that is
-        being captured has run nothing.
-        """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        before, these = self.communicator.calls, Several()
-        try:
-            yield these
-        except BaseException as error:
-            if not (capturing or these.complete or self.communicator.calls == before or os.getpid() != self._pid):
-                self._out_of_step(_Call(op, self.calls, time.perf_counter()), error)
-            raise
+    def _started(self) -> int:
+        return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
-    def begin(self, op: str) -> _Call:
-        """One more exchange, or several that are enqueued together."""
+    def begin(self, op: str) -> Call:
+        """One more exchange, or several that are enqueued together; those of a scatter follow one by one."""
         if os.getpid() != self._pid:
             raise FusedTPError(
                 f"This process is a fork of rank {self.rank} of group {self.group.name!r}; only the rank itself may "
                 "use the group's communicator."
             )
         if self.broken is not None:
-            raise self._failure(_Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
-        self.calls += 1
-        self._ops.append(op)
+            raise self._failure(Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
         self.communicator.timeout_seconds = settings.timeout_seconds()
-        return _Call(op, self.calls, time.perf_counter())
+        return self._count(op)
 
-    def attempt(self, call: _Call, work: Callable[[], Any]) -> Any:
+    def attempt(self, call: Call, work: Callable[[], Any]) -> Any:
         """What `work` returns; what it raises as an error of this group."""
         try:
             return work()
@@ -313,58 +285,58 @@ class NcclDist(TorchDist):
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: _Call, error: RuntimeError) -> FusedTPError:
+    def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
         """What to raise for an error of the communicator; the first one to ask finds out, be it the watch."""
         with self._judging:
             if self.broken is None:
                 self._verdict = self._judge(call, error)
             verdict, self._verdict = self._verdict, None
-        return verdict if verdict is not None else self._unusable()
+        return verdict if verdict is not None else self.unusable()
 
-    def _judge(self, call: _Call, error: RuntimeError) -> FusedTPError:
+    def _judge(self, call: Call, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
                 # Who was stopped itself finds its own deadline passed, and the others gone.
                 late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
-                return self._followed(call) if late and self._board.given_up() else self._timed_out(call, reason)
+                return self.followed(call) if late and self.board.given_up() else self.timed_out(call, reason)
             if isinstance(error, PeerLostError):
-                return self._lost(call, reason)
-            if self._board.given_up():
-                return self._followed(call)
-            return self._give_up(FusedTPError, call, f"{self._where(call)} failed: {reason}")
+                return self.lost(call, reason)
+            if self.board.given_up():
+                return self.followed(call)
+            return self.give_up(FusedTPError, call, f"{self.where(call)} failed: {reason}")
         finally:
-            self._end(self.broken or reason)
+            self._abort(self.broken or reason)
 
-    def _end(self, why: str) -> None:
+    def _abort(self, why: str) -> None:
         """The communicator, and the group's other movements of these tensors."""
         self.communicator.abort(why)
         plain = self.group.memo.get(("torch_dist", self.device.type))
         if plain is not None and plain.broken is None:
             plain.broken = self.broken
 
-    def _out_of_step(self, call: _Call, error: BaseException) -> None:
+    def end(self, why: str) -> None:
+        if self.broken is None:
+            self._failure(Call("a call", self.calls, time.perf_counter()), RuntimeError(why))
+
+    def raised_half_way(self, call: Call, error: BaseException) -> None:
         with self._judging:
             if self.broken is not None:
                 return
-            sentence = (
-                f"{self._where(call)} raised {type(error).__name__} when some of its exchanges had been enqueued and "
-                "others had not: from there on the ranks would have been out of step."
-            )
             try:
-                self._give_up(FusedTPError, call, sentence)
+                super().raised_half_way(call, error)
             finally:
-                self._end(sentence)
+                self._abort(self.broken or f"{call.op} raised {type(error).__name__}")
 
-    def _missing(self, number: int, op: str, waiting: int | None = None) -> str:
+    def missing(self, number: int, op: str, waiting: int | None = None) -> str:
         # Who has enqueued a call may yet be far from it on its GPU.
-        return super()._missing(number, op, waiting).replace("had arrived", "had enqueued it")
+        return super().missing(number, op, waiting).replace("had arrived", "had enqueued it")
 
-    def _lost(self, call: _Call, reason: str) -> FusedTPError:
+    def lost(self, call: Call, reason: str) -> FusedTPError:
         if not self._gone:
-            return super()._lost(call, reason)
+            return super().lost(call, reason)
         who = f"rank{'s' if len(self._gone) > 1 else ''} {', '.join(map(str, self._gone))}"
-        return self._give_up(PeerLostError, call, f"{self._where(call)} lost {who}: the process has ended.")
+        return self.give_up(PeerLostError, call, f"{self.where(call)} lost {who}: the process has ended.")
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
@@ -396,12 +368,12 @@ class NcclDist(TorchDist):
             if call is not None or self._captured:
                 self._tell()
             return
-        if call is None or time.perf_counter() - call.started < _LOOK_SECONDS:
+        if call is None or time.perf_counter() - call.started < LOOK_SECONDS:
             return
         if self._noticed < call.number:
             self._noticed = call.number
-            self._post(call)
-        if self._board.given_up():
+            self.post(call)
+        if self.board.given_up():
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
     def _is_lost(self) -> bool:
@@ -425,7 +397,7 @@ class NcclDist(TorchDist):
         if self._under_way:
             call = self._under_way[0].call
         else:
-            call = _Call(self._ops[-1] if self._ops else "a CUDA graph", self.calls, time.perf_counter())
+            call = Call(self._ops[-1] if self._ops else "a CUDA graph", self.calls, time.perf_counter())
         with self._judging:
             if self.broken is not None:
                 return

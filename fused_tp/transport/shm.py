@@ -431,6 +431,12 @@ def shm_transport(group: Group) -> ShmTransport | None:
     return found
 
 
+def known_shm_transport(group: Group) -> ShmTransport | None:
+    """What `shm_transport` has made for `group`. Never waits for other ranks."""
+    found = None if group.process_group is None else _transports.get(group.process_group)
+    return found if isinstance(found, ShmTransport) else None
+
+
 def shm_unavailable_reason(group: Group) -> str | None:
     """Why `shm_transport(group)` is None, as a sentence; None when it is there. Never waits for other ranks."""
     if not settings.shared_memory_allowed():

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +22,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.runtime.group import Group
 from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
-from fused_tp.transport.noticeboard import Notice, Noticeboard, missing, who_gave_up
+from fused_tp.transport.group_calls import LOOK_SECONDS, Call, GroupCalls
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
@@ -35,23 +33,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SIGNATURE_BYTES = 512
-_LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
-_REASON_SECONDS = 0.5  # how long a rank whose connection was closed looks for a reason other than a peer's death
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A movement that has been started: its op, its number in the group, and when (time.perf_counter)."""
-
-    op: str
-    number: int
-    started: float
-
-
-class TorchDist:
+class TorchDist(GroupCalls):
     """One group's movements over torch.distributed.
 
     After an error between ranks the group is unusable: on gloo its connections are closed, so that no peer waits on.
@@ -62,38 +49,24 @@ class TorchDist:
     one have equal length; that is why a gather of padded shards leaves the real rows next to each other.
     """
 
-    def __init__(self, group: Group, device_type: str) -> None:
-        if group.process_group is None:
-            raise ValueError("torch.distributed is not initialised: there is no group to communicate in.")
-        self.group = group
-        self.rank = group.rank
-        self.world_size = group.size
-        self.backend = backend_of(group, device_type)
+    def __init__(self, group: Group, device_type: str, backend: str | None = None) -> None:
+        own = f"{backend.lower()}/" if backend is not None else ""
+        super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
-        self.calls = 0
-        self.broken: str | None = None
-        self._process_group = group.process_group
-        self._ops: deque[str] = deque(maxlen=16)
-        store = dist.distributed_c10d._get_process_group_store(group.process_group)
-        self._board = Noticeboard(store, f"fused_tp/{device_type}", group.rank, group.size)
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
     def _start(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
-        if self.broken is not None:
-            raise self._unusable()
-        self.calls += 1
-        self._ops.append(op)
-        call = _Call(op, self.calls, time.perf_counter())
+        call = self.begin(op)
         try:
             work = launch()
         except RuntimeError as error:
             raise self._failure(call, error) from error
         return After(lambda: self._wait(call, work))
 
-    def _wait(self, call: _Call, work: Any) -> None:
+    def _wait(self, call: Call, work: Any) -> None:
         if self.broken is not None:  # and this movement has ended with the one that failed
-            raise self._unusable()
+            raise self.unusable()
         # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
         begun = time.perf_counter()
         try:
@@ -108,7 +81,7 @@ class TorchDist:
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
-    def _wait_in_slices(self, call: _Call, work: Any, deadline: float) -> None:
+    def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
         """Waits until `deadline`, and looks now and then whether a peer has given up.
 
         A send or receive cannot be waited for in slices: on gloo its timeout closes the connections. No wait on gloo
@@ -117,9 +90,9 @@ class TorchDist:
         posted = False
         while True:
             left = deadline - time.perf_counter()
-            last = isinstance(work, _Works) or left <= _LOOK_SECONDS
+            last = isinstance(work, _Works) or left <= LOOK_SECONDS
             try:
-                work.wait(max(timedelta(seconds=left if last else _LOOK_SECONDS), _AT_ONCE))
+                work.wait(max(timedelta(seconds=left if last else LOOK_SECONDS), _AT_ONCE))
                 return
             except RuntimeError as error:
                 if last or not any(word in str(error).lower() for word in _TIMED_OUT):
@@ -129,107 +102,52 @@ class TorchDist:
                     work.wait(_AT_ONCE)
                     return
             if not posted:
-                self._post(call)
+                self.post(call)
                 posted = True
-            if self._board.given_up():
-                raise self._followed(call)
+            if self.board.given_up():
+                raise self.followed(call)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: _Call, error: RuntimeError) -> FusedTPError:
+    def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
         """What to raise for an error of torch.distributed. From here on the group is unusable, and its peers know."""
         if self.broken is not None:
-            return self._unusable()
+            return self.unusable()
         reason = str(error).splitlines()[0]
         text = reason.lower()
         if any(word in text for word in _LOST):
-            return self._lost(call, reason)
+            return self.lost(call, reason)
         if any(word in text for word in _TIMED_OUT):
-            return self._timed_out(call, reason)
-        return self._give_up(FusedTPError, call, f"{self._where(call)} failed: {reason}")
+            return self.timed_out(call, reason)
+        return self.give_up(FusedTPError, call, f"{self.where(call)} failed: {reason}")
 
-    def _lost(self, call: _Call, reason: str) -> FusedTPError:
+    def lost(self, call: Call, reason: str) -> FusedTPError:
         if self.backend == "nccl":
-            return self._give_up(PeerLostError, call, f"{self._where(call)} lost a peer: {reason}")
-        # Before others close theirs too. A peer that closed it alive says why, if not always before it does.
-        closed = closed_peers(self._process_group) if self.backend == "gloo" else []
-        self._post(call, failed=True)
-        notices = self._board.read_until(lambda found: who_gave_up(found) is not None, _REASON_SECONDS)
-        if who_gave_up(notices) is not None:
-            return self._followed(call)
-        dead = [rank for rank in closed if rank not in notices or not notices[rank].failed]
-        who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
-        sentence = f"{self._where(call)} lost {who}: died, or closed its connections. {self.backend} says: {reason}"
-        return self._give_up(PeerLostError, call, sentence)
+            return self.give_up(PeerLostError, call, f"{self.where(call)} lost a peer: {reason}")
+        return super().lost(call, reason)
 
-    def _timed_out(self, call: _Call, reason: str) -> FusedTPError:
-        waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
-        whose = f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"
-        sentence = f"{self._where(call)} waited {whose}"
-        if self.backend == "nccl":
-            # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
-            return self._give_up(
-                CollectiveTimeoutError,
-                call,
-                f"{sentence} and some peer had not arrived; NCCL does not tell which, torch's flight recorder does "
-                f"(TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: {reason}",
-            )
-        failed = self._give_up(CollectiveTimeoutError, call, sentence)
-        self.broken = f"{sentence}{self._missing(call.number, call.op)} {self.backend} says: {reason}"
-        return type(failed)(self.broken)
-
-    def _followed(self, call: _Call) -> FusedTPError:
-        """What a peer has raised that gave the group up, as an error of this rank."""
-        self.broken = f"{self._where(call)}: a peer has given the group up."
-        self._leave(call)
-        cause = who_gave_up(self._board.read())
-        kind: type[FusedTPError] = PeerLostError
-        if cause is not None:
-            rank, notice = cause
-            said = notice.sentence
-            if notice.error == CollectiveTimeoutError.__name__:
-                kind = CollectiveTimeoutError
-                said += self._missing(notice.at, notice.op(notice.at) or "another op", rank)
-            self.broken = f"{self._where(call)}: rank {rank} has given the group up. It said: {said}"
-        return kind(self.broken)
-
-    def _give_up(self, kind: type[FusedTPError], call: _Call, sentence: str) -> FusedTPError:
-        self.broken = sentence
+    def timed_out(self, call: Call, reason: str) -> FusedTPError:
         if self.backend != "nccl":
-            self._leave(call, error=kind.__name__, at=call.number, sentence=sentence)
-        return kind(sentence)
-
-    def _leave(self, call: _Call, **how: Any) -> None:
-        """Tell the peers that this rank's part of the group has ended, those too who cannot read its notice."""
-        try:
-            self._post(call, failed=True, **how)
-        finally:
-            if self.backend == "gloo":
-                close_connections(self._process_group)
-
-    def _missing(self, number: int, op: str, waiting: int | None = None) -> str:
-        """Who was late for a call that rank `waiting`, by default this one, has waited for: the rest of a sentence."""
-        ranks = [rank for rank in range(self.world_size) if rank != (self.rank if waiting is None else waiting)]
-        # Who waits too is woken by the closed connections, or looks within _LOOK_SECONDS, and then leaves its notice.
-        notices = self._board.read_until(
-            lambda found: all(rank in found and found[rank].failed for rank in ranks), 2 * _LOOK_SECONDS
+            return super().timed_out(call, reason)
+        # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
+        return self.give_up(
+            CollectiveTimeoutError,
+            call,
+            f"{self.where(call)} waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, "
+            "torch's flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). "
+            f"NCCL says: {reason}",
         )
-        if not self._board.answers:
-            return ", and some rank had not arrived; the group's store, which would tell which, does not answer."
-        return missing(notices, ranks, number, op)
 
-    def _post(self, call: _Call, **how: Any) -> None:
-        waited = time.perf_counter() - call.started
-        self._board.post(Notice(self.calls, list(self._ops), waited, **how))
+    def leave(self, call: Call, **how: Any) -> None:
+        if self.backend != "nccl":  # there no peer looks at notices: torch's watchdog ends its waits, at the deadline
+            super().leave(call, **how)
 
-    def _where(self, call: _Call) -> str:
-        return f"{call.op} (call {call.number} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
+    def _depart(self) -> None:
+        if self.backend == "gloo":
+            close_connections(self.process_group)
 
-    def _unusable(self) -> FusedTPError:
-        return FusedTPError(
-            f"Group {self.group.name!r} is unusable since an earlier failure: {self.broken} "
-            "Destroy the process group and make a new one."
-        )
+    def closed_peers(self) -> list[int]:
+        return closed_peers(self.process_group) if self.backend == "gloo" else []
 
     def check(self, op: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """With FUSED_TP_CHECK=1, compare what all ranks are about to do.
@@ -260,7 +178,7 @@ class TorchDist:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
             return Done(out)
-        moving = self._start(op, lambda: _all_gather(out, x, group=self.group.process_group, async_op=True))
+        moving = self._start(op, lambda: _all_gather(out, x, group=self.process_group, async_op=True))
 
         def finish() -> Tensor:
             moving.wait()
@@ -274,7 +192,7 @@ class TorchDist:
         moving = self._start(
             op,
             lambda: dist.all_to_all_single(
-                out, x, list(recv_sizes), list(send_sizes), group=self.group.process_group, async_op=True
+                out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
             ),
         )
 
@@ -286,7 +204,7 @@ class TorchDist:
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel."""
-        group = self.group.process_group
+        group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
 
         def launch() -> _Works:
@@ -310,7 +228,7 @@ class TorchDist:
         own = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
-            moving = self._start(op, lambda: _reduce_scatter(out, x, group=self.group.process_group, async_op=True))
+            moving = self._start(op, lambda: _reduce_scatter(out, x, group=self.process_group, async_op=True))
 
             def finish() -> Tensor:
                 moving.wait()
@@ -328,7 +246,7 @@ class TorchDist:
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
         """`all_reduce` in the two steps it may take, so that a caller can have the next sum's first step under way."""
         if self.backend == "nccl":
-            moving = self._start(op, lambda: dist.all_reduce(x, group=self.group.process_group, async_op=True))
+            moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
 
             def finish() -> Pending[Tensor]:
                 moving.wait()
@@ -362,7 +280,7 @@ class TorchDist:
     def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
         """Element-wise maximum over ranks, in place."""
         self._start(
-            op, lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group.process_group, async_op=True)
+            op, lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
         ).wait()
         return x
 

@@ -111,7 +111,8 @@ def test_a_table_that_prefers_collectives_where_there_is_shared_memory(tmp_path:
 
 
 def test_every_public_op_is_known() -> None:
-    rearranged = {"shard_sequence", "unshard_sequence", "sequence_positions", "sequence_balance"}  # by layout, not by dispatch
+    # By layout, not by dispatch.
+    rearranged = {"shard_sequence", "unshard_sequence", "sequence_positions", "sequence_balance"}
     modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
     ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
     assert set(ARGUMENTS) == ops - rearranged - {"explain"}

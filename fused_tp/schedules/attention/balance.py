@@ -23,7 +23,7 @@ Where tokens are so few that a single one costs a share, it cannot be near.
 
 from __future__ import annotations
 
-from fused_tp.schedules.attention.documents import Cut, Documents, Piece
+from fused_tp.schedules.attention.documents import Cut, Documents, Piece, merged
 
 # How far a rank may be off its share of the work, with causal mask and without, in parts of the share: all halvings
 # together. Cutting more documents could bring it nearer, but what is whole moves nothing.
@@ -51,7 +51,7 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
         few = ranks // 2
         here, there = _halve(documents, pieces, few, ranks - few, sum(sizes[first : first + few]), levels)
         waiting += [(here, first, few), (there, first + few, ranks - few)]
-    balanced = [_merged([r for piece in pieces for r in piece.ranges]) for pieces in held]
+    balanced = [merged([r for piece in pieces for r in piece.ranges]) for pieces in held]
     zigzag = _zigzag(sizes)
     return min(balanced, zigzag, key=lambda ranges: max(map(documents.work, ranges)))
 
@@ -220,17 +220,7 @@ def _zigzag(sizes: list[int]) -> list[tuple[range, ...]]:
     total = sum(sizes)
     bounds = [index * (total // chunks) + min(index, total % chunks) for index in range(chunks + 1)]
     held = [
-        _merged([range(bounds[i], bounds[i + 1]), range(bounds[chunks - 1 - i], bounds[chunks - i])])
+        merged([range(bounds[i], bounds[i + 1]), range(bounds[chunks - 1 - i], bounds[chunks - i])])
         for i in range(len(sizes))
     ]
     return sorted(held, key=lambda ranges: -sum(map(len, ranges)))
-
-
-def _merged(ranges: list[range]) -> tuple[range, ...]:
-    """Ascending, without empty ones, and with neighbours as one."""
-    merged: list[range] = []
-    for r in sorted((r for r in ranges if r), key=lambda r: r.start):
-        if merged and merged[-1].stop == r.start:
-            r = range(merged.pop().start, r.stop)
-        merged.append(r)
-    return tuple(merged)

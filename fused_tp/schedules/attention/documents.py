@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -156,6 +157,16 @@ class Documents:
             inside = self.piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
         gets, left = (outside, inside) if cut.gets_outside else (inside, outside)
         return [gets, *([cut.goes] if cut.goes else [])], [left, *([cut.stays] if cut.stays else [])]
+
+
+def merged(ranges: Iterable[range]) -> tuple[range, ...]:
+    """Ascending, without empty ones, and with neighbours as one."""
+    runs: list[range] = []
+    for r in sorted((r for r in ranges if r), key=lambda r: r.start):
+        if runs and runs[-1].stop == r.start:
+            r = range(runs.pop().start, r.stop)
+        runs.append(r)
+    return tuple(runs)
 
 
 def triangle(n: int) -> int:

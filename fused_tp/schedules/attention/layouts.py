@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from fused_tp.schedules.attention.balance import balanced_ranges
+from fused_tp.schedules.attention.documents import merged
 from fused_tp.schedules.attention.masks import Ints
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
@@ -21,7 +22,7 @@ LAYOUTS = ("zigzag", "contiguous", "balanced")
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one rank: ranges of indices in the whole sequence, ascending and not empty."""
+    """The tokens of one rank: ranges of indices in the whole sequence, ascending, not empty and apart."""
 
     ranges: tuple[range, ...]
 
@@ -86,8 +87,7 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     held = []
     for rank in range(world_size):
         own = [rank] if layout == "contiguous" else [rank, chunks - 1 - rank]
-        ranges = (chunk_range(seq_len, chunks, index) for index in own)
-        held.append(Tokens(tuple(r for r in ranges if r)))
+        held.append(Tokens(merged(chunk_range(seq_len, chunks, index) for index in own)))
     return tuple(held)
 
 

@@ -1,0 +1,504 @@
+"""Flash attention in Triton, interpreted, against a dense fp64 reference made from the intervals of the steps.
+
+Tiles are 16 x 16 where nothing else is said, so that short sequences have several, full ones, and ends that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.schedules.attention.layouts import Tokens
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.philox import kept
+from fused_tp.schedules.attention.plan import Step, make_step, ring_plan
+from fused_tp.schedules.attention.scores import Dropout, Scores
+from fused_tp.schedules.attention.state import SoftmaxState, row_sums, sink_gradient
+from tests.kernels.ranks import interpreted_ranks
+from tests.reference import assert_within_dtype_error, seeded
+
+pytest.importorskip("triton")
+
+DOCUMENTS = (0, 1, 1, 23, 24, 61, 61, 75)
+MASKS = {
+    "full": AttentionMask(37, 37),
+    "causal": AttentionMask(70, 70, causal=True),
+    "left window": AttentionMask(70, 70, causal=True, window=(19, -1)),
+    "both windows": AttentionMask(70, 70, window=(3, 21)),
+    "itself": AttentionMask(35, 35, window=(0, 0)),
+    "documents": AttentionMask(75, 75, causal=True, cu_seqlens=DOCUMENTS, cu_seqlens_kv=DOCUMENTS),
+    "many documents": AttentionMask(40, 40, cu_seqlens=tuple(range(41)), cu_seqlens_kv=tuple(range(41))),
+    "more keys": AttentionMask(21, 50, causal=True),
+    "more queries": AttentionMask(50, 21, causal=True),  # the first ones see nothing
+    "cross documents": AttentionMask(
+        40, 61, causal=True, cu_seqlens=(0, 0, 18, 18, 40), cu_seqlens_kv=(0, 20, 40, 41, 61)
+    ),
+}
+SLOPES = torch.tensor([0.25, -0.1, 0.0, 0.01])
+SCORES = {
+    "plain": Scores(0.3),
+    "softcap": Scores(0.3, softcap=2.0),
+    "alibi": Scores(0.3, alibi_slopes=SLOPES),
+    "dropout": Scores(0.3, dropout=Dropout(0.3, (5 << 40) + 2**31 + 77, first_head=3)),
+    "all": Scores(0.3, 2.0, SLOPES, Dropout(0.6, 2**63 - 1)),
+}
+
+
+@dataclass
+class Case:
+    """Inputs of one call, what is to come out of it, and its gradients."""
+
+    step: Step
+    scores: Scores
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    gradients: dict[str, Tensor]
+
+
+def whole_step(mask: AttentionMask) -> Step:
+    """All queries and all keys, those that see nothing and that nobody sees too."""
+    queries, keys = np.arange(mask.seq_len), np.arange(mask.seq_len_kv)
+    places, starts, stops = mask.seen(queries)
+    starts, stops = starts.astype(np.int32), stops.astype(np.int32)
+    return Step(0, len(queries), 0, len(keys), starts, stops, places, queries, keys, (), ())
+
+
+def attention64(
+    step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), dense; all in fp64."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scores.scale
+    if scores.softcap:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    places, indices = torch.from_numpy(step.places), torch.from_numpy(step.k_indices)
+    if scores.alibi_slopes is not None:
+        s = s - scores.alibi_slopes[:, None, None] * (places[:, None] - indices).abs()
+    keys = torch.arange(step.keys)
+    seen = (keys >= torch.from_numpy(step.starts)[:, None]) & (keys < torch.from_numpy(step.stops)[:, None])
+    s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat((s, sinks[:, None, None].expand(s.shape[0], -1, s.shape[2], 1)), -1)
+    empty = (s == -torch.inf).all(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : step.keys]
+    if scores.dropout is not None:
+        keep = kept(scores.dropout, q.shape[0], q.shape[2], torch.from_numpy(step.q_indices), indices)
+        p = p * keep / (1 - scores.dropout.p)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), s.detach().logsumexp(-1)
+
+
+def case(
+    mask: AttentionMask,
+    scores: Scores = SCORES["plain"],
+    *,
+    dtype: torch.dtype = torch.float32,
+    dims: tuple[int, int] = (16, 16),
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 1,
+    sinks: bool = False,
+) -> Case:
+    step = whole_step(mask)
+    q = seeded(batch, step.rows, heads[0], dims[0], dtype=dtype, seed=1)
+    k = seeded(batch, step.keys, heads[1], dims[0], dtype=dtype, seed=2)
+    v = seeded(batch, step.keys, heads[1], dims[1], dtype=dtype, seed=3)
+    grad_out = seeded(batch, step.rows, heads[0], dims[1], dtype=dtype, seed=4)
+    leaves = {"q": q, "k": k, "v": v}
+    if scores.alibi_slopes is not None:
+        leaves["slopes"] = scores.alibi_slopes
+    if sinks:
+        leaves["sinks"] = seeded(heads[0], seed=5)
+    leaves64 = {name: x.double().requires_grad_() for name, x in leaves.items()}
+    out, lse = attention64(
+        step, replace(scores, alibi_slopes=leaves64.get("slopes")), *(leaves64[n] for n in "qkv"), leaves64.get("sinks")
+    )
+    gradients = torch.autograd.grad(out, list(leaves64.values()), grad_out.double())
+    return Case(
+        step,
+        scores,
+        q,
+        k,
+        v,
+        leaves.get("sinks"),
+        grad_out,
+        out.detach(),
+        lse,
+        dict(zip(leaves, gradients, strict=True)),
+    )
+
+
+def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
+    from triton_kernels.attention_configs import AttentionConfig
+
+    return AttentionConfig(rows, block, 4, 1, tma)
+
+
+def terms(scores: Scores) -> Any:
+    from fused_tp.schedules.attention.triton import _terms
+
+    return _terms(scores)
+
+
+def kernels() -> Any:
+    from fused_tp.transport.kernels import kernel_module
+
+    return kernel_module("flash_attention")
+
+
+def check(c: Case, config: Any = None, name: str = "") -> dict[str, Tensor]:
+    """Forward and backward of a case against its reference; what came out."""
+    config = config or tile()
+    flash, own = kernels(), terms(c.scores)
+    out, lse = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
+    dtype, terms_of_a_sum = c.q.dtype, c.step.keys + c.q.shape[3]
+    # p is rounded to the dtype of v as the output is, and half of a step of it is what an average over keys keeps.
+    assert_within_dtype_error(out, c.out, dtype, reduced_over=terms_of_a_sum, roundings=2, name=f"{name} out")
+    torch.testing.assert_close(lse.double(), c.lse, rtol=4e-6, atol=4e-6)
+    sums = row_sums(c.grad_out, c.out.to(dtype), None)
+    results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
+    d_slopes = None if c.scores.alibi_slopes is None else torch.zeros(c.q.shape[2])
+    flash.flash_backward(
+        c.grad_out, c.q, c.k, c.v, lse, sums, results["q"], results["k"], results["v"], c.step, own,
+        d_slopes=d_slopes, queries_config=config, keys_config=config,
+    )  # fmt: skip
+    if d_slopes is not None:
+        results["slopes"] = d_slopes
+    if c.sinks is not None:
+        results["sinks"] = sink_gradient(c.sinks, lse, sums)
+    reduced = (c.step.keys + c.step.rows) * c.q.shape[2]
+    for leaf, gradient in c.gradients.items():
+        rms = gradient.pow(2).mean().sqrt().clamp_min(0.1)  # of one whose terms cancel
+        error = ((results[leaf].double() - gradient).abs() / (gradient.abs() + rms)).max()
+        # Gradients of slopes and sinks are long sums of terms that nearly cancel.
+        bound = torch.finfo(dtype).eps * (4 if dtype != torch.float32 else 8 * reduced**0.5)
+        assert error < bound, f"{name}: gradient of {leaf} is off by {error:.3g}, allowed are {bound:.3g}"
+    return {"out": out, "lse": lse, **results}
+
+
+def masks(_group: dist.ProcessGroup, names: Sequence[str]) -> None:
+    for name in names:
+        for config in (tile(16, 16), tile(16, 32)):
+            check(case(MASKS[name], heads=(2, 1)), config, f"{name} {config}")
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_masks(part: int) -> None:
+    interpreted_ranks(1, masks, list(MASKS)[part::2])
+
+
+def test_rows_that_see_nothing() -> None:
+    interpreted_ranks(1, rows_that_see_nothing)
+
+
+def rows_that_see_nothing(_group: dist.ProcessGroup) -> None:
+    for sinks in (False, True):
+        results = check(case(MASKS["more queries"], sinks=sinks))
+        assert bool((results["out"][:, :29] == 0).all()) and bool((results["q"][:, :29] == 0).all())
+        assert bool((results["lse"][..., :29] == -torch.inf).all()) != sinks
+
+
+def scores_of(_group: dist.ProcessGroup, name: str) -> None:
+    documents = AttentionMask(41, 41, causal=True, window=(17, -1), cu_seqlens=(0, 1, 1, 30, 41))
+    documents = replace(documents, cu_seqlens_kv=documents.cu_seqlens)
+    check(case(documents, SCORES[name], sinks=True), tile(), name)
+    check(case(AttentionMask(20, 37), SCORES[name], batch=2), tile(32, 16), name)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    interpreted_ranks(1, scores_of, name)
+
+
+def dtypes(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for tma in (False, True) if dtype != torch.float32 else (False,):
+        check(
+            case(MASKS["causal"], SCORES["softcap"], dtype=dtype, heads=(2, 1), sinks=True), tile(tma=tma), f"tma {tma}"
+        )
+        check(case(MASKS["documents"], dtype=dtype, heads=(2, 1)), tile(32, 16, tma=tma), f"tma {tma}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    interpreted_ranks(1, dtypes, dtype)
+
+
+def head_dims(_group: dist.ProcessGroup) -> None:
+    for dims in ((16, 16), (40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
+        c = case(AttentionMask(33, 33, causal=True), Scores(dims[0] ** -0.5), dims=dims, heads=(2, 1))
+        check(c, tile(32, 32), str(dims))
+    c = case(AttentionMask(50, 50), dims=(40, 24), dtype=torch.bfloat16)
+    check(c, tile(tma=True), "padded, by TMA")
+
+
+def test_head_dims() -> None:
+    interpreted_ranks(1, head_dims)
+
+
+def dropout_bits(_group: dist.ProcessGroup) -> None:
+    """With equal probabilities and v one-hot, out says which keys were kept."""
+    indices = np.concatenate((np.arange(5, 30), np.arange(41, 62)))
+    tokens = Tokens((range(5, 30), range(41, 62)))
+    step = make_step(AttentionMask(62, 62), tokens, tokens)
+    for drop in (Dropout(0.5, 2**63 - 1), Dropout(0.1, 1 << 31, 2**20)):
+        q, k = torch.zeros(2, 46, 2, 16), torch.zeros(2, 46, 1, 16)
+        v = torch.eye(46)[None, :, None].expand(2, -1, 1, -1).contiguous()
+        out, _ = kernels().flash_attention(q, k, v, step, terms(Scores(1.0, dropout=drop)), config=tile())
+        wanted = kept(drop, 2, 2, *[torch.from_numpy(indices)] * 2)
+        assert torch.equal(out.transpose(1, 2) != 0, wanted)
+
+
+def test_dropout_draws_the_bits_of_philox() -> None:
+    interpreted_ranks(1, dropout_bits)
+
+
+def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
+    """All ranks' steps, one after the other, through the provider: the state goes on, and the last one ends it."""
+    from fused_tp.schedules.attention.triton import TritonFlash
+
+    provider = TritonFlash()
+    for mask, name in ((MASKS["causal"], "all"), (MASKS["documents"], "plain")):
+        c = case(
+            mask,
+            SCORES[name] if name == "plain" else replace(SCORES[name], alibi_slopes=SLOPES[:2]),
+            dtype=dtype,
+            heads=(2, 1),
+            sinks=True,
+        )
+        plan = ring_plan(mask, world_size, "zigzag")
+        dk, dv, d_slopes = torch.zeros(c.k.shape), torch.zeros(c.v.shape), torch.zeros(2)
+        for rank in range(world_size):
+            rows = torch.from_numpy(plan.queries[rank].indices)
+            q, wanted = c.q[:, rows], c.out[:, rows]
+            state = SoftmaxState.empty(q, c.v.shape[3])
+            steps = [(plan.source(rank, t), plan.step(rank, t)) for t in range(world_size)]
+            steps = [(source, step) for source, step in steps if not step.empty]
+            for source, step in steps:
+                keys = torch.from_numpy(plan.keys[source].indices)[step.k_start : step.k_stop]
+                part = state.rows(step.q_start, step.q_stop)
+                before = [x.clone() for x in (part.weighted, part.highest, part.total)]
+                out = torch.empty(1, step.rows, 2, 16, dtype=dtype)
+                lse = torch.empty(1, 2, step.rows)
+                last = (step, c.scores, q[:, step.q_start : step.q_stop], c.k[:, keys], c.v[:, keys])
+                provider.forward(*last, part)
+                # Ending at this step instead gives what the state gives after it.
+                provider.last(*last, SoftmaxState(*before), out, lse, c.sinks)
+                torch.testing.assert_close((out, lse), part.result(dtype, c.sinks), rtol=0.01, atol=1e-5)
+            out, lse = state.result(dtype, c.sinks)
+            assert_within_dtype_error(out, wanted, dtype, reduced_over=mask.seq_len, roundings=2, name=name)
+            torch.testing.assert_close(lse.double(), c.lse[..., rows], rtol=4e-6, atol=4e-6)
+            grad_out = c.grad_out[:, rows]
+            sums, dq = row_sums(grad_out, out, None), torch.zeros(q.shape)
+            for source, step in steps:
+                keys = torch.from_numpy(plan.keys[source].indices)[step.k_start : step.k_stop]
+                here = slice(step.q_start, step.q_stop)
+                dk_part, dv_part = torch.zeros(1, len(keys), 1, 16), torch.zeros(1, len(keys), 1, 16)
+                provider.backward(
+                    step, c.scores, grad_out[:, here], q[:, here], c.k[:, keys], c.v[:, keys], lse[..., here],
+                    sums[..., here], dq[:, here], dk_part, dv_part, d_slopes if name == "all" else None, out[:, here],
+                )  # fmt: skip
+                dk[:, keys] += dk_part
+                dv[:, keys] += dv_part
+            close(dq, c.gradients["q"][:, rows], dtype)
+        close(dk, c.gradients["k"], dtype)
+        close(dv, c.gradients["v"], dtype)
+        if name == "all":
+            close(d_slopes, c.gradients["slopes"], dtype)
+
+
+def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    bound = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(actual.double(), wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
+def test_steps_of_a_ring_by_the_provider(world_size: int, dtype: torch.dtype) -> None:
+    interpreted_ranks(1, ring, world_size, dtype)
+
+
+def states(_group: dist.ProcessGroup) -> None:
+    """A fresh state is not read; one of other makers holds any number; what goes out and in again is the same bits."""
+    c = case(AttentionMask(37, 37), heads=(2, 2))
+    flash, own = kernels(), terms(c.scores)
+
+    def fold(state: SoftmaxState, keys: slice, fresh: bool = False) -> SoftmaxState:
+        step = make_step(AttentionMask(37, 37), Tokens((range(37),)), Tokens((range(keys.start, keys.stop),)))
+        sums = (state.weighted, state.highest, state.total)
+        flash.flash_forward(c.q, c.k[:, keys], c.v[:, keys], step, own, sums, fresh=fresh, config=tile())
+        return state
+
+    def filled(value: float) -> SoftmaxState:
+        per_row = torch.full((1, 2, 37), value)
+        return SoftmaxState(torch.full((1, 37, 2, 16), value), per_row, per_row.clone())
+
+    whole = fold(SoftmaxState.empty(c.q, 16), slice(0, 37))
+    for fresh in (fold(filled(torch.nan), slice(0, 37), True),):
+        assert all(torch.equal(getattr(whole, n), getattr(fresh, n)) for n in ("weighted", "highest", "total"))
+    # Blocks of 16 keys, in one launch or in three: rescaling rounds nothing, so the bits are the same.
+    parts = SoftmaxState.empty(c.q, 16)
+    for keys in (slice(0, 16), slice(16, 32), slice(32, 37)):
+        fold(parts, keys)
+    assert all(torch.equal(getattr(whole, n), getattr(parts, n)) for n in ("weighted", "highest", "total"))
+    other = SoftmaxState.empty(c.q, 16)
+    fold(other, slice(0, 16))
+    other = SoftmaxState(other.weighted * 0.3, other.highest - torch.tensor(0.3).log(), other.total * 0.3)
+    out, lse = fold(other, slice(16, 37)).result(torch.float32)
+    torch.testing.assert_close((out, lse), whole.result(torch.float32), rtol=2e-6, atol=2e-6)
+
+
+def test_states() -> None:
+    interpreted_ranks(1, states)
+
+
+def leaks(_group: dist.ProcessGroup) -> None:
+    """A token outside of a query's view changes no bit of its output and gradient, and the other way round."""
+    mask = MASKS["documents"]
+    c = case(mask, SCORES["softcap"], heads=(2, 1))
+    before = check(c)
+    for token, change in ((40, 1e4), (61, -7.0)):
+        k, v = c.k.clone(), c.v.clone()
+        k[:, token] += change
+        v[:, token] -= change
+        after = run(replace(c, k=k, v=v), before)
+        blind = torch.from_numpy((c.step.starts > token) | (c.step.stops <= token))
+        for name in ("out", "q"):
+            assert torch.equal(before[name][:, blind], after[name][:, blind]), (name, token)
+        q, grad_out = c.q.clone(), c.grad_out.clone()
+        q[:, token] += change
+        grad_out[:, token] *= change
+        after = run(replace(c, q=q, grad_out=grad_out), before)
+        first, last = c.step.seen_by
+        unseen = torch.from_numpy((first > token) | (last <= token))
+        for name in "kv":
+            assert torch.equal(before[name][:, unseen], after[name][:, unseen]), (name, token)
+    # Not even what is not a number comes from another long document, nor from keys that nobody sees.
+    k, v = c.k.clone(), c.v.clone()
+    k[:, 61:], v[:, 61:] = torch.nan, torch.inf
+    after = run(replace(c, k=k, v=v), before)
+    for name in ("out", "q"):
+        assert torch.equal(before[name][:, :61], after[name][:, :61]), name
+    for name in "kv":
+        assert torch.equal(before[name][:, :61], after[name][:, :61]), name
+    c = case(MASKS["cross documents"], heads=(1, 1))
+    before = check(c)
+    k, v = c.k.clone(), c.v.clone()
+    k[:, :20], v[:, :20], k[:, 40], v[:, 40] = torch.nan, torch.nan, torch.inf, torch.nan
+    after = run(replace(c, k=k, v=v), before)
+    assert torch.equal(before["out"], after["out"]) and torch.equal(before["q"], after["q"])
+
+
+def run(c: Case, of: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What comes out of a case, with the lse of the results `of`, so that rows are independent of each other."""
+    flash, own = kernels(), terms(c.scores)
+    out, lse = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=tile())
+    results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
+    sums = row_sums(c.grad_out, c.out.to(c.q.dtype), None)
+    flash.flash_backward(
+        c.grad_out, c.q, c.k, c.v, of["lse"], sums, *(results[n] for n in "qkv"), c.step, own,
+        queries_config=tile(), keys_config=tile(),
+    )  # fmt: skip
+    return {"out": out, "lse": lse, **results}
+
+
+def test_no_leaks() -> None:
+    interpreted_ranks(1, leaks)
+
+
+def strides(_group: dist.ProcessGroup) -> None:
+    """Views are read and written as they lie, what lies between is not touched, and every run gives the same bits."""
+    slopes = replace(SCORES["alibi"], alibi_slopes=SLOPES[:2])
+    c = case(AttentionMask(39, 39, causal=True), slopes, batch=2, heads=(2, 2))
+    packed = torch.stack((c.q, c.k, c.v), 2)
+    q, k, v = packed.unbind(2)
+    first = check(c)
+    second = check(replace(c, q=q, k=k, v=v, grad_out=c.grad_out.transpose(0, 1).contiguous().transpose(0, 1)))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    heads_first = replace(c, q=c.q.transpose(1, 2).contiguous().transpose(1, 2))
+    wide, log = torch.full((2, 41, 2, 17), 7.0), torch.full((2, 2, 41), 7.0)
+    out, lse = wide[:, 1:-1, :, :16], log[..., 1:-1]
+    kernels().flash_attention(heads_first.q, k, v, c.step, terms(c.scores), out=out, lse=lse, config=tile())
+    assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
+    out.fill_(7.0), lse.fill_(7.0)
+    assert bool((wide == 7).all()) and bool((log == 7).all())
+
+
+def test_strides_and_same_bits() -> None:
+    interpreted_ranks(1, strides)
+
+
+def errors(_group: dist.ProcessGroup) -> None:
+    c = case(AttentionMask(20, 20))
+    flash, own = kernels(), terms(c.scores)
+    for arguments, said in (
+        ((c.q.double(), c.k.double(), c.v.double(), c.step, own), "bf16, fp16 and fp32"),
+        ((c.q, c.k.half(), c.v, c.step, own), "k is torch.float16"),
+        ((c.q[:, :-1], c.k, c.v, c.step, own), "mask is of 20 queries"),
+        ((c.q, c.k.mT.contiguous().mT, c.v, c.step, own), "dense last dim"),
+        ((c.q[:, :, :3], c.k, c.v, c.step, own), "divides"),
+        ((c.q, c.k, c.v, c.step, terms(Scores(-1.0))), "must be a positive number"),
+        ((c.q, c.k, c.v, c.step, terms(Scores(1.0, dropout=Dropout(1.0, 1)))), "less than 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flash.flash_attention(*arguments)
+    from fused_tp.schedules.attention.triton import obstacle
+
+    cpu = torch.device("cpu")
+    assert obstacle(cpu, torch.bfloat16, 64, 256) is None
+    assert "head dims go from 1 to 256" in str(obstacle(cpu, torch.bfloat16, 64, 320))
+
+
+def test_errors() -> None:
+    interpreted_ranks(1, errors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiles_cover_what_is_seen(seed: int) -> None:
+    """Of random intervals: tiles part the rows, hold all that these see, full blocks are seen by all of their rows."""
+    from triton_kernels.attention_tiles import tiles_of
+
+    draw = np.random.default_rng(seed)
+    for _ in range(50):
+        rows, keys = int(draw.integers(1, 90)), int(draw.integers(1, 90))
+        starts = np.sort(draw.integers(0, keys + 1, rows))
+        stops = np.maximum(starts, np.sort(draw.integers(0, keys + 1, rows)))
+        breaks = tuple(np.unique(draw.integers(1, rows + 1, int(draw.integers(0, 3)))).tolist())
+        height, block = (int(n) for n in 1 << draw.integers(0, 6, 2))
+        tiles = tiles_of(starts, stops, breaks, height, block)
+        order = tiles[np.argsort(tiles[:, 0])]
+        assert order[0, 0] == 0 and order[-1, 1] == rows and (order[1:, 0] == order[:-1, 1]).all()
+        for row, row_end, begin, end, full_begin, full_end in tiles.tolist():
+            assert 0 < row_end - row <= height and not any(row < b < row_end for b in breaks)
+            assert begin <= full_begin <= full_end <= max(end, begin)
+            assert (full_begin - begin) % block == 0 == (full_end - full_begin) % block
+            some = starts[row:row_end] < stops[row:row_end]
+            if some.any():
+                assert (starts[row:row_end][some] >= begin).all() and (stops[row:row_end][some] <= end).all()
+            seen = np.zeros(keys, dtype=bool)
+            for i in range(row, row_end):
+                seen[starts[i] : stops[i]] = True
+            assert seen[begin:end].all(), "keys that no row sees are not visited"
+            if full_end > full_begin:
+                assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
+        looked = tiles[:, 3] - tiles[:, 2]
+        assert (looked[1:] <= looked[:-1]).all(), "most work first"
+
+
+def test_long_documents_do_not_share_tiles() -> None:
+    from triton_kernels.attention_tiles import query_tiles
+
+    bounds = (0, 100, 103, 105, 300)
+    step = whole_step(AttentionMask(300, 300, causal=True, cu_seqlens=bounds, cu_seqlens_kv=bounds))
+    tiles = query_tiles(step, 32, 32, torch.device("cpu"))
+    assert sorted(tiles[:, 0].tolist()) == [0, 32, 64, 96, 100, 105, 137, 169, 201, 233, 265, 297]
+    assert query_tiles(step, 32, 32, torch.device("cpu")) is tiles

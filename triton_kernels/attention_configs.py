@@ -1,0 +1,148 @@
+"""The tile shapes of attention that are shipped: for each architecture, kind of numbers and head dim, one per kernel.
+
+What bounds them: 255 registers a thread hold the sums of a tile ([rows, head dim] in fp32; keys' tiles have two of
+them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
+of shared memory with the tile's own rows. `tests/compile` holds that none spills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# As Triton names them; fp32 by how it is multiplied.
+KINDS = ("bf16", "fp16", "tf32", "ieee")
+KERNELS = ("forward", "queries", "keys")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """`rows` of a tile, of queries or (kernel "keys") of keys, and blocks of the others that it walks through."""
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+    def constants(self) -> dict[str, int]:
+        """The kernel's constexprs."""
+        return {"ROWS": self.rows, "BLOCK": self.block}
+
+    def options(self) -> dict[str, int]:
+        """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
+        programs = 1 if self.num_warps == 8 else 2
+        registers = min(255, 65536 // (programs * self.num_warps * 32))
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.block} warps {self.num_warps} stages {self.num_stages}{' tma' * self.tma}"
+
+
+INTERPRETED = AttentionConfig(32, 32, num_warps=4, num_stages=1)
+
+_C = AttentionConfig
+_IEEE = {
+    "forward": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 2), 256: _C(32, 16, 4, 1)},
+    "queries": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 1), 256: _C(16, 16, 4, 1)},
+    "keys": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 1), 256: _C(16, 16, 4, 1)},
+}
+_CONFIGS: dict[int, dict[str, dict[str, dict[int, AttentionConfig]]]] = {
+    80: {
+        "16": {
+            "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(128, 32, 8, 2)},
+            "queries": {64: _C(128, 64, 8, 2), 128: _C(128, 32, 8, 2), 256: _C(64, 32, 8, 1)},
+            "keys": {64: _C(128, 64, 8, 2), 128: _C(64, 64, 8, 2), 256: _C(64, 16, 8, 1)},
+        },
+        "tf32": {
+            "forward": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+            "queries": {64: _C(64, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 16, 8, 1)},
+            "keys": {64: _C(64, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 16, 8, 1)},
+        },
+    },
+    90: {
+        "16": {
+            "forward": {
+                64: _C(128, 128, 8, 3, tma=True),
+                128: _C(128, 128, 8, 2, tma=True),
+                256: _C(128, 64, 8, 2, tma=True),
+            },
+            "queries": {
+                64: _C(128, 64, 8, 3, tma=True),
+                128: _C(128, 64, 8, 2, tma=True),
+                256: _C(64, 64, 8, 2, tma=True),
+            },
+            "keys": {
+                64: _C(128, 64, 8, 3, tma=True),
+                128: _C(128, 64, 8, 2, tma=True),
+                256: _C(64, 64, 8, 1, tma=True),
+            },
+        },
+        "tf32": {
+            "forward": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(64, 32, 8, 1)},
+            "queries": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+            "keys": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+        },
+    },
+    100: {
+        "16": {
+            "forward": {
+                64: _C(128, 128, 8, 3, tma=True),
+                128: _C(128, 128, 8, 2, tma=True),
+                256: _C(128, 64, 8, 2, tma=True),
+            },
+            "queries": {
+                64: _C(128, 64, 8, 2, tma=True),
+                128: _C(128, 64, 8, 2, tma=True),
+                256: _C(128, 32, 8, 1, tma=True),
+            },
+            "keys": {
+                64: _C(128, 64, 8, 2, tma=True),
+                128: _C(128, 64, 8, 2, tma=True),
+                256: _C(64, 64, 8, 1, tma=True),
+            },
+        },
+        "tf32": {
+            "forward": {64: _C(128, 64, 8, 2), 128: _C(128, 32, 8, 2), 256: _C(64, 32, 8, 1)},
+            "queries": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 32, 8, 1)},
+            "keys": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 32, 8, 1)},
+        },
+    },
+}
+
+
+def attention_config(kernel: str, arch: int, kind: str, head_dim: int) -> AttentionConfig:
+    """The config of `kernel` (KERNELS) for numbers of `kind` (KINDS) and the larger head dim of q and v, on `arch`:
+    80, 90 or 100, or 0 for the interpreter.
+
+    Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
+    """
+    if not arch:
+        return INTERPRETED
+    wide = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
+    if kind == "ieee":
+        return _IEEE[kernel][wide]
+    return _CONFIGS[arch]["tf32" if kind == "tf32" else "16"][kernel][wide]
+
+
+def padded(head_dim: int) -> int:
+    """What a kernel makes of a head dim: a power of 2 that matrix units take.
+
+    >>> padded(40), padded(192)
+    (64, 256)
+    """
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def config_arguments(config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str) -> dict[str, Any]:
+    """The constexprs and options that all kernels have."""
+    return {
+        "D": head_dim,
+        "DV": v_head_dim,
+        "PADDED_D": padded(head_dim),
+        "PADDED_DV": padded(v_head_dim),
+        "PRECISION": precision,
+        **config.constants(),
+        **config.options(),
+    }

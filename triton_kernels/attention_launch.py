@@ -1,0 +1,152 @@
+"""What a launch of an attention kernel is given: the host's side of attention_blocks.py and attention_scores.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .attention_configs import KERNELS, MAX_HEAD_DIM, AttentionConfig, attention_config
+from .attention_tiles import Seen
+from .operands import arch_of, check_current
+from .tiles import INTERPRETED
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+PRECISIONS = ("ieee", "tf32")
+_L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Probability `p`, `seed` of 63 bits, and the number in the whole of the first head that is here."""
+
+    p: float
+    seed: int
+    first_head: int = 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a score is beside q.k: see attention_scores.py. `slopes` fp32 [heads]."""
+
+    scale: float
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    dropout: Dropout | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        drop = self.dropout or Dropout(0.0, 0)
+        return {
+            "slopes": self.slopes,
+            "scale": float(self.scale),
+            "softcap": float(self.softcap),
+            "keep_scale": 1.0 / (1.0 - drop.p),
+            "seed_low": _signed(drop.seed & 0xFFFFFFFF),
+            "seed_high": _signed(drop.seed >> 32),
+            "dropped_below": _signed(min(int(drop.p * 2**32), 0xFFFFFFFF)),
+            "first_head": drop.first_head,
+            "CAPPED": self.softcap != 0.0,
+            "DROPOUT": drop.p > 0.0,
+        }
+
+
+def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, terms: Terms, device: torch.device) -> str | None:
+    """Why the kernels cannot compute it, or None."""
+    if dtype not in DTYPES:
+        return f"the Triton kernels of attention compute in bf16, fp16 and fp32, not in {dtype}"
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
+        return f"head dims go from 1 to {MAX_HEAD_DIM}; here they are {head_dim} and {v_head_dim}"
+    if not (terms.scale > 0 and math.isfinite(terms.scale)):
+        return f"scale must be a positive number; it is {terms.scale}"
+    if terms.dropout and not 0 <= terms.dropout.p < 1:
+        return f"the probability of dropout must be at least 0 and less than 1; it is {terms.dropout.p}"
+    if not INTERPRETED.value and device.type != "cuda":
+        return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
+    if not INTERPRETED.value and not arch_of(device):
+        return "the Triton kernels of attention need a GPU of sm_80 or later"
+    return None
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: str) -> None:
+    """Raises ValueError, in a sentence, where the kernels cannot compute it."""
+    why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
+    if why is not None:
+        raise ValueError(f"{why[0].upper()}{why[1:]}.")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be 'ieee' or 'tf32'; got {precision!r}.")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+            raise ValueError(
+                f"{name} must be [batch, seq, heads, head_dim] with a dense last dim; got strides {x.stride()}."
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
+    batch, rows, heads, head_dim = q.shape
+    _, keys, kv_heads, _ = k.shape
+    if k.shape != (batch, keys, kv_heads, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+        raise ValueError(
+            "k must be [batch, keys, kv_heads, head_dim] and v [batch, keys, kv_heads, any], with a number of kv_heads "
+            f"that divides that of heads; q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
+        )
+    if (rows, keys) != (seen.rows, seen.keys):
+        raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
+    check_current(q.device)
+
+
+def kind_of(dtype: torch.dtype, precision: str) -> str:
+    """One of `attention_configs.KINDS`."""
+    return precision if dtype == torch.float32 else DTYPES[dtype]
+
+
+def config_for(kernel: str, q: Tensor, v: Tensor, precision: str) -> AttentionConfig:
+    """The shipped config of `kernel`."""
+    assert kernel in KERNELS
+    return attention_config(kernel, arch_of(q.device), kind_of(q.dtype, precision), max(q.shape[-1], v.shape[-1]))
+
+
+def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:
+    """What `program_tile` wants to know; of heads of keys or of queries."""
+    heads = k.shape[2] if of_keys else q.shape[2]
+    shared = q.shape[2] // k.shape[2]
+    # Tiles of keys walk through the rows of all queries that share their head.
+    read = q if of_keys else k
+    per_head = read.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if of_keys else 1)
+    together = max(1, _L2_BYTES // max(1, per_head)) * (1 if of_keys else shared)
+    batch_heads = q.shape[0] * heads
+    return {
+        "tile_count": len(tiles),
+        "heads": heads,
+        "batch_heads": batch_heads,
+        "together": min(together, batch_heads),
+        "shared": shared,
+    }
+
+
+def fits_tma(x: Tensor) -> bool:
+    """Whether TMA can load blocks of x [B, S, H, D]: it begins, and its rows lie, at multiples of 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return x.numel() > 0 and x.element_size() == 2 and aligned and x.data_ptr() % 16 == 0
+
+
+def descriptor(x: Tensor, block: int, width: int) -> TensorDescriptor:
+    """Of x [B, S, H, D] as [B, H, S, D], in blocks of `block` rows of one head."""
+    turned = x.transpose(1, 2)
+    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
+    row = -(-x.shape[3] // 16) * 16
+    strides = [stride if size > 1 else row for stride, size in zip(turned.stride(), turned.shape, strict=True)]
+    return TensorDescriptor(turned, list(turned.shape), [*strides[:3], 1], [1, 1, block, width])
+
+
+def strides_of(x: Tensor | None, count: int = 3) -> tuple[int, ...]:
+    """Of all dims but the last, which is dense; zeros of what is not there."""
+    return (0,) * count if x is None else tuple(x.stride()[:count])
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a signed number: always one type of argument."""
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,99 @@
+"""How attention is cut into tiles: for each, its rows and the blocks on the other side that it has to look at.
+
+Query i sees the keys [starts[i], stops[i]), key j is seen by the queries [first[j], last[j]); all four never go back.
+So what a tile of rows sees lies between the lowest start and the highest stop, which are those of its first and its
+last row, and what all of its rows see lies between the highest start and the lowest stop. Blocks inside of the latter
+need no mask, blocks outside of the former are not visited. All of that is found here, on the host and for all tiles at
+once, so that a kernel has loops with bounds and no branches.
+
+A tile is cut short where rows stop belonging together: at a break of the layout (a rank's second zigzag chunk), where a
+long document begins, and where keys lie between two neighbours that neither sees. What no row of a tile sees is thus
+never loaded for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+COLUMNS = 6  # row, end of rows, begin, end, begin and end of what needs no mask
+
+
+class Seen(Protocol):
+    """Which of `keys` keys each of `rows` queries sees; a step of a ring is one.
+
+    `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows behind which tokens of the whole
+    sequence are missing. `on` gives int32 tensors of a device by name: starts, stops, first, last, places, q_indices
+    and k_indices; the tiles are kept in the same dict.
+    """
+
+    q_breaks: tuple[int, ...]
+    k_breaks: tuple[int, ...]
+    starts: Any
+    stops: Any
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def keys(self) -> int: ...
+
+    @property
+    def seen_by(self) -> tuple[Any, Any]: ...
+
+    def on(self, device: torch.device) -> dict[str, Tensor]: ...
+
+
+def query_tiles(seen: Seen, rows: int, block: int, device: torch.device) -> Tensor:
+    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once."""
+    known = seen.on(device)
+    name = f"query tiles {rows}x{block}"
+    if name not in known:
+        known[name] = torch.from_numpy(tiles_of(seen.starts, seen.stops, seen.q_breaks, rows, block)).to(device)
+    return known[name]
+
+
+def key_tiles(seen: Seen, rows: int, block: int, device: torch.device) -> Tensor:
+    """Tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
+    known = seen.on(device)
+    name = f"key tiles {rows}x{block}"
+    if name not in known:
+        known[name] = torch.from_numpy(tiles_of(*seen.seen_by, seen.k_breaks, rows, block)).to(device)
+    return known[name]
+
+
+def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
+    """int32 [tiles, COLUMNS], those with most to look at first: (row, end of rows, begin, end, full begin, full end).
+
+    Blocks lie at begin, begin + block, ...; those in [full begin, full end) are whole and seen by all rows of the tile.
+
+    >>> tiles_of(np.zeros(4, int), np.arange(1, 5), (), 2, 2).tolist()  # causal
+    [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
+    """
+    segments = _segments(starts, stops, breaks, rows)
+    counts = -(-np.diff(segments) // rows)
+    segment = np.repeat(np.arange(len(counts)), counts)
+    first = segments[segment] + (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+    behind = np.minimum(first + rows, segments[segment + 1])
+    begin, end = starts[first].astype(np.int64), stops[behind - 1].astype(np.int64)
+    end = np.maximum(begin, end)
+    full_begin = begin + -(-(starts[behind - 1] - begin) // block) * block
+    full_end = begin + (np.minimum(stops[first], end) - begin) // block * block
+    some = full_end > full_begin
+    full_begin, full_end = np.where(some, full_begin, begin), np.where(some, full_end, begin)
+    table = np.stack((first, behind, begin, end, full_begin, full_end), 1)
+    return np.ascontiguousarray(table[np.argsort(begin - end, kind="stable")].astype(np.int32))
+
+
+def _segments(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> Any:
+    """Ends of the runs of rows that tiles may not straddle: 0, ..., the number of rows."""
+    # Neighbours that see nothing in common are of two documents. Short ones share a tile.
+    bounds = np.concatenate(([0], np.flatnonzero(starts[1:] >= stops[:-1]) + 1, [len(starts)]))
+    long = np.diff(bounds) >= rows
+    documents = bounds[1:-1][long[:-1] | long[1:]]
+    gaps = np.flatnonzero(starts[1:] > stops[:-1]) + 1
+    return np.unique(np.concatenate(([0], documents, gaps, np.asarray(breaks, dtype=np.int64), [len(starts)])))

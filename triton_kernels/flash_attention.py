@@ -1,0 +1,252 @@
+"""Flash attention from and to sums in fp32: what a ring computes step by step, or one call at once.
+
+    flash_forward     folds keys into a state (weighted, highest, total); see flash_attention_forward.py
+    flash_attention   the same, and ends it: out and lse, rounded once
+    flash_backward    adds the gradients of a step to dq, dk, dv; see flash_attention_backward.py
+
+A mask is an interval of keys for each query (`attention_tiles.Seen`): causal, windows, packed documents, lengths that
+differ, and any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer
+heads, v another head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_configs import AttentionConfig, config_arguments, padded
+from .attention_launch import (
+    Dropout,
+    Terms,
+    check,
+    config_for,
+    descriptor,
+    fits_tma,
+    obstacle,
+    programs,
+    strides_of,
+)
+from .attention_tiles import Seen, key_tiles, query_tiles
+from .flash_attention_backward import keys_kernel, queries_kernel
+from .flash_attention_forward import forward_kernel
+
+__all__ = ["Dropout", "Terms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    terms: Terms,
+    state: State,
+    *,
+    fresh: bool = False,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> None:
+    """Fold k and v into `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
+
+    Args:
+        q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
+        fresh: `state` holds nothing yet and is not read; it need not be initialised.
+        precision: of fp32: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+        config: tiles, in place of the shipped ones.
+
+    Raises:
+        ValueError: something is not as above; says what. Nothing has run then.
+
+    Example:
+        flash_forward(q, k, v, step, Terms(scale=128**-0.5), (weighted, highest, total))
+    """
+    check(q, k, v, seen, terms, precision)
+    _launch(q, k, v, seen, terms, state, None, None, None, fresh, precision, config)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    terms: Terms,
+    *,
+    sinks: Tensor | None = None,
+    state: State | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
+
+    Args:
+        sinks: [H] scores of one more key each, whose value is 0; they count in lse.
+        state: what earlier keys have given, as `flash_forward` left it; it is read only.
+        out, lse: where to write; the last dim dense.
+
+    The other arguments and errors are those of `flash_forward`.
+    """
+    check(q, k, v, seen, terms, precision)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
+    _launch(q, k, v, seen, terms, state, out, lse, sinks, state is None, precision, config)
+    return out, lse
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    terms: Terms,
+    state: State | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    first: bool,
+    precision: str,
+    config: AttentionConfig | None,
+) -> None:
+    if q.numel() == 0:
+        return
+    config = config or config_for("forward", q, v, precision)
+    tiles = query_tiles(seen, config.rows, config.block, q.device)
+    vectors = seen.on(q.device)
+    weighted, highest, total = state or (None, None, None)
+    tma = config.tma and fits_tma(k) and fits_tma(v)
+    grid = programs(q, k, v, tiles, of_keys=False)
+    names = ("starts", "stops", "places", "q_indices", "k_indices")
+    forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+        q=q,
+        k=k,
+        v=v,
+        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+        weighted=weighted,
+        highest=highest,
+        total=total,
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        tiles=tiles,
+        q_strides=strides_of(q),
+        k_strides=strides_of(k),
+        v_strides=strides_of(v),
+        weighted_strides=strides_of(weighted),
+        state_strides=strides_of(highest, 2),
+        out_strides=strides_of(out),
+        lse_strides=strides_of(lse, 2),
+        FIRST=first,
+        TMA=tma,
+        **{name: vectors[name] for name in names},
+        **grid,
+        **terms.arguments(),
+        **config_arguments(config, q.shape[3], v.shape[3], precision),
+    )
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    sums: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    seen: Seen,
+    terms: Terms,
+    *,
+    d_slopes: Tensor | None = None,
+    precision: str = "ieee",
+    queries_config: AttentionConfig | None = None,
+    keys_config: AttentionConfig | None = None,
+) -> None:
+    """Add the gradients of a step to dq, dk, dv and d_slopes [H], all fp32 and of any strides with a dense last dim.
+
+    Args:
+        grad_out: [B, S, H, Dv] in the dtype of q.
+        lse, sums: fp32 [B, H, S], of all keys: sums = sum(grad_out * out, -1) - grad_lse.
+
+    The other arguments and errors are those of `flash_forward`.
+
+    Example:
+        flash_backward(grad_out, q, k, v, lse, (grad_out * out).sum(-1).mT, dq, dk, dv, step, Terms(128**-0.5))
+    """
+    check(q, k, v, seen, terms, precision)
+    if grad_out.shape != (*q.shape[:3], v.shape[3]) or grad_out.dtype != q.dtype:
+        raise ValueError(
+            f"grad_out must be {[*q.shape[:3], v.shape[3]]} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}."
+        )
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (lse, sums))
+    vectors = seen.on(q.device)
+    common: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "grad_out": grad_out,
+        "lse": lse,
+        "sums": sums,
+        "q_strides": strides_of(q),
+        "k_strides": strides_of(k),
+        "v_strides": strides_of(v),
+        "grad_strides": strides_of(grad_out),
+        "lse_strides": strides_of(lse, 2),
+        "sums_strides": strides_of(sums, 2),
+        **{name: vectors[name] for name in ("places", "q_indices", "k_indices")},
+        **terms.arguments(),
+    }
+
+    config = queries_config or config_for("queries", q, v, precision)
+    tiles = query_tiles(seen, config.rows, config.block, q.device)
+    tma = config.tma and fits_tma(k) and fits_tma(v)
+    grid = programs(q, k, v, tiles, of_keys=False)
+    of_tiles = None
+    if d_slopes is not None:
+        of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
+    queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+        dq=dq,
+        d_slopes=of_tiles,
+        starts=vectors["starts"],
+        stops=vectors["stops"],
+        tiles=tiles,
+        dq_strides=strides_of(dq),
+        TMA=tma,
+        **grid,
+        **common,
+        **config_arguments(config, q.shape[3], v.shape[3], precision),
+    )
+    if d_slopes is not None and of_tiles is not None:
+        d_slopes += of_tiles.sum((0, 1))
+
+    config = keys_config or config_for("keys", q, v, precision)
+    tiles = key_tiles(seen, config.rows, config.block, q.device)
+    tma = config.tma and fits_tma(q) and fits_tma(grad_out)
+    grid = programs(q, k, v, tiles, of_keys=True)
+    keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+        q_tma=descriptor(q, config.block, padded(q.shape[3])) if tma else None,
+        grad_tma=descriptor(grad_out, config.block, padded(v.shape[3])) if tma else None,
+        dk=dk,
+        dv=dv,
+        first=vectors["first"],
+        last=vectors["last"],
+        tiles=tiles,
+        dk_strides=strides_of(dk),
+        dv_strides=strides_of(dv),
+        TMA=tma,
+        **grid,
+        **common,
+        **config_arguments(config, q.shape[3], v.shape[3], precision),
+    )
