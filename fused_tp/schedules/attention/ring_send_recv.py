@@ -40,32 +40,34 @@ class SendRecvRing:
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> Pair:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
-        arriving = self._fetch(call, 1, k, v)
-        state = Forward(call, q, v)
-        state.attend(0, k, v)
-        for t in call.steps:
-            held = arriving.wait()
-            arriving = self._fetch(call, t + 1, k, v)
-            state.attend(t, *held, call.needs(t).start)
+        with self._transport.several("ring_attention"):
+            arriving = self._fetch(call, 1, k, v)
+            state = Forward(call, q, v)
+            state.attend(0, k, v)
+            for t in call.steps:
+                held = arriving.wait()
+                arriving = self._fetch(call, t + 1, k, v)
+                state.attend(t, *held, call.needs(t).start)
         return state.result()
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
         k, v = saved.k, saved.v
         self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
-        arriving = self._fetch(call, 1, k, v)
-        state, dk, dv = Backward(call, saved), zeros_like(k), zeros_like(v)
-        state.attend(0, k, v, dk, dv)
-        returning: Pending[Pair] | None = None
-        for t in call.steps:
-            held = arriving.wait()
-            arriving = self._fetch(call, t + 1, k, v)
-            terms = zeros_like(held[0]), zeros_like(held[1])
-            state.attend(t, *held, *terms, call.needs(t).start)
+        with self._transport.several("ring_attention_backward"):
+            arriving = self._fetch(call, 1, k, v)
+            state, dk, dv = Backward(call, saved), zeros_like(k), zeros_like(v)
+            state.attend(0, k, v, dk, dv)
+            returning: Pending[Pair] | None = None
+            for t in call.steps:
+                held = arriving.wait()
+                arriving = self._fetch(call, t + 1, k, v)
+                terms = zeros_like(held[0]), zeros_like(held[1])
+                state.attend(t, *held, *terms, call.needs(t).start)
+                if returning is not None:
+                    _add(call, t - 1, (dk, dv), returning.wait())
+                returning = self._give_back(call, t, terms, k, v)
             if returning is not None:
-                _add(call, t - 1, (dk, dv), returning.wait())
-            returning = self._give_back(call, t, terms, k, v)
-        if returning is not None:
-            _add(call, call.plan.world_size - 1, (dk, dv), returning.wait())
+                _add(call, call.plan.world_size - 1, (dk, dv), returning.wait())
         return state.result(dk, dv)
 
     def _fetch(self, call: RingCall, t: int, k: Tensor, v: Tensor) -> Pending[Pair]:
