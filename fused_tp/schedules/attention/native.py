@@ -82,6 +82,7 @@ class NativeCpu:
         dk: Tensor,
         dv: Tensor,
         d_slopes: Tensor | None,
+        out: Tensor | None = None,
     ) -> None:
         # Autograd may give gradients that are expanded, or of another dtype.
         grad_out = grad_out.to(q.dtype)

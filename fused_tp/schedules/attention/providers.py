@@ -93,7 +93,9 @@ def _is_for(name: str, device: torch.device) -> bool:
 
 
 def _no_native(wanted: Wanted) -> str | None:
-    return native.obstacle(wanted.device, wanted.dtype)
+    like = torch.empty((1, 1, 1, 1), dtype=wanted.dtype, device="cpu" if wanted.device.type == "cpu" else "meta")
+    reason = NATIVE.obstacle(like, like, like, Scores(1.0))
+    return None if reason is None else reason[0].lower() + reason[1:].rstrip(".")
 
 
 def _torch_has_tiles(wanted: Wanted) -> str | None:
