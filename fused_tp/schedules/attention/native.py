@@ -69,6 +69,11 @@ class NativeCpu:
             self.isa,
         )
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
+
     def backward(
         self,
         step: Step,
