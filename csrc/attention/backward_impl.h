@@ -21,7 +21,7 @@ namespace {
 template <class L>
 struct BackwardKeys {
   using Operand = typename L::Operand;
-  bool* finite;
+  bool* finite;  // K; its columns are cleaned
   Operand *k_rows, *k_columns, *v_rows;
   uintptr_t end;
 
@@ -40,7 +40,7 @@ struct BackwardQueries {
   using Real = typename L::Real;
   using Operand = typename L::Operand;
   Rows* rows;
-  bool* finite;      // q and g
+  bool* finite;      // q and g; their pairs are cleaned
   Real *lse, *sums;  // lse in units of ln 2
   Operand *q_lanes, *q_pairs, *g_lanes, *g_pairs;
   Real* dq;  // [dim][query], not yet scaled
@@ -105,8 +105,11 @@ void pack_keys_backward(const Backward& step, int64_t batch, int64_t kv_head, in
   const BackwardKeys<L> keys(shape, key_block);
   const BackwardScratch<L> mine(shape, scratch);
   const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
-  *keys.finite = pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k_rows);
-  rows_to_columns<L>(keys.k_rows, kKeys, shape.dim, keys.k_columns, mine.rows);
+  pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k_rows);
+  const int64_t count = kKeys * padded(shape.dim);
+  std::memcpy(mine.rows, keys.k_rows, count * sizeof(*mine.rows));
+  *keys.finite = clean<L>(mine.rows, count);
+  rows_to_columns<L>(mine.rows, kKeys, shape.dim, keys.k_columns, mine.rows + count);
   pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, keys.v_rows);
 }
 
@@ -132,13 +135,15 @@ void pack_queries(const Backward& step, int64_t batch, int64_t head, int64_t blo
     queries.sums[i] = i < rows.count && !nothing ? per_row(step.sums, i) : Real(0);
   }
   if (blinded) rows.measure();
-  *queries.finite = pack_rows<L>(step.q, step.dtype, batch, head, rows.at, rows.count, kQueries, shape.dim, mine.rows);
-  rows_to_lanes<L>(mine.rows, kQueries, shape.dim, queries.q_lanes);
-  rows_to_pairs<L>(mine.rows, kQueries, shape.dim, queries.q_pairs);
-  *queries.finite &=
-      pack_rows<L>(step.grad_out, step.dtype, batch, head, rows.at, rows.count, kQueries, shape.v_dim, mine.rows);
-  rows_to_lanes<L>(mine.rows, kQueries, shape.v_dim, queries.g_lanes);
-  rows_to_pairs<L>(mine.rows, kQueries, shape.v_dim, queries.g_pairs);
+  const auto pack = [&](const Source& source, int64_t dim, typename L::Operand* lanes, typename L::Operand* pairs) {
+    pack_rows<L>(source, step.dtype, batch, head, rows.at, rows.count, kQueries, dim, mine.rows);
+    rows_to_lanes<L>(mine.rows, kQueries, dim, lanes);
+    const bool finite = clean<L>(mine.rows, kQueries * padded(dim));
+    rows_to_pairs<L>(mine.rows, kQueries, dim, pairs);
+    return finite;
+  };
+  const bool q_finite = pack(step.q, shape.dim, queries.q_lanes, queries.q_pairs);
+  *queries.finite = pack(step.grad_out, shape.v_dim, queries.g_lanes, queries.g_pairs) && q_finite;
   std::memset(queries.dq, 0, kQueries * padded(shape.dim) * sizeof(Real));
 }
 
@@ -210,23 +215,28 @@ void differentiate(const Backward& step, const Rule<L>& rule, int64_t batch, int
   }
 }
 
-// The three products without what is not seen: 0 times infinity or NaN would be NaN.
+// The three products of infinities and NaN, which were left out of the blocks, where they are seen.
 template <class L>
-void add_seen(const Shape& shape, const Part& part, const BackwardKeys<L>& keys, const BackwardQueries<L>& queries,
-              const BackwardScratch<L>& mine) {
+void add_special(const Shape& shape, const Part& part, const BackwardKeys<L>& keys, const BackwardQueries<L>& queries,
+                 const BackwardScratch<L>& mine) {
+  using Real = typename L::Real;
   const Rows& rows = *queries.rows;
+  const auto add = [](Real& sum, Real factor, typename L::Operand x) {
+    if (!is_finite<L>(x)) sum += factor * L::value(x);
+  };
   const auto lane = [](const typename L::Operand* lanes, int64_t d, int i) {
-    return L::value(lanes[d / L::kPair * L::kPair * kQueries + i * L::kPair + d % L::kPair]);
+    return lanes[d / L::kPair * L::kPair * kQueries + i * L::kPair + d % L::kPair];
   };
   for (int64_t r = part.low; r < part.high; ++r)
     for (int i = 0; i < kQueries; ++i) {
       const int64_t key = part.begin + r;
       if (rows.starts[i] > key || key >= rows.stops[i]) continue;
-      const auto p = L::value(mine.p[r * kQueries + i]), ds = L::value(mine.d[r * kQueries + i]);
-      for (int64_t d = 0; d < shape.v_dim; ++d) mine.dv[r * padded(shape.v_dim) + d] += p * lane(queries.g_lanes, d, i);
+      const Real p = L::value(mine.p[r * kQueries + i]), slope = L::value(mine.d[r * kQueries + i]);
+      for (int64_t d = 0; d < shape.v_dim; ++d)
+        add(mine.dv[r * padded(shape.v_dim) + d], p, lane(queries.g_lanes, d, i));
       for (int64_t d = 0; d < shape.dim; ++d) {
-        mine.dk[r * padded(shape.dim) + d] += ds * lane(queries.q_lanes, d, i);
-        queries.dq[d * kQueries + i] += ds * L::value(keys.k_rows[r * padded(shape.dim) + d]);
+        add(mine.dk[r * padded(shape.dim) + d], slope, lane(queries.q_lanes, d, i));
+        add(queries.dq[d * kQueries + i], slope, keys.k_rows[r * padded(shape.dim) + d]);
       }
     }
 }
@@ -255,16 +265,13 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
   } else {
     differentiate<L, false, true>(step, rule, batch, head, queries, part, mine);
   }
-  if (part.masked && !(*keys.finite && *queries.finite)) {
-    add_seen<L>(shape, part, keys, queries, mine);
-    return;
-  }
   multiply<L, true>(mine.p + part.low * kQueries, kQueries, count, queries.g_pairs, v_width * L::kPair, v_width,
                     kQueries / L::kPair, mine.dv + part.low * v_width, v_width);
   multiply<L, true>(mine.d + part.low * kQueries, kQueries, count, queries.q_pairs, width * L::kPair, width,
                     kQueries / L::kPair, mine.dk + part.low * width, width);
   multiply<L, true>(keys.k_columns + part.low, kKeys, width, mine.d_pairs + part.low * kQueries, kQueries * L::kPair,
                     kQueries, count / L::kPair, queries.dq, kQueries);
+  if (!*keys.finite || !*queries.finite) add_special<L>(shape, part, keys, queries, mine);
 }
 
 template <class L>

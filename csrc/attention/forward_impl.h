@@ -24,7 +24,7 @@ constexpr int kSlack = 8;
 template <class L>
 struct ForwardKeys {
   using Operand = typename L::Operand;
-  bool* finite;  // V
+  bool* finite;  // V, before it was cleaned
   Operand* k;    // rows
   Operand* v;    // columns
   uintptr_t end;
@@ -74,7 +74,8 @@ void pack_keys_forward(const Forward& step, int64_t batch, int64_t kv_head, int6
   const ForwardScratch<L> mine(shape, scratch);
   const int64_t at = block * kKeys, rows = shape.keys - at < kKeys ? shape.keys - at : kKeys;
   pack_rows<L>(step.k, step.dtype, batch, kv_head, at, rows, kKeys, shape.dim, keys.k);
-  *keys.finite = pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, mine.rows);
+  pack_rows<L>(step.v, step.dtype, batch, kv_head, at, rows, kKeys, shape.v_dim, mine.rows);
+  *keys.finite = clean<L>(mine.rows, kKeys * padded(shape.v_dim));
   rows_to_columns<L>(mine.rows, kKeys, shape.v_dim, keys.v, mine.rows + kKeys * padded(shape.v_dim));
 }
 
@@ -147,19 +148,19 @@ void exponentials(const Forward& step, int64_t batch, int64_t head, const Rows& 
   }
 }
 
-// O^T += V^T P^T without what is not seen: 0 times infinity or NaN would be NaN.
+// O^T += V^T P^T of infinities and NaN, which were left out of the block, for those queries that see them.
 template <class L>
-void add_seen(const Shape& shape, const Rows& rows, const Part& part, const typename L::Operand* v,
-              const typename L::Operand* p, typename L::Real* o) {
-  for (int64_t d = 0; d < shape.v_dim; ++d)
-    for (int64_t r = part.low; r < part.high; ++r)
-      for (int i = 0; i < kQueries; ++i) {
-        const int64_t key = part.begin + r;
-        if (rows.starts[i] > key || key >= rows.stops[i]) continue;
-        const int64_t in_pair = r % L::kPair;
-        o[d * kQueries + i] +=
-            L::value(v[d * kKeys + r]) * L::value(p[(r - in_pair) * kQueries + i * L::kPair + in_pair]);
-      }
+void add_special(const Forward& step, int64_t batch, int64_t kv_head, const Rows& rows, const Part& part,
+                 const ForwardScratch<L>& mine) {
+  for (int64_t r = part.low; r < part.high && part.begin + r < step.shape.keys; ++r) {
+    const int64_t key = part.begin + r, in_pair = r % L::kPair;
+    read_row<L>(step.v, step.dtype, batch, kv_head, key, step.shape.v_dim, mine.rows);
+    for (int64_t d = 0; d < step.shape.v_dim; ++d)
+      for (int i = 0; i < kQueries && !is_finite<L>(mine.rows[d]); ++i)
+        if (rows.starts[i] <= key && key < rows.stops[i])
+          mine.o[d * kQueries + i] +=
+              L::value(mine.rows[d]) * L::value(mine.p[(r - in_pair) * kQueries + i * L::kPair + in_pair]);
+  }
 }
 
 template <class L>
@@ -205,12 +206,9 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     } else {
       exponentials<L, false>(step, batch, head, rows, part, factor, mine, highest, total);
     }
-    if (part.masked && !*keys.finite) {
-      add_seen<L>(shape, rows, part, keys.v, mine.p, mine.o);
-    } else {
-      multiply<L, true>(keys.v + part.low, kKeys, padded(shape.v_dim), mine.p + part.low * kQueries,
-                        kQueries * L::kPair, kQueries, (part.high - part.low) / L::kPair, mine.o, kQueries);
-    }
+    multiply<L, true>(keys.v + part.low, kKeys, padded(shape.v_dim), mine.p + part.low * kQueries, kQueries * L::kPair,
+                      kQueries, (part.high - part.low) / L::kPair, mine.o, kQueries);
+    if (!*keys.finite) add_special<L>(step, batch, head / (shape.heads / shape.kv_heads), rows, part, mine);
   }
 
   for (int v = 0; v < kQueries; v += L::kWidth) {

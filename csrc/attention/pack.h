@@ -38,35 +38,47 @@ inline void convert_row(const void* source, DType dtype, int64_t dim, typename L
   }
 }
 
-// Whether all are finite.
 template <class L>
-inline bool finite(const typename L::Operand* values, int64_t count) {
+inline bool is_finite(typename L::Operand x) {
   if constexpr (L::kPair == 2) {
-    unsigned found = 0;
-    for (int64_t i = 0; i < count; ++i) found |= (values[i] & 0x7f80) == 0x7f80;
-    return found == 0;
-  } else {  // infinity times 0, and NaN times 0, is NaN
-    typename L::Operand sum = 0;
-    bool good = true;
-    for (int64_t i = 0; i < count; ++i) good &= values[i] - values[i] == 0;
-    return good && sum == 0;
+    return (x & 0x7f80) != 0x7f80;
+  } else {
+    return x - x == 0;
   }
 }
 
-// [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)]; whether all are finite.
+// Replaces infinities and NaN by 0; whether there were none. A product along rows takes cleaned ones, since 0 times
+// what is not seen must be 0, and what is seen of the others is added on its own.
 template <class L>
-inline bool pack_rows(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
-                      int64_t block_rows, int64_t dim, typename L::Operand* packed) {
-  const int64_t size = static_cast<int64_t>(element_size(dtype)), width = padded(dim);
+inline bool clean(typename L::Operand* values, int64_t count) {
+  bool found = false;
+  for (int64_t i = 0; i < count; ++i) found |= !is_finite<L>(values[i]);
+  for (int64_t i = 0; found && i < count; ++i)
+    if (!is_finite<L>(values[i])) values[i] = 0;
+  return !found;
+}
+
+// Row `row` of a tensor.
+template <class L>
+inline void read_row(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row, int64_t dim,
+                     typename L::Operand* packed) {
   const Strides& strides = source.strides;
-  const char* base = static_cast<const char*>(source.data) + (batch * strides.batch + head * strides.head) * size;
+  const int64_t at = batch * strides.batch + head * strides.head + row * strides.row;
+  convert_row<L>(static_cast<const char*>(source.data) + at * static_cast<int64_t>(element_size(dtype)), dtype, dim,
+                 packed);
+}
+
+// [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)].
+template <class L>
+inline void pack_rows(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
+                      int64_t block_rows, int64_t dim, typename L::Operand* packed) {
+  const int64_t width = padded(dim);
   for (int64_t r = 0; r < rows; ++r) {
     typename L::Operand* row = packed + r * width;
-    convert_row<L>(base + (first + r) * strides.row * size, dtype, dim, row);
+    read_row<L>(source, dtype, batch, head, first + r, dim, row);
     std::memset(row + dim, 0, (width - dim) * sizeof(*row));
   }
   std::memset(packed + rows * width, 0, (block_rows - rows) * width * sizeof(*packed));
-  return finite<L>(packed, rows * width);
 }
 
 // to[j][i] = from[i][j], in squares that stay in registers or the first cache.

@@ -48,7 +48,8 @@ class Tokens:
         if len(self.ranges) <= 4:
             rows = np.zeros(len(indices), dtype=np.int64)
             for r in self.ranges:
-                rows += np.clip(indices - r.start, 0, len(r))
+                of_range = indices - r.start
+                rows += np.clip(of_range, 0, len(r), out=of_range)
             return rows
         begins, lengths = self._begins
         of = np.maximum(np.searchsorted(begins, indices, side="right") - 1, 0)

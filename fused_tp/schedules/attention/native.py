@@ -1,7 +1,7 @@
 """The native core's flash attention (csrc/attention): every mask and score there is, on any CPU.
 
-Its probabilities meet the values in the dtype of these, all sums are fp32 (fp64 for fp64) and stay so from step to step,
-so that nothing is rounded more often in a ring than on one rank.
+Its probabilities meet the values in the dtype of these; all sums are fp32 (fp64 for fp64) and stay so from step to
+step, so that nothing is rounded more often in a ring than on one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fused_tp.transport.base import accumulate_dtype
 try:
     from fused_tp import _core
 except ImportError:  # a pure Python install
-    _core = None  # type: ignore[assignment]
+    _core = None
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
@@ -59,8 +59,9 @@ class NativeCpu:
         return not (dtype == torch.bfloat16 and _core.has_matrix_tiles())
 
     def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+        slopes = _slopes(scores, q)
         _core.attention_forward(
-            *_common(step, scores, q, k, v),
+            *_common(step, scores, slopes, q, k, v),
             _rows_first(state.weighted),
             _heads_first(state.highest),
             _heads_first(state.total),
@@ -89,28 +90,28 @@ class NativeCpu:
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
         lse, sums = lse.to(wide), sums.to(wide)
-        slopes = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
+        slopes = _slopes(scores, q)
+        slope_terms = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            *_common(step, scores, q, k, v),
+            *_common(step, scores, slopes, q, k, v),
             _rows_first(grad_out),
             _heads_first(lse),
             _heads_first(sums),
             _rows_first(dq),
             _rows_first(dk),
             _rows_first(dv),
-            0 if slopes is None else slopes.data_ptr(),
+            _address(slope_terms),
             torch.get_num_threads(),
             self.isa,
         )
-        if d_slopes is not None and slopes is not None:
-            d_slopes.add_(slopes)
+        if d_slopes is not None and slope_terms is not None:
+            d_slopes.add_(slope_terms)
 
 
-def _common(step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What the native functions of both directions take first. `step` and `scores` keep alive what is pointed to."""
+def _common(step: Step, scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What the native functions of both directions take first; callers and `step` keep alive what is pointed to."""
     arrays = step.on(q.device)
     rows = [arrays[name].data_ptr() for name in ("starts", "stops", "places", "q_indices", "k_indices")]
-    slopes = scores.alibi_slopes
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
     return (
@@ -119,7 +120,7 @@ def _common(step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tupl
         rows,
         scores.scale,
         scores.softcap,
-        0 if slopes is None else slopes.data_ptr(),
+        _address(slopes),
         None
         if dropout is None
         else (threshold(dropout.p), 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
@@ -130,7 +131,13 @@ def _common(step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tupl
 
 
 def _slopes(scores: Scores, q: Tensor) -> Tensor | None:
-    return scores.alibi_slopes
+    """Dense, in the dtype of the sums."""
+    slopes = scores.alibi_slopes
+    return None if slopes is None else slopes.detach().to(accumulate_dtype(q.dtype)).contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _rows_first(x: Tensor) -> tuple[int, int, int, int]:

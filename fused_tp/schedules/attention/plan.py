@@ -167,9 +167,13 @@ def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
     places, starts, stops = (ends[rows.start : rows.stop] for ends in seen)
     starts, stops = keys.rows_before(starts), keys.rows_before(stops)
     seeing = stops > starts
-    first, last = (int(seeing.argmax()), len(seeing) - int(seeing[::-1].argmax())) if seeing.any() else (0, 0)
-    k_start, k_stop = (int(starts[first]), int(stops[last - 1])) if last else (0, 0)
-    q_start, q_stop = (rows.start + first, rows.start + last) if last else (0, 0)
+    if not seeing.any():
+        nothing = np.empty(0, dtype=np.int64)
+        ends = nothing.astype(np.int32)
+        return Step(0, 0, 0, 0, ends, ends, nothing, nothing, nothing, (), ())
+    first, last = int(seeing.argmax()), len(seeing) - int(seeing[::-1].argmax())
+    k_start, k_stop = int(starts[first]), int(stops[last - 1])
+    q_start, q_stop = rows.start + first, rows.start + last
     return Step(
         q_start,
         q_stop,
@@ -179,7 +183,7 @@ def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
         (stops[first:last] - k_start).astype(np.int32),
         places[first:last],
         queries.indices[q_start:q_stop],
-        keys.indices[k_start:k_stop] if last else keys.indices[:0],
+        keys.indices[k_start:k_stop],
         _inside(queries.breaks, q_start, q_stop),
         _inside(keys.breaks, k_start, k_stop),
     )
