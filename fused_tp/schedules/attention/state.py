@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fused_tp.transport.base import accumulate_dtype
 
+_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class SoftmaxState:
@@ -50,7 +52,7 @@ class SoftmaxState:
         self.highest.copy_(highest)
 
     def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen.
+        """(out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Ends the state.
 
         `sinks` [H] are scores of one more key each, whose value is 0 (Xiao et al., arXiv:2309.17453; gpt-oss, 2025).
         They count in lse.
@@ -59,13 +61,17 @@ class SoftmaxState:
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
         factor = torch.exp(self.highest - lse).masked_fill_(lse == -torch.inf, 0.0)
-        return (self.weighted * _per_row(factor)).to(dtype), lse
+        return self.weighted.mul_(_per_row(factor)).to(dtype), lse
 
 
 def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """[B, H, S]: what the backward subtracts from the gradient of each probability, sum(grad_out * out) - grad_lse."""
-    dtype = accumulate_dtype(out.dtype)
-    sums = torch.einsum("bshd,bshd->bhs", grad_out.to(dtype), out.to(dtype))
+    batch, length, heads, _ = out.shape
+    sums = out.new_empty((batch, heads, length), dtype=accumulate_dtype(out.dtype))
+    for start in range(0, length, _ROWS):  # so that the wide copies are of a few rows
+        rows = slice(start, start + _ROWS)
+        product = grad_out[:, rows].to(sums.dtype) * out[:, rows]
+        torch.sum(product, -1, out=sums[..., rows].transpose(1, 2))
     return sums if grad_lse is None else sums - grad_lse
 
 
