@@ -44,7 +44,8 @@ def parallelize(
     - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all
       ranks compute alike from them has the right gradients.
     - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
-      `sequence_positions(seq, group=cp, layout="zigzag")`; under `loss_parallel` this rank's part of the vocabulary.
+      `sequence_positions(seq, group=cp)`, of packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
+      under `loss_parallel` this rank's part of the vocabulary.
     - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
       `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the
       same.
@@ -104,7 +105,9 @@ def parallelize(
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
 
     hf = is_transformers_model(model)
-    has_plan = plan != "auto" or bool(getattr(model, "tp_plan", None))
+    # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
+    # that is needed.
+    has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
     check_layers(model, resolved, sequence_parallel=sequence_parallel)
     check_buffers(model, hf=hf)
