@@ -2,7 +2,9 @@
 
 transformers takes positions [1 or batch, seq] that do not count up by one for documents that do not see each other,
 where there is neither a mask nor a cache; data collators that pack ("padding-free") make such positions. They may also
-hand over `cu_seq_lens_q` and its companions, which transformers' flash attention reads.
+hand over `cu_seq_lens_q` and its companions, which transformers' flash attention reads. Here documents never see each
+other, also in the few models (gpt-oss) whose masks for sdpa and eager, other than their flash attention, do not look at
+positions.
 """
 
 from __future__ import annotations
