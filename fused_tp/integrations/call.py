@@ -201,6 +201,7 @@ class Frame:
     call: Call | None
     node: int | None  # where it runs inside of a backward: see `running_node`
     outer: Frame | None
+    cache: object | None = None  # of which each CP rank holds a part, in a forward pass that is not cut
 
 
 # One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
@@ -230,7 +231,7 @@ def current_call() -> Call | None:
     return None if frame is None else frame.call
 
 
-def enter_call(owner: object, call: Call | None) -> None:
+def enter_call(owner: object, call: Call | None, cache: object | None = None) -> None:
     """A forward pass of `owner` begins. It may run inside of one of another model."""
     node, outer = running_node(), current_frame()
     frame = outer
@@ -240,7 +241,7 @@ def enter_call(owner: object, call: Call | None) -> None:
             # KeyboardInterrupt torch runs no hooks that would have said so.
             outer = frame.outer
         frame = frame.outer
-    _current.frame = Frame(owner, call, node, outer)
+    _current.frame = Frame(owner, call, node, outer, cache)
 
 
 def leave_call(owner: object) -> Call | None:

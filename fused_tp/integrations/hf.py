@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from fused_tp.integrations.hf_cache import CachedPass
+
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -151,11 +153,38 @@ class TransformersSequence(SequenceSharding):
     def default_positions(self, positions: Tensor) -> Tensor:
         return positions.unsqueeze(0)
 
-    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
+        if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
+            return None
+        from fused_tp.integrations.hf_cache import cached_pass, is_shared
+
+        if not is_shared(arguments) and not self._may_share_cache(model, arguments):
+            return None
+        assert self.parallelism.cp_mesh is not None  # the caller has made sure
+        return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+
+    def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
+        """Whether attention over a cache in parts would be the model's. It has no gradient, and takes causal masks and
+        windows only; what a tensor of another name may mean for the masks is not known."""
+        text = self.config.get_text_config(decoder=True)
+        kinds = set(getattr(text, "layer_types", None) or ())
+        known = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
+        return not (
+            torch.is_grad_enabled()
+            or model.training
+            or self.config.is_encoder_decoder
+            or kinds - {"full_attention", "sliding_attention"}
+            or getattr(text, "num_kv_shared_layers", None)
+            or arguments.get("is_causal") is not None
+            or arguments.get("output_attentions")
+            or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
+        )
+
+    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
         if not self.parallelism.cuts_sequence:
             return {}
         if call is None or call.ring is None:
-            return {RING: None}
+            return {RING: cache}
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
         ones = torch.ones((call.batch, call.local_len), dtype=torch.bool, device=call.ring.mesh.device_type)

@@ -10,15 +10,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.call import Ring, current_call, current_frame
+from fused_tp.integrations.call import Ring, current_frame
 from fused_tp.integrations.layers import holds_cut_heads
 
-RING = "context_parallel"  # the keyword argument that carries the Ring, or None, to the attention function
+if TYPE_CHECKING:
+    from fused_tp.integrations.hf_cache import CachedPass
+
+# The keyword argument that carries the Ring, or the CachedPass, or None, to the attention function.
+RING = "context_parallel"
 PREFIX = "fused_tp_"
 EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
 # Keyword arguments of attention functions that change the result and that the ring does not compute.
@@ -87,8 +91,8 @@ def _attention(
             f"{kind} does not pass keyword arguments on to its attention function, so attention over context or "
             "sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
         )
-    ring: Ring | None = kwargs.pop(RING)
-    if ring is None:
+    over: Ring | CachedPass | None = kwargs.pop(RING)
+    if over is None:
         return own(module, query, key, value, attention_mask, **kwargs)
     for name in UNSERVED:
         if kwargs.get(name) is not None:
@@ -100,23 +104,23 @@ def _attention(
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if ring.padded and not causal:
+    how: dict[str, Any] = {
+        "causal": causal,
+        "scale": kwargs.get("scaling"),
+        "window": _window(attention_mask, kwargs.get("sliding_window"), causal),
+        "softcap": kwargs.get("softcap") or 0.0,
+        "sinks": kwargs.get("s_aux"),
+    }
+    if not isinstance(over, Ring):
+        layer_idx: Any = module.layer_idx
+        return over.attention(layer_idx, query, **how).contiguous(), None
+    if over.padded and not causal:
         raise ValueError(
             f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "
             "parallel ranks do not mask. Use rows of equal length, or no cp_dim."
         )
-    out = ring.attention(
-        query,
-        key,
-        value,
-        causal=causal,
-        scale=kwargs.get("scaling"),
-        dropout_p=kwargs.get("dropout", 0.0),
-        heads_cut=holds_cut_heads(module),
-        window=_window(attention_mask, kwargs.get("sliding_window"), causal),
-        softcap=kwargs.get("softcap") or 0.0,
-        sinks=kwargs.get("s_aux"),
-    )
+    dropout = kwargs.get("dropout", 0.0)
+    out = over.attention(query, key, value, dropout_p=dropout, heads_cut=holds_cut_heads(module), **how)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -133,10 +137,11 @@ def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tu
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' mask function, called with keywords: a Window or nothing for a ring, else `own` for the whole
     sequence."""
-    call = current_call()
-    if call is None:
-        return own(*args, **kwargs)
-    if call.ring is not None:
+    frame = current_frame()
+    call, cache = (None, None) if frame is None else (frame.call, cast("CachedPass | None", frame.cache))
+    # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
+    ours = cache if cache is not None else None if call is None else call.ring
+    if ours is not None:
         # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
         if kwargs.get("use_vmap") or not (
             kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
@@ -145,7 +150,9 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 "The model adds a mask of its own to attention, which context parallel ranks do not serve."
             )
         size = kwargs.get("local_size")
-        return None if size is None or size >= call.seq_len else _as_window(kwargs["mask_function"], size)
+        return None if size is None or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
+    if call is None:
+        return own(*args, **kwargs)
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
     kwargs["q_length"] = kwargs["kv_length"] = call.seq_len
     return own(*args, **kwargs)

@@ -107,7 +107,8 @@ class SequenceSharding:
         return []
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
-        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it."""
+        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it, but perhaps for
+        attention: see `open_cache`."""
         return any(arguments.get(name) is not None for name in self.caches)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
@@ -118,7 +119,11 @@ class SequenceSharding:
         """`positions` [seq] in the shape that the model expects."""
         return positions
 
-    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
+        """The cache of this forward pass of `new` tokens, which is not cut, if each CP rank holds a part of it."""
+        return None
+
+    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
         """More keyword arguments for the model's forward."""
         return {}
 
@@ -138,6 +143,7 @@ class SequenceSharding:
         too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
         call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens, own)
+        cache = self.open_cache(model, arguments, tokens.shape[1]) if call is None and cp_mesh is not None else None
         self._computed_alike = call is None and cp_mesh is not None
         if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
@@ -149,8 +155,8 @@ class SequenceSharding:
         if self._noted:
             self._history.note(self._state)
         self._switch_layers(self._state)
-        enter_call(self, call)
-        return (), {**arguments, **self.extra_arguments(call)}
+        enter_call(self, call, cache)
+        return (), {**arguments, **self.extra_arguments(call, cache)}
 
     def _state_of(self, call: Call) -> LayerState:
         logits_cut = self.parallelism.loss_parallel and call.targets is not None
