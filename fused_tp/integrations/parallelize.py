@@ -48,11 +48,11 @@ def parallelize(
       under `loss_parallel` this rank's part of the vocabulary.
     - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
       `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the
-      same. But an empty transformers `DynamicCache`, given in eval mode under torch.no_grad(), becomes one of which each
-      CP rank holds a part, and attention over it is shared.
+      same. But an empty transformers `DynamicCache`, given in eval mode under torch.no_grad(), becomes one of which
+      each CP rank holds a part, and attention over it is shared.
 
-    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, next to use_cache=False
-    and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
+    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, next to
+    use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
     same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
