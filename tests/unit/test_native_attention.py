@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from csrc.native_build import X86_FLAGS
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens
 from fused_tp.schedules.attention.masks import AttentionMask
 from fused_tp.schedules.attention.native import NativeCpu
@@ -24,6 +26,7 @@ from fused_tp.schedules.attention.plan import Step, make_step
 from fused_tp.schedules.attention.scores import Dropout, Scores
 from fused_tp.schedules.attention.state import SoftmaxState, row_sums
 from fused_tp.transport.base import accumulate_dtype
+from tests.native_build import REPOSITORY, build_program, require_sanitizer
 from tests.reference import assert_within_dtype_error, seeded
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
@@ -492,3 +495,17 @@ def test_scores_are_taken_as_they_are() -> None:
     wanted = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.contiguous()), lse, sums)
     got = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.float()), lse, sums)
     assert torch.equal(got.dq, wanted.dq) and torch.equal(got.dv, wanted.dv)
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_under_sanitizers(sanitizer: str) -> None:
+    for one in sanitizer.split(","):
+        require_sanitizer(one)
+    sources = [path for path in sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp")) if "_avx" not in path.stem]
+    flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DFUSED_TP_X86=0"]
+    if sanitizer != "thread" and core.attention_isa(0).startswith("avx512"):  # threads do not differ between these
+        sources = sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp"))
+        flags[-1:] = ["-DFUSED_TP_X86=1", "-Wno-error", *X86_FLAGS["_avx512"]]
+    program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
