@@ -54,17 +54,23 @@ WINDOWS = [("mistral", {"sliding_window": 4}), ("qwen2", {}), ("gemma2", {}), ("
 @pytest.mark.parametrize(("family", "changes"), WINDOWS, ids=[family for family, _ in WINDOWS])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_windows_caps_and_sinks(family: str, changes: dict[str, Any], packed: bool) -> None:
-    run_ranks(2, one_call, family, changes, 2, 1, packed)
+    run_ranks(2, one_call, family, changes, 2, 1, packed, {})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_with_tensor_parallelism(family: str, packed: bool) -> None:
-    run_ranks(4, one_call, family, {}, 2, 2, packed, sequence_parallel=True, loss_parallel=True)
+    run_ranks(4, one_call, family, {}, 2, 2, packed, {"sequence_parallel": True, "loss_parallel": True})
 
 
 def one_call(
-    group: dist.ProcessGroup, family: str, changes: dict[str, Any], cp: int, tp: int, packed: bool, **keywords: Any
+    group: dist.ProcessGroup,
+    family: str,
+    changes: dict[str, Any],
+    cp: int,
+    tp: int,
+    packed: bool,
+    keywords: dict[str, Any],
 ) -> None:
     whole = make(family, **changes)
     parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
@@ -84,7 +90,7 @@ def one_call(
 
 
 def test_windows_under_sequence_parallelism_alone() -> None:
-    run_ranks(2, one_call, "gemma2", {}, 1, 2, True, sequence_parallel=True)
+    run_ranks(2, one_call, "gemma2", {}, 1, 2, True, {"sequence_parallel": True})
 
 
 def test_training_on_packed_documents() -> None:
