@@ -57,8 +57,10 @@ class ContextLayer(CacheLayerMixin):
         self.columns += key_states.shape[2]
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # Before transformers 5 it is given the positions of the new tokens.
+        new = query_length if isinstance(query_length, int) else len(query_length)
+        return self.columns + new, 0
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -73,9 +75,12 @@ class ContextLayer(CacheLayerMixin):
         self.columns = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens, as rejected drafts are."""
+        """Forget the last -tokens_to_remove tokens, as rejected drafts are; before transformers 5, a positive number is
+        how many to keep."""
         if tokens_to_remove == 0 or self.columns == 0:
             return
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - self.columns, 0)
         if len(set(self.cache.lengths)) > 1:
             raise ValueError("crop needs texts that are equally long where context parallel ranks share the cache.")
         removed = min(abs(tokens_to_remove), self.columns)

@@ -100,7 +100,8 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         )
     wanted = nn.Linear if style in COLUMN | ROW else nn.Embedding if style in EMBEDDING else nn.Module
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
-    if wanted is not nn.Module and type(module) is not wanted and embedding_scale(module) is None:
+    served = type(module) is wanted or (style in EMBEDDING and embedding_scale(module) is not None)
+    if wanted is not nn.Module and not served:
         raise ValueError(
             f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
         )

@@ -179,11 +179,7 @@ def both_sides(group: dist.ProcessGroup) -> None:
     assert (logits[0] - whole(tokens).logits).abs().max() > 1e-2
 
 
-def test_chunks_are_refused() -> None:
-    run_ranks(2, chunked)
-
-
-def chunked(group: dist.ProcessGroup) -> None:
+def test_chunks_are_told_from_windows_and_refused() -> None:
     from transformers.masking_utils import (
         chunked_causal_mask_function,
         sliding_window_bidirectional_mask_function,
@@ -207,10 +203,12 @@ def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: 
     """Attention with the dropout of ring attention, over one rank."""
     from fused_tp.ops.ring_attention import attention_over
 
-    none = dict.fromkeys(("window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv"))
-    how = {"causal": True, "layout": "zigzag", "softcap": 0.0, "scale": keywords["scaling"]}
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    out, _ = attention_over(*heads, "", 1, 0, dropout_p=keywords["dropout"], **how, **none)
+    none: Any = dict.fromkeys(
+        ("window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv")
+    )
+    how: Any = {"causal": True, "layout": "zigzag", "softcap": 0.0, "scale": keywords["scaling"]}
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, _ = attention_over(q, k, v, "", 1, 0, dropout_p=keywords["dropout"], **how, **none)
     return out, None
 
 

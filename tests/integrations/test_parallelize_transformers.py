@@ -476,6 +476,9 @@ def mixed_otherwise(group: dist.ProcessGroup) -> None:
     convolution = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(layer_types=layers, **sizes))
     with pytest.raises(ValueError, match="other means than attention"):
         parallelize(convolution, mesh_of(group, 2, 1))
+    gemma = make("gemma2")
+    with pytest.raises(ValueError, match=r"style 'colwise', which needs a plain nn.Linear; it is a Gemma2"):
+        parallelize(gemma, mesh_of(group, 1, 2), plan={"model.embed_tokens": "colwise"})
     # Phi's own plan says nothing of its norms of q and k.
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(qk_layernorm=True, **sizes))
     with pytest.raises(ValueError, match=r"q_layernorm' is not in the plan.*'replicated_with_grad_allreduce'"):
