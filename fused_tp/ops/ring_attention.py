@@ -210,7 +210,7 @@ def _prepare(
     slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
     keywords, group = Keywords(*how), group_by_name(group_name)
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    provider = provider_for(q, v, scores, grad_lse=grad_lse)
+    provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1)
     call = RingCall(ring_plan(mask, group.size, keywords.layout), group.rank, provider, scores, sinks)
     # What ranks compare are at most eight numbers (those of shared memory): the keywords, of which there are more, are
     # one of them.

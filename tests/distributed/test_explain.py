@@ -139,9 +139,9 @@ def test_the_provider_of_the_ring_is_the_one_that_runs() -> None:
     [
         ("cpu", torch.float64, 8, "torch-cpu, because torch's flash attention for CPUs"),
         ("sm_90", torch.bfloat16, 128, "torch-cuda, because FlashAttention takes float16 and bfloat16"),
-        ("sm_90", torch.float32, 128, "math, because FlashAttention takes float16 and bfloat16, not float32"),
-        ("sm_90", torch.float16, 320, "math, because FlashAttention takes a head_dim of at most 256"),
-        ("xpu", torch.float16, 64, "math, because there is flash attention for cpu and cuda only, not for xpu"),
+        ("sm_90", torch.float32, 128, "torch-blocks, because FlashAttention takes float16 and bfloat16, not float32"),
+        ("sm_90", torch.float16, 320, "torch-blocks, because FlashAttention takes a head_dim of at most 256"),
+        ("xpu", torch.float16, 64, "torch-blocks, because there is flash attention for cpu and cuda only, not for xpu"),
     ],
 )
 def test_why_a_provider_computes_the_steps(arch: str, dtype: torch.dtype, v_head_dim: int, said: str) -> None:
