@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fused_tp.integrations.call import Call
 from fused_tp.integrations.documents import take_documents
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
+from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import COLUMN, Style
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel
-
-    from fused_tp.integrations.hf_cache import CachedPass
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -156,8 +155,6 @@ class TransformersSequence(SequenceSharding):
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
         if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
             return None
-        from fused_tp.integrations.hf_cache import cached_pass, is_shared
-
         if not is_shared(arguments) and not self._may_share_cache(model, arguments):
             return None
         assert self.parallelism.cp_mesh is not None  # the caller has made sure

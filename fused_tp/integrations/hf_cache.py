@@ -1,20 +1,18 @@
 """transformers' key/value cache, of which each context parallel rank holds a part: what `generate()` fills.
 
-Imports transformers; nothing else of fused_tp imports this file before it has a transformers model. A `DynamicCache`
-that comes in empty gets other layers, so whoever made it goes on with it. What these layers could not hold stays as it
-is: then every rank holds all of it.
+A `DynamicCache` that comes in empty gets other layers, so whoever made it goes on with it. What these layers could not
+hold stays as it is: then every rank holds all of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from fused_tp.integrations.call import current_frame
 from fused_tp.nn.context_cache import ContextKVCache
@@ -23,10 +21,10 @@ from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
 BLOCK = DEFAULT_BLOCK
 
 
-class ContextLayer(CacheLayerMixin):
+class ContextLayer:
     """One attention layer's keys and values. `update` keeps this rank's part of new ones, of which all ranks have all.
 
-    A sliding window is a matter of masks here: nothing is thrown away.
+    A sliding window is a matter of masks here: nothing is thrown away. `make_layer` makes it one of transformers'.
     """
 
     is_sliding = False
@@ -34,7 +32,8 @@ class ContextLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
+        super().__init__()  # of transformers' class
+        self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
         self.columns = 0  # of the batch: the longest text and what it is padded with
 
@@ -98,6 +97,19 @@ class ContextLayer(CacheLayerMixin):
         self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
 
 
+def make_layer(mesh: DeviceMesh) -> ContextLayer:
+    """A ContextLayer for the layers of transformers' Cache."""
+    layer: ContextLayer = _layer_class()(mesh)
+    return layer
+
+
+@lru_cache
+def _layer_class() -> Any:
+    from transformers.cache_utils import CacheLayerMixin
+
+    return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
+
+
 @dataclass(frozen=True)
 class CachedPass:
     """A forward pass that every rank computes, but for attention, which they share.
@@ -126,6 +138,8 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
     Raises:
         ValueError: the mask hides other tokens of the texts than it did before.
     """
+    from transformers import DynamicCache
+
     cache = arguments.get("past_key_values")
     if cache is None:
         cache = DynamicCache(config=config)
@@ -134,7 +148,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
             return None
         text = config.get_text_config(decoder=True)
-        cache.layers = [ContextLayer(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
+        cache.layers = [make_layer(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
@@ -147,10 +161,12 @@ def is_shared(arguments: dict[str, Any]) -> bool:
 
 
 def _is_shared(cache: Any) -> bool:
-    return isinstance(cache, DynamicCache) and any(isinstance(layer, ContextLayer) for layer in cache.layers)
+    return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
 
 
 def _can_be_shared(cache: Any) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     return (
         type(cache) is DynamicCache
         and not cache.offloading
