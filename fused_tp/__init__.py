@@ -13,6 +13,7 @@ from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from fused_tp.ops.collectives import all_gather, all_reduce, copy_to_group, gather, reduce_scatter, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.ops.explain import explain
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
@@ -45,6 +46,7 @@ __all__ = [
     "matmul_all_reduce_rms_norm",
     "vocab_parallel_cross_entropy",
     "ring_attention",
+    "context_parallel_decode",
     "shard_sequence",
     "unshard_sequence",
     "sequence_positions",

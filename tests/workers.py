@@ -1,6 +1,6 @@
 """Runs a function on several ranks: a pool of worker processes that lives as long as the pytest session.
 
-A spawn that imports torch costs seconds, so four workers are started at the first call and reused by every test:
+A start that imports torch costs seconds, so four workers are started at the first call and reused by every test:
 
     from tests.workers import run_ranks
 
@@ -47,6 +47,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests import forks
 
 POOL_SIZE = 4
 START_SECONDS = 120  # importing torch in four processes at once on a busy machine
@@ -133,7 +135,7 @@ def fresh_ranks(
     raised: call `.unwrap()` where none is expected. A rank that dies (also while it exits) raises RanksFailed unless
     `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut.
     """
-    workers = _Workers(world_size, env=env)
+    workers = _Workers(world_size, env=env, forked=forks.can_fork())
     try:
         outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
         # A rank that raised may have left peers in the middle of something, and gloo's threads then take long to end.
@@ -158,12 +160,14 @@ def stop_pool() -> None:
 
 
 _the_pool: _Workers | None = None
+_pools_started = 0
 
 
 def _pool() -> _Workers:
-    global _the_pool
+    global _the_pool, _pools_started
     if _the_pool is None:
-        _the_pool = _Workers(POOL_SIZE)
+        _the_pool = _Workers(POOL_SIZE, forked=_pools_started > 0 and forks.can_fork())
+        _pools_started += 1
         atexit.register(stop_pool)
     return _the_pool
 
@@ -183,12 +187,17 @@ def _exit_name(code: int | None) -> str:
 
 
 class _Workers:
-    """`size` processes joined by one gloo default group, and the pipes to them."""
+    """`size` processes joined by one gloo default group, and the pipes to them.
 
-    def __init__(self, size: int, env: Mapping[str, str | None] | None = None) -> None:
+    Forked ones start in a moment (`tests.forks`). Those of the first pool are processes of their own: ranks that went
+    through a set in the order of its hashes would differ there, as they do in real life.
+    """
+
+    def __init__(self, size: int, env: Mapping[str, str | None] | None = None, forked: bool = False) -> None:
         self.size = size
+        self.forked = forked
         self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_ranks_"))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | forks.Forked] = []
         self.pipes: list[Connection] = []
         self.read_from: list[int] = [0] * size
         # The store lives here, as it does under torchrun, so that it outlasts the death of any rank.
@@ -261,21 +270,25 @@ class _Workers:
             else:
                 env[name] = value
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "tests.workers", str(theirs.fileno()), str(os.getpid())]
-        command += [str(rank), str(self.size), str(self.store.port)]
         with open(self._log(rank), "wb") as log:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-            )
+            process = self._process(rank, env, theirs.fileno(), log.fileno())
         theirs.close()
         self.processes.append(process)
         self.pipes.append(ours)
+
+    def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
+        arguments = [rank, self.size, self.store.port]
+        if self.forked:
+            return forks.fork(arguments, env, log, [pipe])
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.workers", *map(str, [pipe, os.getpid(), *arguments])],
+            env=env,
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[pipe],
+        )
 
     def _send(self, ranks: Sequence[int], request: tuple[Any, ...]) -> None:
         for rank in ranks:

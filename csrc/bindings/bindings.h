@@ -31,6 +31,7 @@ void require(bool condition, const char* sentence);
 void check_signals();
 
 // Each adds one part of the native core to the module.
+void bind_attention(py::module_& m);
 void bind_copy_engine(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_driver(py::module_& m);

@@ -49,6 +49,7 @@ void translate_errors(std::exception_ptr pending) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Native core of fused_tp: CPU shared memory, signals, collectives.";
   pybind11::register_exception_translator(fused_tp::bindings::translate_errors);
+  fused_tp::bindings::bind_attention(m);
   fused_tp::bindings::bind_copy_engine(m);
   fused_tp::bindings::bind_cuda(m);
   fused_tp::bindings::bind_driver(m);

@@ -165,8 +165,8 @@ def checked_call(
         bool(causal),
         left,
         right,
-        _checked_scale(scale, q.shape[3]),
-        _checked_softcap(softcap),
+        checked_scale(scale, q.shape[3]),
+        checked_softcap(softcap),
         _checked_dropout(dropout_p),
         first_head,
         layout,
@@ -174,7 +174,7 @@ def checked_call(
         total_kv,
     )
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        _check_per_head(name, per_head, q)
+        check_per_head(name, per_head, q)
     # Of the CPU's generator, whatever the device: reading it on the host waits for nothing.
     seed = torch.randint(2**63 - 1, (1,)) if keywords.dropout_p else None
     return Call(alibi_slopes, sinks, bounds, bounds_kv, seed, keywords)
@@ -215,7 +215,7 @@ def _total_length(name: str, given: Any, of: str, length: int, size: int, rank: 
     return int(given)
 
 
-def _checked_scale(scale: Any, head_dim: int) -> float:
+def checked_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
     _check_number("scale", scale, "a float or None")
@@ -224,7 +224,7 @@ def _checked_scale(scale: Any, head_dim: int) -> float:
     return float(scale)
 
 
-def _checked_softcap(softcap: Any) -> float:
+def checked_softcap(softcap: Any) -> float:
     _check_number("softcap", softcap, "a float")
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap is {softcap}; it must be finite and positive, or 0.0 for no cap.")
@@ -256,7 +256,7 @@ def checked_window(window: Any) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def _check_per_head(name: str, value: Any, q: Tensor) -> None:
+def check_per_head(name: str, value: Any, q: Tensor) -> None:
     if value is None:
         return
     check_local(name, value)

@@ -71,7 +71,7 @@ def sequence_positions(
     name, size, rank = group_identity(group)
     if bounds is not None:
         positions = SEQUENCE_POSITIONS(bounds, seq_len, layout, bool(within_documents), name)
-        return positions.to(torch.get_default_device() if device is None else device)
+        return positions.to(torch.empty(0, device=device).device)  # the default device where None
     ranges = all_tokens(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

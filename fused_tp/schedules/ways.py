@@ -26,6 +26,7 @@ from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.hosts import Hosts, hosts_of
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
+from fused_tp.transport.levels import speaking_of
 from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
@@ -210,12 +211,8 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
 # -- copy_engine: over symmetric memory too ---------------------------------------------------------------------------
 
 
-_NO_COPY_ENGINE_FORM = (
-    "all_reduce",
-    "all_reduce_rms_norm",
-    RING,
-    ALL_TO_ALL,
-)  # sums, and no matmul to hide them behind
+# Sums, and no matmul to hide them behind.
+_NO_COPY_ENGINE_FORM = ("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL)
 
 
 def _no_copy_engine_form(op: str, dtype: torch.dtype) -> str | None:
@@ -259,13 +256,16 @@ def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Sc
 
 # The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
 INSIDE = ("one_sided", "fused_kernel", "two_shot")
+_TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 
 
 def _no_hosts(group: Group, device: torch.device) -> str | None:
     hosts = hosts_of(group)
     if isinstance(hosts, str):
         return hosts
-    reasons = [f"{name}: {why}" for name in INSIDE if (why := WAYS[name].obstacle(hosts.inside, device)) is not None]
+    with speaking_of(group, hosts.inside):
+        why_not = {name: WAYS[name].obstacle(hosts.inside, device) for name in INSIDE}
+    reasons = [f"{name}: {why}" for name, why in why_not.items() if why is not None]
     mine = f"its ranks have no fast links inside of a host ({'; '.join(reasons)})"
     return agree(
         group, f"fast links inside of hosts on {device.type}", lambda: mine if len(reasons) == len(INSIDE) else None
@@ -276,19 +276,22 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
     hosts = hosts_of(group)
     assert isinstance(hosts, Hosts), "there is no obstacle"
     inside: dict[Any, Schedule] = {}
+    made: dict[Way, Schedule] = {}
 
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
-        if (op, dtype) not in inside:
-            usable = (way for name in INSIDE if _usable(way := WAYS[name], op, dtype, hosts.inside, device))
-            way = next(usable, WAYS["plain"])
-            if way not in made:
-                made[way] = way.make(hosts.inside, device, None)
-            inside[op, dtype] = made[way]
-        return inside[op, dtype]
+        key = op, dtype, settings.shared_memory_allowed()  # which may be turned off at any time
+        if key not in inside:
+            with speaking_of(group, hosts.inside):
+                usable = (way for name in INSIDE if _usable(way := WAYS[name], op, dtype, hosts.inside, device))
+                way = next(usable, WAYS["plain"])
+                if way not in made:
+                    made[way] = way.make(hosts.inside, device, None)
+            inside[key] = made[way]
+        return inside[key]
 
-    made: dict[Way, Schedule] = {}
-    own = nccl_dist(hosts.across, device)
-    across = torch_dist(hosts.across, device.type) if isinstance(own, str) else own
+    with speaking_of(group, hosts.across):
+        own = nccl_dist(hosts.across, device)
+        across = torch_dist(hosts.across, device.type) if isinstance(own, str) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))
 
 
@@ -311,5 +314,5 @@ WAYS: dict[str, Way] = {
     },
     "copy_engine": Way("symmetric memory", _no_copy_engine_form, _no_copy_engine, _copy_engine, ("cuda",), MAX_RANKS),
     "nccl_pipeline": Way("NCCL", _lacks_nothing, _no_nccl, _nccl_pipeline, ("cuda",)),
-    "hierarchical": Way("memory inside of hosts, messages across", _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
+    "hierarchical": Way(_TWO_LEVELS, _no_ring, _no_hosts, _hierarchical, ("cpu", "cuda")),
 }

@@ -14,7 +14,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport.gloo_connections import closed_peers
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.store_exchange import exchange, give_up
 
 
 def own_host() -> str:
@@ -63,6 +63,7 @@ def hosts_of(group: Group) -> Hosts | str:
         try:
             group.memo["hosts"] = _find(group)
         except FusedTPError as error:
+            give_up(group, error)
             # The ranks no longer agree on how often they have asked: a second time they could only wait in vain.
             group.memo["hosts"] = type(error)(
                 f"Group {group.name!r} is unusable since its first call failed: {error} "
@@ -109,12 +110,20 @@ def _make(group: Group, per_host: int) -> Hosts | str:
     across = [group.ranks[place::per_host] for place in range(per_host)]
     whole_world = group.size == dist.get_world_size()
     made: list[Group] = []
+    counted = _world.group_count + count + per_host
     for parts, own in ((inside, inside[host]), (across, across[place])):
         # Only members make a part of a part of the world.
         if not whole_world and (reason := _no_part(group, own)) is not None:
             return reason
         for ranks in parts if whole_world else [own]:
-            process_group = _part(group, ranks, whole_world)
+            try:
+                process_group = _part(group, ranks, whole_world)
+            except FusedTPError:
+                if whole_world:
+                    # torch numbers the world's groups, and waits for ranks that number the next one alike: as if all
+                    # parts had been made, which some ranks may have done.
+                    _world.group_count = counted
+                raise
             if ranks == own:
                 group.owned.append(process_group)
                 made.append(resolve_group(process_group))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from fused_tp.runtime import settings
@@ -18,6 +20,7 @@ from fused_tp.transport.group_calls import REASON_SECONDS, Call, GroupCalls, cal
 from fused_tp.transport.hosts import Hosts
 from fused_tp.transport.noticeboard import who_gave_up
 from fused_tp.transport.shm import ShmTransport, known_shm_transport
+from fused_tp.transport.store_exchange import give_up
 
 _ENDED = "the group that it is a part of has been given up"
 # "rank 2 of 4", "ranks 1 (last heard of at call 4, all_gather) and 2"
@@ -154,6 +157,17 @@ class Part:
         raised = self._levels.failed(self._call, error)
         if raised is not error:
             raise raised from error
+
+
+@contextmanager
+def speaking_of(group: Group, level: Group) -> Iterator[None]:
+    """Errors on `level`, which nobody else knows, as errors of `group`. Its other ranks need not wait for this one."""
+    try:
+        yield
+    except FusedTPError as error:
+        raised = type(error)(in_ranks_of_group(str(error), level, group))
+        give_up(group, raised)
+        raise raised from error
 
 
 def in_ranks_of_group(text: str, level: Group, group: Group) -> str:

@@ -29,8 +29,7 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
-from fused_tp.transport.gloo_connections import closed_peers
-from fused_tp.transport.torch_dist import backend_of
+from fused_tp.transport.gloo_connections import Departures
 
 
 def _load_core() -> tuple[Any, str]:
@@ -60,8 +59,6 @@ _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
 # Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
 _LOOK_SECONDS = 0.5
-# A peer whose gloo connection is closed may still join: a receive of its own that timed out closes it too.
-_LOST_SECONDS = 0.4
 
 _MOST_DESCRIBED = 1024
 
@@ -500,7 +497,8 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
     key = f"{what}/{rank}"
     seconds = settings.timeout_seconds()
     begin = time.perf_counter()
-    closed_since: dict[int, float] = {}
+    assert group.process_group is not None
+    departures = Departures(group.process_group)
     try:
         while True:
             left = seconds - (time.perf_counter() - begin)
@@ -509,7 +507,7 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
                 return store.get(key)
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
                 absent = _absent(store, what, group.size)
-                lost = _lost_peers(group, core_group, closed_since, absent)
+                lost = _lost_peers(departures, core_group, absent)
                 if lost and (absent is None or rank in absent):
                     raise PeerLostError(
                         f"Rank {', '.join(map(str, lost))} died, or gave the group up, in or before the shared-memory "
@@ -527,26 +525,10 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
         tracing.add_wait(time.perf_counter() - begin)
 
 
-def _lost_peers(group: Group, core_group: Any, closed_since: dict[int, float], absent: list[int] | None) -> list[int]:
-    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell.
-
-    `closed_since` says since when its connection has been seen closed, and is kept from one look to the next.
-    """
+def _lost_peers(departures: Departures, core_group: Any, absent: list[int] | None) -> list[int]:
+    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell."""
     dead = core_group.dead_peer() if core_group is not None else -1
-    if dead >= 0:
-        return [dead]
-    try:
-        by_gloo = backend_of(group, "cpu") == "gloo"
-    except ValueError:  # a group of NCCL alone
-        by_gloo = False
-    now = time.perf_counter()
-    for rank in closed_peers(group.process_group) if by_gloo and group.process_group is not None else []:
-        closed_since.setdefault(rank, now)
-    return [
-        rank
-        for rank, since in sorted(closed_since.items())
-        if now - since >= _LOST_SECONDS and (absent is None or rank in absent)
-    ]
+    return [dead] if dead >= 0 else departures.look(absent)
 
 
 def _absent(store: dist.Store, what: str, size: int) -> list[int] | None:

@@ -13,11 +13,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
+from fused_tp.transport.gloo_connections import Departures
 
 _GAVE_UP = "gave up"
-_SLICE_SECONDS = 0.5  # a wait inside the store does not see Ctrl-C
+_SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
+_FIRST_SLICE_SECONDS = 0.1
 
 
 def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
@@ -29,6 +31,7 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
     Raises:
         CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
             which.
+        PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
     if "exchange failed" in group.memo:
@@ -36,23 +39,38 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
             f"Group {group.name!r} is unusable since its ranks failed to agree: {group.memo['exchange failed']} "
             "Destroy the process group and make a new one."
         )
+    store, place = _place(group)
+    count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
+    key = f"{place}/{what}/{count}"
+    store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
+    assert group.process_group is not None
+    waiting = _Waiting(store, place, key, what, group, Departures(group.process_group))
+    try:
+        return [waiting.get(rank) for rank in range(group.size)]
+    except FusedTPError as error:
+        give_up(group, error)
+        raise
+
+
+def give_up(group: Group, error: FusedTPError) -> None:
+    """The ranks can agree on nothing any more: peers that wait for this one, now or later, need wait no longer."""
+    if "exchange failed" in group.memo:
+        return
+    group.memo["exchange failed"] = str(error)
+    with contextlib.suppress(RuntimeError):  # of a store that has died with its host
+        store, place = _place(group)
+        said = f"{type(error).__name__}: {error}"
+        store.set(f"{place}/{_GAVE_UP}", said.encode())  # type: ignore[arg-type]  # as above
+
+
+def _place(group: Group) -> tuple[dist.Store, str]:
+    """The group's store, and where in it its exchanges are."""
     assert group.process_group is not None
     store = dist.distributed_c10d._get_process_group_store(group.process_group)
     if "exchange generation" not in group.memo:
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
         group.memo["exchange generation"] = store.add(f"fused_tp/exchange/generation/{group.rank}", 1)
-    place = f"fused_tp/exchange/{group.memo['exchange generation']}"
-    count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
-    key = f"{place}/{what}/{count}"
-    store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
-    deadline = time.monotonic() + settings.timeout_seconds()
-    try:
-        return [_get(store, key, rank, group, what, deadline) for rank in range(group.size)]
-    except CollectiveTimeoutError as error:
-        group.memo["exchange failed"] = str(error)
-        with contextlib.suppress(RuntimeError):  # peers that wait for this rank, now or later, need wait no longer
-            store.set(f"{place}/{_GAVE_UP}", str(error).encode())  # type: ignore[arg-type]  # as above
-        raise
+    return store, f"fused_tp/exchange/{group.memo['exchange generation']}"
 
 
 def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | None:
@@ -73,38 +91,63 @@ def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | N
     return reason
 
 
-def _get(store: dist.Store, key: str, rank: int, group: Group, what: str, deadline: float) -> bytes:
-    gave_up = f"{key.rsplit('/', 2)[0]}/{_GAVE_UP}"
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait([f"{key}/{rank}"], timedelta(seconds=max(min(left, _SLICE_SECONDS), 0.01)))
-            return store.get(f"{key}/{rank}")
-        except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-            if left > _SLICE_SECONDS:
-                said = _said(store, gave_up)
-                if said is not None:
-                    raise CollectiveTimeoutError(
-                        f"{what} of group {group.name!r} on rank {group.rank}: a peer gave up. It said: {said}"
-                    ) from error
+class _Waiting:
+    """For what the ranks give in one exchange, within the deadline."""
+
+    def __init__(
+        self, store: dist.Store, place: str, key: str, what: str, group: Group, departures: Departures
+    ) -> None:
+        self._store, self._place, self._key, self._what, self._group = store, place, key, what, group
+        self._departures = departures
+        self._deadline = time.monotonic() + settings.timeout_seconds()
+        # Who died before needs not a whole slice to be noticed.
+        self._slice = _FIRST_SLICE_SECONDS
+
+    def get(self, rank: int) -> bytes:
+        key = f"{self._key}/{rank}"
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=max(min(left, self._slice), 0.01)))
+                return self._store.get(key)
+            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
+                if (failure := self._failure(rank, left <= self._slice)) is not None:
+                    raise failure from error
+                self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
                 time.sleep(0.01)  # a store that has died raises at once
-                continue
-            raise CollectiveTimeoutError(
-                f"Rank {', '.join(map(str, _absent(store, key, group.size) or [rank]))} did not take part in {what} of "
-                f"group {group.name!r} within {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); all ranks of a "
-                f"group must call its ops. This is rank {group.rank}."
-            ) from error
 
+    def _failure(self, rank: int, expired: bool) -> FusedTPError | None:
+        group, absent = self._group, self._absent()
+        here = f"{self._what} of group {group.name!r}"
+        if absent == []:  # it has come just now
+            return None
+        said = self._said()
+        if said is not None:
+            kind = PeerLostError if said.startswith(PeerLostError.__name__) else CollectiveTimeoutError
+            return kind(f"{here} on rank {group.rank}: a peer gave up. It said: {said.partition(': ')[2]}")
+        if lost := self._departures.look(absent):
+            return PeerLostError(
+                f"Rank {', '.join(map(str, lost))} died, or left the group, before it took part in {here}. "
+                f"This is rank {group.rank}."
+            )
+        if not expired:
+            return None
+        return CollectiveTimeoutError(
+            f"Rank {', '.join(map(str, absent or [rank]))} did not take part in {here} within "
+            f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "
+            f"This is rank {group.rank}."
+        )
 
-def _said(store: dist.Store, key: str) -> str | None:
-    try:
-        return store.get(key).decode() if store.check([key]) else None
-    except RuntimeError:  # the store has died with its host
-        return None
+    def _said(self) -> str | None:
+        key = f"{self._place}/{_GAVE_UP}"
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:  # the store has died with its host
+            return None
 
-
-def _absent(store: dist.Store, key: str, size: int) -> list[int]:
-    try:
-        return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
-    except RuntimeError:  # the store has died with its host
-        return []
+    def _absent(self) -> list[int] | None:
+        """Ranks that have given nothing; None where the store has died with its host."""
+        try:
+            return [rank for rank in range(self._group.size) if not self._store.check([f"{self._key}/{rank}"])]
+        except RuntimeError:
+            return None

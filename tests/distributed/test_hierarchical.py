@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | st
     assert found == answer if isinstance(answer, int) else answer in str(found)
 
 
+NOTICE_SECONDS = 4.0  # where many processes share a core
 FORCED = {"FUSED_TP_SCHEDULE": "hierarchical"}
 
 
@@ -87,6 +89,11 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
             sums(group, dtype, dim, lengths)
         integers(made)
         several_products(made, dtype)
+        patch.setenv("FUSED_TP_SHM", "0")  # later on, which reaches the inside too
+        assert made._inside("matmul_reduce_scatter", dtype).name == "plain"
+        sums(group, dtype, 0, (2 * world, 3))
+        patch.delenv("FUSED_TP_SHM")
+        assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
         hosts = resolve_group(group).memo["hosts"]
         return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
@@ -331,7 +338,7 @@ def failing(group: Any) -> tuple[str, str, float]:
     return f"{type(first.value).__name__}: {first.value}", again[0], at
 
 
-def parts_that_rank_3_does_not_make(_: Any) -> str:
+def parts_that_rank_3_does_not_make() -> str:
     def never(*_: Any) -> None:
         time.sleep(1.0)
         raise fused_tp.FusedTPError("it is late")
@@ -348,12 +355,75 @@ def parts_that_rank_3_does_not_make(_: Any) -> str:
         return f"{type(first.value).__name__}: {first.value}"
 
 
-def test_parts_that_cannot_be_made_are_a_timeout() -> None:
-    outcomes = fresh_ranks(4, parts_that_rank_3_does_not_make, env=FORCED, expect_deaths=True)
-    for outcome in outcomes[:3]:
-        assert outcome.unwrap().startswith("CollectiveTimeoutError: ")
-        assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in outcome.unwrap()
-    assert "some rank of [2, 3]" in outcomes[2].unwrap()
+def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
+    """The group's name, and what is said of it where only rank 2's host lacks a rank."""
+    with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
+        assert isinstance(hosts_module.hosts_of(resolve_group(group)), hosts_module.Hosts)
+        begun = time.monotonic()
+        if dist.get_rank() == 3:
+            return group.group_name, "", 0.0
+        with pytest.raises(fused_tp.CollectiveTimeoutError) as first:
+            fused_tp.all_reduce(torch.ones(3), group=group)
+        return group.group_name, str(first.value), time.monotonic() - begun
+
+
+class OutOfMemory(Exception):
+    """Of one rank alone."""
+
+
+def half_way() -> tuple[str, str, float]:
+    """Rank 0 raises before an op has begun, which changes nothing, and then between the levels of another."""
+    x, w = torch.ones(4, 6), torch.ones(3, 6)
+    with on_hosts("aabb") as group:
+        fused_tp.matmul_reduce_scatter(x, w, group=group)
+        begun = time.monotonic()
+        if dist.get_rank() == 0:
+            with patched(Hierarchical, "_to_hosts"), pytest.raises(OutOfMemory):
+                fused_tp.matmul_reduce_scatter(x, w, group=group)
+        y = fused_tp.matmul_reduce_scatter(x, w, group=group)
+        assert torch.equal(y, torch.full((1, 3), 24.0))
+        if dist.get_rank() == 0:
+            with patched(hierarchical, "sum_in_rank_order"), pytest.raises(OutOfMemory):
+                fused_tp.matmul_reduce_scatter(x, w, group=group)
+            with pytest.raises(fused_tp.FusedTPError) as caught:
+                fused_tp.matmul_reduce_scatter(x, w, group=group)
+        else:
+            with pytest.raises(fused_tp.PeerLostError) as caught:
+                while True:
+                    fused_tp.matmul_reduce_scatter(x, w, group=group)
+        return group.group_name, str(caught.value), time.monotonic() - begun
+
+
+def patched(place: Any, name: str) -> Any:
+    return mock.patch.object(place, name, side_effect=OutOfMemory)
+
+
+def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
+    found = []
+    for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join, half_way):
+        found.append(case())
+        dist.barrier()
+        # torch numbers groups: where one could not be made, the ranks still agree on the next one's number.
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone, group=dist.new_group(list(range(4))))
+        assert everyone.item() == 4.0
+    return tuple(found)
+
+
+def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group() -> None:
+    outcomes = [one.unwrap() for one in fresh_ranks(4, failing_one_after_the_other, env=FORCED, expect_deaths=True)]
+    for rank, (parts, memory, raised) in enumerate(outcomes):
+        if rank < 3:
+            assert parts.startswith("CollectiveTimeoutError: ")
+            assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
+            name, said, seconds = memory
+            assert f"Rank 3 did not join the shared-memory rendezvous of group {name!r} within 1 s" in said, said
+            assert "This is rank 2." in said and seconds < 1.0 + NOTICE_SECONDS, said
+        name, said, seconds = raised
+        assert f"matmul_reduce_scatter (call 4 of group {name!r}) on rank 0 of 4 raised OutOfMemory half-way" in said
+        assert rank == 0 or "rank 0 has given the group up. It said: " in said, said
+        assert seconds < NOTICE_SECONDS
+    assert "some rank of [2, 3]" in outcomes[2][0]
 
 
 def stalled_then_killed(_: Any) -> list[tuple[str, str, str, float]]:

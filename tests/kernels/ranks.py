@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.transport.symmetric_memory import symmetric_empty
-from tests import workers
+from tests import forks, workers
 from tests.reference import matmul64, seeded
 from triton_kernels.workspace import Workspace
 
@@ -30,7 +30,7 @@ def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeo
     """`tests.workers.run_ranks`, on ranks that interpret Triton kernels."""
     global _pool
     if _pool is None:
-        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"})
+        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"}, forked=forks.can_fork())
         atexit.register(stop)
     try:
         outcomes = _pool.call(world_size, fn, args, timeout, None)

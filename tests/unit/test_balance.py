@@ -124,10 +124,10 @@ def test_a_thousand_documents_take_some_milliseconds(make: Any) -> None:
     bounds = make(1000, 100_000)
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         balanced_ranges(bounds, 8)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05  # measured: 2 to 4 ms
+        times.append(time.process_time() - begin)
+    assert min(times) < 0.05  # of this process; measured: 2 to 4 ms
 
 
 def test_the_figure_counts_what_the_mask_shows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,6 +72,82 @@ def test_there_and_back(world_size: int, layout: str, shm: str) -> None:
         assert everything == list(range(len(everything)))
 
 
+# Of each length that is packed, documents: empty ones and single tokens among them.
+PACKED = ((0, 0), (0, 1), (0, 0, 2, 3), (0, 5, 6, 6, 8), (0, 1, 9, 9, 10, 13), (0, 90, 100, 101, 140))
+
+
+def packed_there_and_back(group: dist.ProcessGroup, dtype: torch.dtype) -> list[tuple[list[int], list[int]]]:
+    held = []
+    for bounds in PACKED:
+        cu_seqlens, seq_len = torch.tensor(bounds, dtype=dtype), bounds[-1]
+        where: dict[str, Any] = {"group": group, "layout": "balanced", "cu_seqlens": cu_seqlens}
+        positions = sequence_positions(seq_len, **where)
+        within = sequence_positions(seq_len, within_documents=True, **where)
+        held.append((positions.tolist(), within.tolist()))
+        for kind, dim in ((torch.float32, 1), (torch.bool, 0), (torch.float8_e4m3fn, -1)):
+            shape = [2, 3, 4]
+            shape[dim] = seq_len
+            x = (seeded(*shape) * 4).abs().to(kind)
+            mine = shard_sequence(x, dim, **where)
+            assert torch.equal(as_bytes(mine), as_bytes(x).index_select(dim % 3, positions))
+            back = unshard_sequence(mine, dim, seq_len=seq_len, **where)
+            assert back.dtype == kind and back.shape == x.shape and torch.equal(as_bytes(back), as_bytes(x))
+        x, grad = seeded(2, seq_len).requires_grad_(), seeded(2, seq_len, seed=1)
+        (shard_sequence(x, 1, **where) * shard_sequence(grad, 1, **where)).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, grad)
+        mine = shard_sequence(seeded(2, seq_len), 1, **where).requires_grad_()
+        (unshard_sequence(mine, 1, seq_len=seq_len, **where) * grad).sum().backward()
+        assert mine.grad is not None and torch.equal(mine.grad, shard_sequence(grad, 1, **where))
+    return held
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shm", "dtype"), [(1, "1", torch.int32), (2, "0", torch.int64), (3, "1", torch.int32)]
+)
+def test_packed_there_and_back(world_size: int, shm: str, dtype: torch.dtype) -> None:
+    ranks = run_ranks(world_size, packed_there_and_back, dtype, env={"FUSED_TP_SHM": shm})
+    for bounds, held in zip(PACKED, zip(*ranks, strict=True), strict=True):
+        offsets = [i for start, stop in pairwise(bounds) for i in range(stop - start)]
+        assert [len(positions) for positions, _ in held] == [
+            len(part) for part in torch.arange(bounds[-1]).tensor_split(world_size)
+        ]
+        assert sorted(p for positions, _ in held for p in positions) == list(range(bounds[-1]))
+        for positions, within in held:
+            assert positions == sorted(positions)
+            assert within == [offsets[p] for p in positions]
+
+
+@LAYOUTS
+def test_positions_within_documents_of_every_layout(layout: str) -> None:
+    cu_seqlens = torch.tensor([0, 2, 2, 5])
+    there: dict[str, Any] = {"group": None, "layout": layout, "cu_seqlens": cu_seqlens}
+    assert sequence_positions(5, **there).tolist() == [0, 1, 2, 3, 4]
+    positions = sequence_positions(5, within_documents=True, **there)
+    assert positions.tolist() == [0, 1, 0, 1, 2] and positions.dtype == torch.int64
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    cu_seqlens, x = torch.tensor([0, 5, 6, 11]), seeded(2, 11)
+    where: dict[str, Any] = {"group": group, "layout": "balanced"}
+
+    def there_and_back(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        within = sequence_positions(11, within_documents=True, cu_seqlens=cu_seqlens, **where)
+        mine = shard_sequence(x * 2, 1, cu_seqlens=cu_seqlens, **where) * within
+        return unshard_sequence(mine, 1, seq_len=11, cu_seqlens=cu_seqlens, **where), within
+
+    x_compiled = x.clone().requires_grad_()
+    whole, within = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x_compiled, cu_seqlens)
+    wanted = there_and_back(x.requires_grad_(), cu_seqlens)
+    assert torch.equal(whole, wanted[0]) and torch.equal(within, wanted[1])
+    whole.sum().backward()
+    wanted[0].sum().backward()
+    assert x.grad is not None and x_compiled.grad is not None and torch.equal(x_compiled.grad, x.grad)
+
+
+def test_packed_sequences_compile_in_one_graph() -> None:
+    run_ranks(2, compiled)
+
+
 def equal_shards(group: dist.ProcessGroup) -> Tensor:
     return unshard_sequence(shard_sequence(torch.arange(9), 0, group=group), 0, group=group)
 
@@ -97,6 +174,10 @@ def test_gradients(shm: str) -> None:
 X = torch.zeros(2, 4)
 
 
+def packed(op: Any, cu_seqlens: Any) -> Any:
+    return op(X, 1, group=None, layout="balanced", cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -112,6 +193,14 @@ X = torch.zeros(2, 4)
         (lambda: unshard_sequence(X, 1, group=None, seq_len=-1), ValueError, "seq_len is -1"),
         (lambda: sequence_positions(True, group=None), TypeError, "seq_len must be an int"),
         (lambda: sequence_positions(-3, group=None), ValueError, "seq_len is -3"),
+        (lambda: sequence_positions(4, group=None, within_documents=True), ValueError, "pass cu_seqlens"),
+        (lambda: sequence_positions(4, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
+        (lambda: shard_sequence(X, 1, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
+        (lambda: packed(shard_sequence, torch.tensor([0, 5])), ValueError, r"cu_seqlens is \(0, 5\); .* the 4 tokens"),
+        (lambda: packed(unshard_sequence, torch.tensor([0, 3, 2, 4])), ValueError, "never go back"),
+        (lambda: packed(unshard_sequence, torch.tensor([0.0, 4.0])), TypeError, "cu_seqlens has dtype torch.float32"),
+        (lambda: packed(shard_sequence, torch.tensor([[0, 4]])), ValueError, r"cu_seqlens has shape \(1, 2\)"),
+        (lambda: packed(shard_sequence, [0, 4]), TypeError, "cu_seqlens must be a Tensor, not list"),
     ],
 )
 def test_bad_sequence_arguments(call: Any, error: type[Exception], message: str) -> None:

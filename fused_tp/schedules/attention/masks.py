@@ -30,7 +30,7 @@ class AttentionMask:
         causal: a query sees the keys up to its place.
         window: how many keys before and after its place a query sees besides that at its place; -1: no limit.
         cu_seqlens, cu_seqlens_kv: where documents begin, and where the last one ends: (0, ..., seq_len); a query sees
-            keys of its own document only. Empty: one document.
+            keys of its own document only. Empty: one document; of the keys: the same documents as those of the queries.
 
     >>> mask = AttentionMask(4, 4, causal=True, window=(1, 0))
     >>> [list(map(int, ends)) for ends in mask.seen(np.arange(4))[1:]]
@@ -44,12 +44,19 @@ class AttentionMask:
     cu_seqlens: tuple[int, ...] = ()
     cu_seqlens_kv: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.cu_seqlens and not self.cu_seqlens_kv:
+            object.__setattr__(self, "cu_seqlens_kv", self.cu_seqlens)
+
     def seen(self, queries: Ints) -> tuple[Ints, Ints, Ints]:
         """(place, start, stop) of each of these queries (ascending indices): it sees the keys [start, stop)."""
         begins, ends, shift = self._documents
-        document = np.searchsorted(self._query_begins, queries, side="right") - 1
-        places = queries + shift[document]
-        starts, stops = begins[document], ends[document]
+        if self._has_documents:
+            document = np.searchsorted(self._query_begins, queries, side="right") - 1
+            places, starts, stops = queries + shift[document], begins[document], ends[document]
+        else:
+            places = queries + shift[0]
+            starts, stops = np.full_like(places, begins[0]), np.full_like(places, ends[0])
         left, right = self.limits
         if left >= 0:
             starts = np.maximum(starts, places - left)

@@ -18,6 +18,9 @@ from torch import Tensor
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens
 from fused_tp.schedules.attention.masks import AttentionMask, Ints
 
+Int32s = np.ndarray[Any, np.dtype[np.int32]]
+_Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in numbers of the whole
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -34,8 +37,8 @@ class Step:
     q_stop: int
     k_start: int
     k_stop: int
-    starts: np.ndarray[Any, np.dtype[np.int32]]
-    stops: np.ndarray[Any, np.dtype[np.int32]]
+    starts: Int32s
+    stops: Int32s
     places: Ints
     q_indices: Ints
     k_indices: Ints
@@ -71,35 +74,45 @@ class Step:
         return int((self.stops.astype(np.int64) - self.starts).sum())
 
     @cached_property
-    def seen_by(self) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int32]]]:
+    def seen_by(self) -> tuple[Int32s, Int32s]:
         """int32 [keys] each: key k_start + j is seen by the queries q_start + [first[j], last[j])."""
-        keys = np.arange(self.keys)
-        first = np.searchsorted(self.stops, keys, side="right")
-        last = np.maximum(first, np.searchsorted(self.starts, keys, side="right"))
-        return first.astype(np.int32), last.astype(np.int32)
+        return _seen_by(self.starts, self.stops, self.keys)
 
     @cached_property
-    def _on_devices(self) -> dict[torch.device, dict[str, Tensor]]:
+    def _on_devices(self) -> dict[torch.device, _OnDevice]:
         return {}
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """starts, stops, places, q_indices, k_indices, first, last as int32 tensors there; made once."""
+        """starts, stops, places, q_indices, k_indices, first, last as int32 tensors there; each made at first use."""
         known = self._on_devices.get(device)
         if known is None:
-            first, last = self.seen_by
-            arrays: dict[str, np.ndarray[Any, Any]] = {
-                "starts": self.starts,
-                "stops": self.stops,
-                "places": self.places,
-                "q_indices": self.q_indices,
-                "k_indices": self.k_indices,
-                "first": first,
-                "last": last,
-            }
-            known = self._on_devices[device] = {
-                name: torch.from_numpy(array.astype(np.int32)).to(device) for name, array in arrays.items()
-            }
+            known = self._on_devices[device] = _OnDevice(self, device)
         return known
+
+
+class _OnDevice(dict[str, Tensor]):
+    """Of long sequences only what a call needs is worth its memory: few need places and indices."""
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self._device, self._keys = device, step.keys
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {
+            "starts": step.starts,
+            "stops": step.stops,
+            "places": step.places,
+            "q_indices": step.q_indices,
+            "k_indices": step.k_indices,
+        }
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in ("first", "last"):
+            first, last = _seen_by(self._arrays["starts"], self._arrays["stops"], self._keys)
+            self["first"], self["last"] = self._moved(first), self._moved(last)
+        else:
+            self[name] = self._moved(self._arrays[name])
+        return self[name]
+
+    def _moved(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int32)).to(self._device)
 
 
 class RingPlan:
@@ -110,9 +123,10 @@ class RingPlan:
         self.world_size = world_size
         self.layout = layout
         self.queries = all_tokens(mask.seq_len, world_size, layout, mask.cu_seqlens)
-        self.keys = all_tokens(mask.seq_len_kv, world_size, layout, mask.cu_seqlens_kv or mask.cu_seqlens)
+        self.keys = all_tokens(mask.seq_len_kv, world_size, layout, mask.cu_seqlens_kv)
         self._steps: dict[tuple[int, int], Step] = {}
-        self._extents: dict[tuple[int, int], range] = {}
+        self._extents: dict[tuple[int, int], tuple[range, range]] = {}
+        self._seen: tuple[int, _Seen] | None = None
 
     def source(self, rank: int, t: int) -> int:
         """Whose keys `rank` looks at in step t."""
@@ -123,11 +137,19 @@ class RingPlan:
         source = self.source(rank, t)
         known = self._steps.get((rank, source))
         if known is None:
-            known = self._steps[rank, source] = make_step(self.mask, self.queries[rank], self.keys[source])
+            # One process asks for the steps of one rank: what its queries see of the whole is the same in all of them.
+            if self._seen is None or self._seen[0] != rank:
+                self._seen = rank, self.mask.seen(self.queries[rank].indices)
+            rows, _ = self._extent(rank, source)
+            known = _make_step(self._seen[1], rows, self.queries[rank], self.keys[source])
+            self._steps[rank, source] = known
         return known
 
     def needed(self, rank: int, source: int) -> range:
         """Which rows of its keys `source` has to give `rank`; found without making the step."""
+        return self._extent(rank, source)[1]
+
+    def _extent(self, rank: int, source: int) -> tuple[range, range]:
         known = self._extents.get((rank, source))
         if known is None:
             known = self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
@@ -136,48 +158,69 @@ class RingPlan:
 
 def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:
     """What these queries see of these keys."""
-    q_indices, k_indices = queries.indices, keys.indices
-    places, starts, stops = mask.seen(q_indices)
-    starts, stops = np.searchsorted(k_indices, starts), np.searchsorted(k_indices, stops)
-    seeing = np.flatnonzero(stops > starts)
-    q_start, q_stop = (int(seeing[0]), int(seeing[-1]) + 1) if len(seeing) else (0, 0)
-    rows = slice(q_start, q_stop)
-    k_start, k_stop = (int(starts[q_start]), int(stops[q_stop - 1])) if len(seeing) else (0, 0)
+    rows, _ = _extent(mask, queries, keys)
+    return _make_step(mask.seen(queries.indices), rows, queries, keys)
+
+
+def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
+    """`seen` is of all of the queries; only those in `rows` see some of these keys."""
+    places, starts, stops = (ends[rows.start : rows.stop] for ends in seen)
+    starts, stops = keys.rows_before(starts), keys.rows_before(stops)
+    seeing = stops > starts
+    if not seeing.any():
+        nothing = np.empty(0, dtype=np.int64)
+        ends = nothing.astype(np.int32)
+        return Step(0, 0, 0, 0, ends, ends, nothing, nothing, nothing, (), ())
+    first, last = int(seeing.argmax()), len(seeing) - int(seeing[::-1].argmax())
+    k_start, k_stop = int(starts[first]), int(stops[last - 1])
+    q_start, q_stop = rows.start + first, rows.start + last
     return Step(
         q_start,
         q_stop,
         k_start,
         k_stop,
-        (starts[rows] - k_start).astype(np.int32),
-        (stops[rows] - k_start).astype(np.int32),
-        places[rows],
-        q_indices[rows],
-        k_indices[k_start:k_stop],
+        (starts[first:last] - k_start).astype(np.int32),
+        (stops[first:last] - k_start).astype(np.int32),
+        places[first:last],
+        queries.indices[q_start:q_stop],
+        keys.indices[k_start:k_stop],
         _inside(queries.breaks, q_start, q_stop),
         _inside(keys.breaks, k_start, k_stop),
     )
+
+
+def _seen_by(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
+    first, last = _counted(stops, keys), _counted(starts, keys)
+    return first, np.maximum(first, last)
+
+
+def _counted(ends: Int32s, keys: int) -> Int32s:
+    """[keys]: how many ends are not above key j. What a search in ascending `ends` finds for each, in two passes."""
+    return np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], dtype=np.int32)
 
 
 def _inside(breaks: Ints, start: int, stop: int) -> tuple[int, ...]:
     return tuple(int(b) - start for b in breaks if start < b < stop)
 
 
-def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> range:
-    """The rows of keys from the first that is seen to the last. Between the ends of one range of queries the ends of
-    their intervals do not go back, so the first and the last row of each range tell."""
+def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, range]:
+    """Rows of queries outside which none sees one of these keys, and the rows of keys from the first that is seen to
+    the last. Within one range of queries the ends of their intervals do not go back, so its first and last row tell."""
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
-    if not len(ends):
-        return range(0)
     _, starts, stops = mask.seen(ends)
-    first = np.searchsorted(keys.indices, starts[0::2])
-    last = np.searchsorted(keys.indices, stops[1::2])
-    some = last > first
-    return range(int(first[some].min()), int(last[some].max())) if some.any() else range(0)
+    first, last = keys.rows_before(starts[0::2]), keys.rows_before(stops[1::2])
+    some = np.flatnonzero(last > first)
+    if not len(some):
+        return range(0), range(0)
+    begin, end = int(some[0]), int(some[-1])
+    rows = range(int(queries.breaks[begin]), int(queries.breaks[end]) + len(queries.ranges[end]))
+    return rows, range(int(first[some].min()), int(last[some].max()))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def ring_plan(mask: AttentionMask, world_size: int, layout: str) -> RingPlan:
-    """The plan, made once per mask, layout and group size."""
+    """The plan, made once per mask, layout and group size. Few are kept: they take some bytes for each token and step,
+    and documents of another batch have other plans."""
     return RingPlan(mask, world_size, layout)
 
 

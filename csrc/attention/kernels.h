@@ -1,0 +1,60 @@
+// The work on blocks of queries and keys: one table of functions per instruction set and kind of operands.
+//
+// What they keep about a block is theirs alone; callers give memory, aligned to kAlignment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/attention.h"
+
+namespace fused_tp::attention {
+
+constexpr int kQueries = 48;  // of a block: lanes
+constexpr int kKeys = 64;     // of a block
+constexpr size_t kAlignment = 64;
+
+// Memory of a thread, or of a block, for problems of this shape.
+struct Sizes {
+  size_t key_block, query_block, scratch;
+};
+
+struct Kernels {
+  const char* isa;
+  Sizes (*forward_sizes)(const Shape& shape);
+  Sizes (*backward_sizes)(const Shape& shape);
+
+  void (*pack_keys_forward)(const Forward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+                            char* scratch);
+  // Folds all keys into the state of one block of queries.
+  void (*forward_block)(const Forward& step, int64_t batch, int64_t head, int64_t block, char* key_blocks,
+                        char* scratch);
+
+  void (*pack_keys_backward)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+                             char* scratch);
+  void (*pack_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block,
+                       char* scratch);
+  // The sums of one block of keys, kept in `scratch`, begin at 0,
+  void (*begin_keys)(const Shape& shape, char* scratch);
+  // gain the terms of one block of queries, whose dq gains those of these keys,
+  void (*backward_pair)(const Backward& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
+                        char* query_block, char* scratch);
+  // and are added to dk and dv; the result is their term of d_slopes[head].
+  double (*add_keys)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
+  void (*add_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block);
+};
+
+// The best table for this dtype that this CPU can run; `isa`, or where that is empty FUSED_TP_ISA, asks for a lesser
+// one: plain, avx2, avx512.
+const Kernels& kernels_for(DType dtype, const char* isa);
+
+// Whether the CPU multiplies matrices in tiles, which these kernels do not use.
+bool has_matrix_tiles();
+
+const Kernels& kernels_plain(DType dtype);
+#if FUSED_TP_X86
+const Kernels& kernels_avx2(DType dtype);
+const Kernels& kernels_avx512(DType dtype, bool bf16_products);
+#endif
+
+}  // namespace fused_tp::attention

@@ -1,0 +1,87 @@
+// Sixteen fp32 or eight fp64 lanes, AVX-512 F/BW/VL/DQ; products of bf16 with AVX512_BF16.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#include "attention/kernels_impl.h"
+
+namespace fused_tp::attention {
+namespace {
+
+struct Avx512Lanes : GenericLanes<float, 64> {
+  using Mask = __mmask16;
+  static constexpr int kRows = 8;
+  static Vector broadcast(float x) { return _mm512_set1_ps(x); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vector product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+  static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+  static Vector select(Mask mask, Vector a, Vector b) { return _mm512_mask_mov_ps(b, mask, a); }
+  static Mask greater(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  static Mask equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static bool any(Mask mask) { return mask != 0; }
+  static Integers load_integers(const int32_t* p) { return (Integers)_mm512_loadu_si512(p); }
+  static Mask holds(Integers starts, Integers stops, int32_t k) {
+    const __m512i at = _mm512_set1_epi32(k);
+    return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask((__m512i)starts, at), (__m512i)stops, at);
+  }
+  static Vector distance(Integers places, int32_t k) {
+    return _mm512_cvtepi32_ps(_mm512_abs_epi32(_mm512_sub_epi32((__m512i)places, _mm512_set1_epi32(k))));
+  }
+  static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
+  static Vector exp2(Vector x) {
+    const Vector y = _mm512_max_ps(_mm512_set1_ps(-200), x);  // the second operand where one is NaN
+    const Vector whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_scalef_ps(exp2_fraction<Avx512Lanes>(y - whole), whole);
+  }
+  static Vector tanh(Vector x) { return tanh_single<Avx512Lanes>(x); }
+  static void products(Integers a, uint32_t b, Integers& high, Integers& low) {
+    const __m512i factor = _mm512_set1_epi32(static_cast<int>(b));
+    const __m512i even = _mm512_mul_epu32((__m512i)a, factor);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
+    low = (Integers)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+    high = (Integers)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+  }
+  static Mask at_least(Integers bits, uint32_t threshold) {
+    return _mm512_cmpge_epu32_mask((__m512i)bits, _mm512_set1_epi32(static_cast<int>(threshold)));
+  }
+};
+
+// Operands of bf16: two products and both sums, in fp32, per lane and step.
+struct Bf16Lanes : Avx512Lanes {
+  using Operand = uint16_t;
+  using Operands = __m512i;
+  static constexpr int kPair = 2;
+  static Operands load_operand(const Operand* p) { return _mm512_loadu_si512(p); }
+  static Operands broadcast_operand(const Operand* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static Vector product(Operands a, Operands b, Vector c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static float value(Operand x) { return bf16_to_f32(x); }
+  static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row0), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row1), _mm512_extracti64x4_epi64(both, 1));
+  }
+  static void store_pairs(Operand* rows, int64_t, Vector a, Vector b) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    _mm512_storeu_si512(rows, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
+  }
+};
+
+}  // namespace
+
+const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
+  static constexpr Kernels single = make_kernels<Avx512Lanes>("avx512");
+  static constexpr Kernels twice = make_kernels<GenericLanes<double, 64>>("avx512");
+  static constexpr Kernels pairs = make_kernels<Bf16Lanes>("avx512_bf16");
+  if (dtype == DType::kBF16 && bf16_products) return pairs;
+  return dtype == DType::kF64 ? twice : single;
+}
+
+}  // namespace fused_tp::attention

@@ -1,0 +1,166 @@
+// Vectors of fp32 or fp64 in terms of the compiler's own vector types: any CPU. Instruction sets replace what they have
+// something better for.
+//
+// A `Lanes` also says what its products take: `Operand` elements, of which one step of a product takes kPair per lane,
+// and how many rows and vectors of a result are kept in registers.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "attention/half.h"
+
+namespace fused_tp::attention {
+namespace {
+
+template <class L, typename... Rest>
+inline typename L::Vector horner(typename L::Vector x, double highest, Rest... rest) {
+  typename L::Vector sum = L::broadcast(static_cast<typename L::Real>(highest));
+  ((sum = L::fma(sum, x, L::broadcast(static_cast<typename L::Real>(rest)))), ...);
+  return sum;
+}
+
+// 2^x on [-1/2, 1/2]. fp32: 1 + x P(x) of least largest relative error, which is 9e-8. fp64: the series.
+template <class L>
+inline typename L::Vector exp2_fraction(typename L::Vector x) {
+  if constexpr (sizeof(typename L::Real) == 4) {
+    return horner<L>(x, 0.0013264766665818848, 0.009671511452609622, 0.05550733599271014, 0.24022242111755765,
+                     0.6931469777188304, 1.0);
+  } else {
+    return horner<L>(x, 1.3691488853904124e-12, 2.5678435993488196e-11, 4.44553827187081e-10, 7.054911620801121e-09,
+                     1.0178086009239696e-07, 1.3215486790144305e-06, 1.5252733804059838e-05, 0.00015403530393381606,
+                     0.0013333558146428441, 0.009618129107628477, 0.055504108664821576, 0.2402265069591007,
+                     0.6931471805599453, 1.0);
+  }
+}
+
+// tanh(x) = x + x^3 P(x^2) below 0.6 (largest relative error 3e-9), else 1 - 2 / (e^2x + 1); fp32.
+template <class L>
+inline typename L::Vector tanh_single(typename L::Vector x) {
+  using Vector = typename L::Vector;
+  const Vector magnitude = L::max(x, -x), square = x * x;
+  const Vector inner = L::fma(x * square,
+                              horner<L>(square, -0.005905867423758888, 0.020805383843692706, -0.053786683385498496,
+                                        0.13331958241007352, -0.3333329927202725),
+                              x);
+  // Where it is 1 to all digits; a NaN is kept.
+  const Vector bounded = L::select(L::greater(magnitude, L::broadcast(20)), L::broadcast(20), magnitude);
+  const Vector power = L::exp2(bounded * L::broadcast(2.8853900817779268f));
+  const Vector outer = L::broadcast(1) - L::broadcast(2) / (power + L::broadcast(1));
+  const Vector with_sign = L::select(L::greater(L::zero(), x), -outer, outer);
+  return L::select(L::greater(L::broadcast(0.6f), magnitude), inner, with_sign);
+}
+
+template <typename RealType, int kBytes>
+struct GenericLanes {
+  using Real = RealType;
+  using Operand = Real;
+  using Integer = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+  static constexpr int kWidth = kBytes / sizeof(Real);
+  static constexpr int kPair = 1;
+  static constexpr int kRows = 4;
+  static constexpr int kVectors = 3;
+  typedef Real Vector __attribute__((vector_size(kBytes)));
+  typedef Integer Integers __attribute__((vector_size(kBytes)));
+  using Mask = Integers;
+  using Operands = Vector;  // what one step takes of all lanes
+
+  static Vector broadcast(Real x) { return Vector{} + x; }
+  static Vector zero() { return Vector{}; }
+  static Vector load(const Real* p) {
+    Vector v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(Real* p, Vector v) { std::memcpy(p, &v, sizeof v); }
+  static Integers load_integers(const int32_t* p) {
+    Integers v;
+    for (int i = 0; i < kWidth; ++i) v[i] = p[i];
+    return v;
+  }
+  static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
+  // b where one of them is NaN
+  static Vector max(Vector a, Vector b) { return a > b ? a : b; }
+  static Vector select(Mask mask, Vector a, Vector b) { return mask ? a : b; }
+  static Mask greater(Vector a, Vector b) { return a > b; }
+  static Mask equal(Vector a, Vector b) { return a == b; }
+  static bool any(Mask mask) {
+    bool found = false;
+    for (int i = 0; i < kWidth; ++i) found |= mask[i] != 0;
+    return found;
+  }
+  // starts <= k < stops
+  static Mask holds(Integers starts, Integers stops, int32_t k) {
+    const Integers at = Integers{} + k;
+    return (starts <= at) & (stops > at);
+  }
+  static Vector distance(Integers places, int32_t k) {
+    const Integers d = places - k;
+    return __builtin_convertvector(d < 0 ? -d : d, Vector);
+  }
+  static Real sum(Vector v) {
+    Real total = 0;
+    for (int i = 0; i < kWidth; ++i) total += v[i];
+    return total;
+  }
+
+  // 2^x, to about an ulp; 0 below the normal numbers. x must be below the largest exponent.
+  static Vector exp2(Vector x) {
+    constexpr bool kSingle = sizeof(Real) == 4;
+    constexpr Real kLowest = kSingle ? -126 : -1022, kHighest = kSingle ? 127 : 1023;
+    const Mask under = x < broadcast(kLowest);
+    Vector y = under ? broadcast(kLowest) : x;
+    y = y > kHighest ? broadcast(kHighest) : y;
+    // Adding 1.5 * 2^(bits of the mantissa) rounds to an integer, which the low bits then hold.
+    const Vector magic = broadcast(kSingle ? Real(12582912.0) : Real(6755399441055744.0));
+    const Vector shifted = y + magic;
+    const Vector fraction = y - (shifted - magic);
+    const Integers whole = (Integers)shifted - (Integers)magic;
+    const Vector power = (Vector)((whole + (kSingle ? 127 : 1023)) << (kSingle ? 23 : 52));
+    const Vector result = exp2_fraction<GenericLanes>(fraction) * power;
+    return under ? Vector{} : result;
+  }
+
+  static Vector tanh(Vector x) {
+    if constexpr (sizeof(Real) == 4) {
+      return tanh_single<GenericLanes>(x);
+    } else {
+      Vector result;
+      for (int i = 0; i < kWidth; ++i) result[i] = std::tanh(x[i]);
+      return result;
+    }
+  }
+
+  // One lane of Philox at a time: high and low words of the products with a constant.
+  static void products(Integers a, uint32_t b, Integers& high, Integers& low) {
+    for (int i = 0; i < kWidth; ++i) {
+      const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(a[i])) * b;
+      high[i] = static_cast<Integer>(product >> 32);
+      low[i] = static_cast<Integer>(product & 0xffffffffu);
+    }
+  }
+  // Which 32 bits, unsigned, are at least as large.
+  static Mask at_least(Integers bits, uint32_t threshold) {
+    Mask mask;
+    for (int i = 0; i < kWidth; ++i) mask[i] = static_cast<uint32_t>(bits[i]) >= threshold ? -1 : 0;
+    return mask;
+  }
+
+  static Vector load_operand(const Operand* p) { return load(p); }
+  static Vector broadcast_operand(const Operand* p) { return broadcast(*p); }
+  static Vector product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+  static Real value(Operand x) { return x; }
+  // Vectors a and b of rows 0 and 1: each to its row; or so that the elements of both rows stand kPair by kPair.
+  static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
+    store(row0, a);
+    store(row1, b);
+  }
+  static void store_pairs(Operand* rows, int64_t row_length, Vector a, Vector b) {
+    store_rows(rows, rows + row_length, a, b);
+  }
+};
+
+}  // namespace
+}  // namespace fused_tp::attention

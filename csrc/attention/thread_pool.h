@@ -1,0 +1,36 @@
+// Threads that sleep until there is something to do, one set for each thread that calls.
+#pragma once
+
+#include <cstdint>
+
+namespace fused_tp::attention {
+
+// A function that is called with (task, worker); the worker is below the number of threads.
+class TaskRef {
+ public:
+  template <typename F>
+  explicit TaskRef(F& function)
+      : object_(&function),
+        call_([](void* object, int64_t task, int worker) { (*static_cast<F*>(object))(task, worker); }) {}
+  void operator()(int64_t task, int worker) const { call_(object_, task, worker); }
+
+ private:
+  void* object_;
+  void (*call_)(void*, int64_t, int);
+};
+
+void run_tasks(int64_t tasks, int threads, TaskRef function);
+
+// Calls function(task, worker) for every task, on up to `threads` threads, of which the caller is one. Tasks begin in
+// ascending order, so one may wait for an earlier one. The threads stay, asleep, until the calling thread ends; in a
+// child of fork new ones are made.
+template <typename F>
+void parallel_for(int64_t tasks, int threads, F&& function) {
+  if (threads <= 1 || tasks <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) function(task, 0);
+  } else {
+    run_tasks(tasks, threads, TaskRef(function));
+  }
+}
+
+}  // namespace fused_tp::attention

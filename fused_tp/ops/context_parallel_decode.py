@@ -1,0 +1,326 @@
+"""Attention of new tokens to a cache of keys and values that is cut over the ranks: decoding and chunked prefill."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
+from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
+from fused_tp.ops.custom_op import CustomOp
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.group import GroupLike, group_by_name, group_name
+from fused_tp.schedules.attention.cache_rows import CacheRows, DenseRows, PagedRows
+from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
+from fused_tp.schedules.attention.decode import CacheCall, attend, merge
+from fused_tp.schedules.attention.providers import provider_for
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.select import select_schedule
+from fused_tp.transport.base import accumulate_dtype
+
+_OP = "all_gather"  # what moves
+
+
+@overload
+def context_parallel_decode(
+    q: Tensor,
+    k_cache_shard: Tensor,
+    v_cache_shard: Tensor,
+    *,
+    group: GroupLike,
+    cache_seqlens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_decode(
+    q: Tensor,
+    k_cache_shard: Tensor,
+    v_cache_shard: Tensor,
+    *,
+    group: GroupLike,
+    cache_seqlens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_decode(
+    q: Tensor,
+    k_cache_shard: Tensor,
+    v_cache_shard: Tensor,
+    *,
+    group: GroupLike,
+    cache_seqlens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_decode(
+    q: Tensor,
+    k_cache_shard: Tensor,
+    v_cache_shard: Tensor,
+    *,
+    group: GroupLike,
+    cache_seqlens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v of the newest tokens, which all ranks have, over a cache of which each holds a part.
+
+    Each rank attends to the tokens that it holds, and one exchange of (out, lse) makes of these parts the whole, with
+    the same bits on all ranks. One new token is a step of decoding, a few are speculative decoding, many are a chunk of
+    a long prompt: each rank computes 1 / W of the attention. The cache holds the new tokens' keys and values already;
+    `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` put them there.
+
+    Who holds what: blocks of `block` tokens are dealt out in turn. Token i of a text lies on rank (i // block) % W, in
+    row (i // (block * W)) * block + i % block of that text. How many a rank holds follows from `cache_seqlens`.
+
+    Args:
+        q: [batch, new, heads, head_dim], the same on all ranks: the last tokens of each text; float16, bfloat16,
+            float32 or float64.
+        k_cache_shard: [batch, capacity, kv_heads, head_dim] with this rank's tokens in its first rows; with
+            `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. What lies behind the
+            tokens is never read.
+        v_cache_shard: the same with v_head_dim.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        cache_seqlens: int32 or int64 [batch]: how many tokens of each text the whole cache holds, the new ones among
+            them. A text may have fewer than `new`: its first queries see nothing then. Best on the CPU: elsewhere
+            reading it waits for the device.
+        causal: a new token sees those before it and itself; False: all of its text.
+        scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
+        page_table: int32 or int64 [batch, most pages of a text]: row i of a text is row i % page_size of page
+            page_table[text, i // page_size], on this rank. Entries behind the last one in use may be anything.
+        block: as the cache was filled.
+        return_lse: also return the log-sum-exp of the scores of every query, sinks included.
+
+    Returns:
+        out [batch, new, heads, v_head_dim] in the dtype of q, 0 for queries that see nothing; with `return_lse`,
+        (out, lse) with lse [batch, heads, new] in float32 (float64 for float64), -inf for these.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
+            none. Raised before anything is sent.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
+            other lengths or keywords (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
+
+    Example:
+        with torch.no_grad():
+            out = context_parallel_decode(q, keys, values, group=mesh["cp"], cache_seqlens=lengths)
+
+    Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Yang et al., "Context Parallelism for
+    Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
+    """
+    _check_cache(q, k_cache_shard, v_cache_shard, page_table)
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        check_per_head(name, per_head, q)
+    if torch.is_grad_enabled():
+        given = {"q": q, "k_cache_shard": k_cache_shard, "v_cache_shard": v_cache_shard}
+        for name, t in {**given, "alibi_slopes": alibi_slopes, "sinks": sinks}.items():
+            if t is not None and t.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, which context_parallel_decode has none of; call it under "
+                    "torch.no_grad(), and train with ring_attention."
+                )
+    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
+    if page_table is not None:
+        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1)).cpu()
+    check_int("block", block)
+    if block < 1:
+        raise ValueError(f"block is {block}; it must be at least 1: how many tokens in a row lie on one rank.")
+    left, right = checked_window(window)
+    out, lse = CONTEXT_PARALLEL_DECODE(
+        q,
+        k_cache_shard,
+        v_cache_shard,
+        lengths,
+        page_table,
+        alibi_slopes,
+        sinks,
+        checked_scale(scale, q.shape[3]),
+        left,
+        0 if causal else right,
+        checked_softcap(softcap),
+        int(block),
+        group_name(group),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
+    check_tensor("q", q)
+    check_like("k_cache_shard", k, "q", q)
+    check_like("v_cache_shard", v, "q", q)
+    if q.ndim != 4 or 0 in (q.shape[0], *q.shape[2:]):
+        raise ValueError(f"q has shape {tuple(q.shape)}; it must be [batch, new, heads, head_dim], and only new 0.")
+    paged = page_table is not None
+    wanted = "[pages, page_size, kv_heads, head_dim]" if paged else "[batch, capacity, kv_heads, head_dim]"
+    for name, t in (("k_cache_shard", k), ("v_cache_shard", v)):
+        if t.ndim != 4 or 0 in t.shape[2:] or (paged and t.shape[1] == 0):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {wanted}.")
+    if not paged and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k_cache_shard has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k_cache_shard has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
+    if q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"k_cache_shard has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple."
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v_cache_shard is {tuple(v.shape)}, but k_cache_shard {tuple(k.shape)}; only head_dim may differ."
+        )
+
+
+def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    check_local(name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be int32 or int64.")
+    if value.ndim != len(shape) or value.shape[0] != shape[0]:
+        wanted = ", ".join("most pages of a text" if n < 0 else str(n) for n in shape)
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}], of the batch of q.")
+    checked: Tensor = value
+    return checked
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    block: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    known = group_by_name(group)
+    dealing = Dealing(known.size, known.rank, block)
+    lengths = cache_seqlens.tolist()
+    slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
+    scores = Scores(scale, softcap, slopes)
+    call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
+    # Kernels take any strides but that of the last dim.
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+    keys, values = _rows(k, v, page_table, dealing, lengths)
+    words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
+    words += f", ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
+    mine = attend(call, q, lengths, keys, values, v.shape[3])
+    out, lse = merge(_everyone(mine, words, *_parts_schedule(q, v, group), known.rank), sinks)
+    return out.to(q.dtype), lse.contiguous()
+
+
+def _rows(
+    k: Tensor, v: Tensor, page_table: Tensor | None, dealing: Dealing, lengths: Sequence[int]
+) -> tuple[CacheRows, CacheRows]:
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
+    held = [dealing.count(length) for length in lengths]
+    if page_table is None:
+        if held and max(held) > k.shape[1]:
+            text = held.index(max(held))
+            raise ValueError(
+                f"cache_seqlens gives text {text} {lengths[text]} tokens, of which rank {dealing.rank} of "
+                f"{dealing.world_size} holds {held[text]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
+            )
+        return DenseRows(k), DenseRows(v)
+    pages_of = page_table.tolist()
+    for text, rows in enumerate(held):
+        needed = -(-rows // k.shape[1])
+        if needed > page_table.shape[1]:
+            raise ValueError(
+                f"text {text} has {rows} tokens on rank {dealing.rank}, which are {needed} pages of {k.shape[1]}, but "
+                f"page_table has room for {page_table.shape[1]} of a text."
+            )
+        if any(not 0 <= page < k.shape[0] for page in pages_of[text][:needed]):
+            raise ValueError(
+                f"page_table has {pages_of[text][:needed]} for text {text} on rank {dealing.rank}; there are the pages "
+                f"0 to {k.shape[0] - 1}."
+            )
+    return PagedRows(k, pages_of), PagedRows(v, pages_of)
+
+
+def _everyone(mine: Tensor, words: str, schedule: Schedule, numbers: int, rank: int) -> Tensor:
+    """All ranks' `mine`, [W, ...], moved at once with a checksum of what all of them must have been called with."""
+    flat = mine.new_empty((1, numbers))
+    flat[0, 0] = zlib.crc32(words.encode()) & 0xFFFFFF  # 24 bits: a float holds them
+    flat[0, 1:] = mine.view(-1)
+    everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
+    if everyone.device.type == "cpu" or settings.check_ranks():
+        checksums = everyone[:, 0].tolist()
+        for other, theirs in enumerate(checksums):
+            if theirs != checksums[0]:
+                raise RankMismatchError(
+                    f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
+                    f"{checksums[0]:.0f} and {theirs:.0f}); rank {rank} with {words}. They must be the same on all."
+                )
+    return everyone[:, 1:].view(-1, *mine.shape)
+
+
+def _parts_schedule(q: Tensor, v: Tensor, group: str) -> tuple[Schedule, int]:
+    """What moves the parts, and how many numbers each rank gives."""
+    known = group_by_name(group)
+    numbers = 1 + q.shape[0] * q.shape[1] * q.shape[2] * (v.shape[3] + 1)
+    dtype = accumulate_dtype(q.dtype)
+    return select_schedule(_OP, known, dtype, q.device, known.size, None, numbers), numbers
+
+
+def _schedule(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Schedule:
+    return _parts_schedule(q, v, rest[-1])[0]
+
+
+def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+
+
+CONTEXT_PARALLEL_DECODE = CustomOp(
+    "context_parallel_decode(Tensor q, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, "
+    "Tensor? alibi_slopes, Tensor? sinks, float scale, int left, int right, float softcap, int block, str group) "
+    "-> (Tensor, Tensor)",
+    _decode,
+    _decode_fake,
+    schedule=_schedule,
+)

@@ -1,0 +1,202 @@
+"""Attention of new tokens to the part of a cache that this rank holds, and what the ranks' parts make together.
+
+With out_r and lse_r over the keys of rank r,
+
+    lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
+
+("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
+read the cache once, for all query heads of a key head, in fp32; many are attention by steps, as in a ring.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.attention.cache_rows import CacheRows
+from fused_tp.schedules.attention.dealing import Dealing
+from fused_tp.schedules.attention.layouts import Tokens
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.plan import Step, make_step
+from fused_tp.schedules.attention.provider import AttentionProvider
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.state import SoftmaxState
+from fused_tp.transport.base import accumulate_dtype
+
+FEW = 16  # queries of a text
+_CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
+_MOST_ROWS = 8192  # of pages that are gathered for many queries
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """What all texts of a call have in common.
+
+    Attributes:
+        limits: (left, right): how many keys before and after its place a query sees; -1: no limit.
+        paged: rows can be read of one text at a time only.
+    """
+
+    dealing: Dealing
+    scores: Scores
+    limits: tuple[int, int]
+    provider: AttentionProvider
+    paged: bool
+
+
+def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
+    """[batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out over this rank's keys, and behind it its lse.
+
+    q [batch, new, heads, head_dim] are the last tokens of texts of these lengths; `dim` is that of values.
+    """
+    found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
+    if q.shape[1] <= FEW:
+        for text, length in enumerate(lengths):
+            _few(call, q[text], length, keys, values, slice(text, text + 1), found[text])
+    else:
+        for texts, length in _alike(lengths, call.paged):
+            _many(call, q[texts], length, keys, values, texts, found[texts])
+    return found
+
+
+def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out [batch, new, heads, dim], lse [batch, heads, new]) of what `attend` found on each rank, [W, ...].
+
+    Sums go by the numbers of ranks, so all of them get the same bits. `sinks` [heads] count once.
+    """
+    out, lse = parts[..., :-1], parts[..., -1]
+    highest = lse.amax(0)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks.to(highest.dtype))
+    base = highest.masked_fill(highest == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
+    shares = torch.exp(lse - base)
+    total = shares.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(total.dtype) - base)
+    merged = (shares.unsqueeze(-1) * out).sum(0) / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
+    return merged, (base + total.log()).transpose(1, 2)
+
+
+def _alike(lengths: Sequence[int], one_by_one: bool) -> Iterator[tuple[slice, int]]:
+    """Neighbouring texts of one length."""
+    at = 0
+    for length, run in itertools.groupby(lengths):
+        count = len(list(run))
+        for start in range(at, at + count, 1 if one_by_one else count):
+            yield slice(start, start + 1 if one_by_one else at + count), length
+        at += count
+
+
+def _few(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, text: slice, found: Tensor
+) -> None:
+    """q [new, heads, head_dim] -> found [new, heads, dim + 1].
+
+    All queries of a key head are the rows of one matmul, so a key is read once for them.
+    """
+    intervals = [_seen(call, length - len(q) + i, length) for i in range(len(q))]
+    start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
+    if start >= stop:
+        found[..., :-1] = 0
+        found[..., -1] = -torch.inf
+        return
+    dtype, most = found.dtype, stop - start
+    if call.paged or dtype != q.dtype:
+        _, first = next(keys.parts(text, start, stop, 1))
+        row = first.shape[2] * max(q.shape[2], found.shape[2]) * dtype.itemsize
+        most = max(64, _CONVERTED_BYTES // row)
+    scores: Tensor | None = None
+    for at, k in keys.parts(text, start, stop, most):
+        k = k[0].to(dtype).permute(1, 2, 0)
+        if scores is None:
+            by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
+            queries = (by_head * call.scores.scale).flatten(1, 2)
+            if k.shape[2] == stop - start:
+                scores = queries @ k
+                break
+            scores = queries.new_empty((*queries.shape[:2], stop - start))
+        torch.matmul(queries, k, out=scores[..., at - start : at - start + k.shape[2]])
+    assert scores is not None
+    by_query = scores.unflatten(1, (-1, len(q)))  # [kv_heads, G, new, keys]
+    _shape_scores(call, by_query, length, start, stop, intervals)
+    highest = scores.amax(-1, keepdim=True)
+    p = scores.sub_(highest.masked_fill(highest == -torch.inf, 0.0)).exp_()
+    total = p.sum(-1, keepdim=True)
+    out: Tensor | None = None
+    for at, v in values.parts(text, start, stop, most):
+        part = p[..., at - start : at - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
+        out = part if out is None else out.add_(part)
+    assert out is not None
+    out /= total.clamp_min(torch.finfo(dtype).tiny)
+    both = torch.cat([out, highest + total.log()], -1).unflatten(1, (-1, len(q)))
+    found.copy_(both.permute(2, 0, 1, 3).flatten(1, 2))
+
+
+def _seen(call: CacheCall, place: int, length: int) -> tuple[int, int]:
+    """The rows here that a query at `place` of a text sees: [start, stop)."""
+    left, right = call.limits
+    count = call.dealing.count
+    stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
+    return (0 if left < 0 else min(stop, count(max(0, place - left)))), stop
+
+
+def _shape_scores(
+    call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
+) -> None:
+    """Caps and ALiBi, and -inf where a query does not see; scores [kv_heads, G, new, rows start to stop], in place."""
+    how, new = call.scores, scores.shape[2]
+    if how.softcap:
+        scores.div_(how.softcap).tanh_().mul_(how.softcap)
+    if how.alibi_slopes is not None:
+        places = torch.arange(length - new, length, device=scores.device).unsqueeze(-1)
+        held = torch.from_numpy(call.dealing.indices(start, stop)).to(scores.device)
+        slopes = how.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
+        scores -= slopes[:, :, None, None] * (places - held).abs()
+    for i, (first, last) in enumerate(intervals):
+        if first > start:
+            scores[:, :, i, : first - start] = -torch.inf
+        if last < stop:
+            scores[:, :, i, max(0, last - start) :] = -torch.inf
+
+
+def _many(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, texts: slice, found: Tensor
+) -> None:
+    """q [texts, new, heads, head_dim] -> found [texts, new, heads, dim + 1]."""
+    state = SoftmaxState.empty(q, found.shape[3] - 1)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    for first, last, step in _steps(call.dealing, call.limits, q.shape[1], length):
+        (_, k), (_, v) = (next(x.parts(texts, first, last, sys.maxsize)) for x in (keys, values))
+        rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+        call.provider.forward(
+            step, call.scores, q[:, rows], k[:, seen], v[:, seen], state.rows(step.q_start, step.q_stop)
+        )
+    out, lse = state.result(found.dtype)
+    found[..., :-1] = out
+    found[..., -1] = lse.transpose(1, 2)
+
+
+@lru_cache(maxsize=64)  # each layer of a model asks for the same
+def _steps(dealing: Dealing, limits: tuple[int, int], new: int, length: int) -> tuple[tuple[int, int, Step], ...]:
+    """The rows here that `new` tokens at the end of a text see, in parts [first, last), and what they see of each.
+
+    What lies before the new tokens is a part of its own: without a window all of them see all of it.
+    """
+    mask = AttentionMask(new, length, window=limits)
+    left, right = limits
+    start = dealing.count(max(0, length - new - left)) if left >= 0 else 0
+    middle = max(start, dealing.count(max(0, length - new + 1))) if right >= 0 else start
+    stop = dealing.count(length)
+    bounds = [*range(start, middle, _MOST_ROWS), *range(middle, stop, _MOST_ROWS), stop]
+    steps = []
+    for first, last in itertools.pairwise(bounds):
+        step = make_step(mask, Tokens((range(new),)), dealing.tokens(first, last))
+        if not step.empty:
+            steps.append((first, last, step))
+    return tuple(steps)

@@ -1,0 +1,150 @@
+"""The native core's flash attention (csrc/attention): every mask and score there is, on any CPU.
+
+Its probabilities meet the values in the dtype of these; all sums are fp32 (fp64 for fp64) and stay so from step to
+step, so that nothing is rounded more often in a ring than on one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.attention.philox import threshold
+from fused_tp.schedules.attention.plan import Step
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.state import SoftmaxState
+from fused_tp.transport.base import accumulate_dtype
+
+try:
+    from fused_tp import _core
+except ImportError:  # a pure Python install
+    _core = None
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
+
+
+class NativeCpu:
+    """`AttentionProvider` for CPU tensors, on torch's number of threads; the result has the same bits for any number.
+
+    Args:
+        isa: at most this instruction set (plain, avx2, avx512). Empty: as FUSED_TP_ISA says, else the best there is.
+
+    (Dao, "FlashAttention-2", arXiv:2307.08691.)
+    """
+
+    name = "native-cpu"
+
+    def __init__(self, isa: str = "") -> None:
+        self.isa = isa
+
+    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
+        """Why it cannot compute with such tensors, in a sentence; None: it can."""
+        if _core is None:
+            return "The native core is not built."
+        if q.device.type != "cpu":
+            return f"The native CPU kernels take CPU tensors, not tensors on {q.device}."
+        if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+            kinds = ", ".join(dict.fromkeys(str(t.dtype) for t in (q, k, v)))
+            return f"The native CPU kernels take float32, bfloat16, float16 or float64, one for all, not {kinds}."
+        if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (q, k, v)):
+            return "The native CPU kernels take tensors whose last dim is dense."
+        if max(q.shape[1], k.shape[1]) >= 2**31:
+            return "The native CPU kernels number the tokens of a rank with 31 bits."
+        return None
+
+    def is_faster(self, dtype: torch.dtype) -> bool:
+        """Whether it is faster here than torch's kernels, which use matrix tiles (AMX) where the CPU has them."""
+        return not (dtype == torch.bfloat16 and _core.has_matrix_tiles())
+
+    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+        slopes = _slopes(scores, q)
+        _core.attention_forward(
+            *_common(step, scores, slopes, q, k, v),
+            _rows_first(state.weighted),
+            _heads_first(state.highest),
+            _heads_first(state.total),
+            torch.get_num_threads(),
+            self.isa,
+        )
+
+    def backward(
+        self,
+        step: Step,
+        scores: Scores,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        sums: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        d_slopes: Tensor | None,
+    ) -> None:
+        # Autograd may give gradients that are expanded, or of another dtype.
+        grad_out = grad_out.to(q.dtype)
+        if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        wide = accumulate_dtype(q.dtype)
+        lse, sums = lse.to(wide), sums.to(wide)
+        slopes = _slopes(scores, q)
+        slope_terms = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
+        _core.attention_backward(
+            *_common(step, scores, slopes, q, k, v),
+            _rows_first(grad_out),
+            _heads_first(lse),
+            _heads_first(sums),
+            _rows_first(dq),
+            _rows_first(dk),
+            _rows_first(dv),
+            _address(slope_terms),
+            torch.get_num_threads(),
+            self.isa,
+        )
+        if d_slopes is not None and slope_terms is not None:
+            d_slopes.add_(slope_terms)
+
+
+def _common(step: Step, scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What the native functions of both directions take first; callers and `step` keep alive what is pointed to."""
+    arrays = step.on(q.device)
+    rows = [arrays[name].data_ptr() for name in ("starts", "stops", "places", "q_indices", "k_indices")]
+    dropout = scores.dropout
+    batch, length, heads, dim = q.shape
+    return (
+        _DTYPES[q.dtype],
+        (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
+        rows,
+        scores.scale,
+        scores.softcap,
+        _address(slopes),
+        None
+        if dropout is None
+        else (threshold(dropout.p), 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
+        _rows_first(q),
+        _rows_first(k),
+        _rows_first(v),
+    )
+
+
+def _slopes(scores: Scores, q: Tensor) -> Tensor | None:
+    """Dense, in the dtype of the sums."""
+    slopes = scores.alibi_slopes
+    return None if slopes is None else slopes.detach().to(accumulate_dtype(q.dtype)).contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _rows_first(x: Tensor) -> tuple[int, int, int, int]:
+    """Address and strides of [batch, rows, heads, dim]."""
+    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
+
+
+def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
+    """The same of [batch, heads, rows]."""
+    return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)

@@ -1,0 +1,242 @@
+"""Decoding over a sharded cache against dense fp64 attention over all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp import RankMismatchError, context_parallel_decode
+from fused_tp.schedules.attention.dealing import Dealing
+from tests.attention_reference import dense_attention, dense_mask
+from tests.reference import seeded
+from tests.workers import run_ranks
+
+ROUTES = {
+    "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
+    "pipelined": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "pipelined"},
+    "plain": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "plain"},
+}
+
+Case = dict[str, Any]
+KEYWORDS = ("window", "softcap", "causal", "block", "scale")
+
+
+def case(lengths: list[int], new: int = 1, **more: Any) -> Case:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6, "dtype": torch.float32, "block": 4}
+    return {"lengths": lengths, "new": new, **shape, **more}
+
+
+CASES: dict[str, Case] = {
+    "ragged": case([37, 1, 16, 5, 0]),
+    "equal lengths": case([19, 19], block=1),
+    "several new tokens": case([37, 3, 16, 9], new=3),
+    "more new tokens than there are": case([1, 0, 12], new=4),
+    "window": case([37, 4, 21], window=(5, 0)),
+    "window, several new tokens": case([37, 4, 21], new=5, window=(3, 0), block=2),
+    "window of itself": case([37, 4], window=(0, 0)),
+    "softcap": case([23, 9], softcap=2.0),
+    "ALiBi": case([23, 9], new=2, alibi=True),
+    "sinks": case([23, 1, 0], sinks=True),
+    "all scores": case([29, 14], new=3, softcap=4.0, alibi=True, sinks=True, window=(9, 0)),
+    "not causal": case([29, 14], new=3, causal=False, window=(4, 1)),
+    "MQA": case([23, 9], kv_heads=1, scale=0.7),
+    "MHA": case([23, 9], kv_heads=4),
+    "bf16": case([150, 61], new=2, dtype=torch.bfloat16, block=64),
+    "fp16": case([61, 3], dtype=torch.float16, sinks=True),
+    "fp64": case([61, 3], dtype=torch.float64, alibi=True, sinks=True, window=(17, 0)),
+    "chunk": case([97, 97], new=33),
+    "chunk, ragged": case([97, 33, 97, 20, 0], new=33, kv_heads=4, v_head_dim=8),
+    "chunk, window": case([97, 50], new=33, window=(20, 0), sinks=True),
+    "chunk, all scores": case([97, 50], new=33, softcap=4.0, alibi=True, sinks=True, window=(40, 0)),
+    "chunk, not causal": case([97, 50], new=33, causal=False),
+    "chunk, bf16": case([300], new=130, dtype=torch.bfloat16, block=64),
+    "chunk, fp64": case([97, 50], new=33, dtype=torch.float64, block=16),
+}
+
+
+def whole(one: Case) -> list[Tensor]:
+    """q, and keys and values of the longest text of each."""
+    batch, longest = len(one["lengths"]), max(one["lengths"])
+    q = seeded(batch, one["new"], one["heads"], one["head_dim"], dtype=one["dtype"])
+    k = seeded(batch, longest, one["kv_heads"], one["head_dim"], dtype=one["dtype"], seed=1)
+    return [q, k, seeded(batch, longest, one["kv_heads"], one["v_head_dim"], dtype=one["dtype"], seed=2)]
+
+
+def keywords(one: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {name: one[name] for name in KEYWORDS if name in one}
+    if one.get("alibi"):
+        found["alibi_slopes"] = 0.3 / torch.arange(1, one["heads"] + 1)
+    if one.get("sinks"):
+        found["sinks"] = seeded(one["heads"], seed=7)
+    return found
+
+
+def held(x: Tensor, lengths: list[int], dealing: Dealing) -> Tensor:
+    """This rank's shard, NaN where nothing is held."""
+    rows = max(dealing.count(length) for length in lengths) + 3
+    shard = x.new_full((x.shape[0], rows, *x.shape[2:]), torch.nan)
+    for text, length in enumerate(lengths):
+        own = torch.from_numpy(dealing.indices(0, dealing.count(length)))
+        shard[text, : len(own)] = x[text, own]
+    return shard
+
+
+def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor], Tensor]:
+    """The same in pages, which lie in any order among pages of NaN."""
+    batch, rows = shards[0].shape[:2]
+    count = -(-rows // size)
+    order = torch.arange(batch * count + 2)
+    table = (order if in_order else order.flip(0))[: batch * count].view(batch, count)
+    pools = []
+    for shard in shards:
+        pool = shard.new_full((batch * count + 2, size, *shard.shape[2:]), torch.nan)
+        padded = shard.new_full((batch, count * size, *shard.shape[2:]), torch.nan)
+        padded[:, :rows] = shard
+        pool[table] = padded.unflatten(1, (count, size))
+        pools.append(pool)
+    return pools, table.to(torch.int32)
+
+
+def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for one in cases:
+        dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+        q, *both = whole(one)
+        shards = [held(x, one["lengths"], dealing) for x in both]
+        given = {"group": group, "cache_seqlens": torch.tensor(one["lengths"]), "return_lse": True, **keywords(one)}
+        out, lse = context_parallel_decode(q, *shards, **given)
+        assert out.dtype == q.dtype and out.shape == (*q.shape[:3], one["v_head_dim"])
+        for size, in_order in ((3, True), (16, False)):
+            pools, table = paged(shards, size, in_order)
+            out_paged, lse_paged = context_parallel_decode(q, *pools, page_table=table, **given)
+            close = {"rtol": 1e-5, "atol": 1e-5} if q.dtype in (torch.float32, torch.float64) else {}
+            torch.testing.assert_close(out_paged, out, **close)
+            torch.testing.assert_close(lse_paged, lse, rtol=1e-5, atol=1e-5)
+        found.append((out, lse))
+    return found
+
+
+def check(one: Case, out: Tensor, lse: Tensor) -> None:
+    q, k, v = whole(one)
+    heads: Any = {name: t for name, t in keywords(one).items() if isinstance(t, Tensor)}
+    scores = {name: one[name] for name in ("softcap", "scale") if name in one}
+    for text, length in enumerate(one["lengths"]):
+        mask = dense_mask(one["new"], length, causal=one.get("causal", True), window=one.get("window"))
+        part = (q[text, None], k[text, None, :length], v[text, None, :length])
+        wanted, wanted_lse = dense_attention(*part, *mask, **scores, **heads)
+        limit = 3e-15 if one["dtype"] == torch.float64 else 4 * torch.finfo(one["dtype"]).eps + 2e-6
+        error = float((out[text].double() - wanted[0]).abs().max())
+        assert error <= limit, f"{one}, text {text}: {error}"
+        torch.testing.assert_close(lse[text].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
+
+
+def run(world_size: int, cases: list[Case], route: str) -> None:
+    ranks = run_ranks(world_size, on_ranks, cases, env=ROUTES[route])
+    for index, one in enumerate(cases):
+        check(one, *ranks[0][index])
+        for other in ranks[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(ranks[0][index], other[index], strict=True)), one
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
+def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
+    run(world_size, list(CASES.values()), route)
+
+
+def test_tokens_are_dealt_in_blocks() -> None:
+    for world_size in (1, 2, 3):
+        for block in (1, 4):
+            ranks = [Dealing(world_size, rank, block) for rank in range(world_size)]
+            for length in range(30):
+                seen = 0
+                for one in ranks:
+                    own = one.indices(0, one.count(length))
+                    assert (own < length).all() and (one.owners(own) == one.rank).all()
+                    assert (own[1:] > own[:-1]).all()
+                    assert one.tokens(0, len(own)).indices.tolist() == own.tolist()
+                    assert one.tokens(1, max(1, len(own))).indices.tolist() == own[1:].tolist()
+                    seen += len(own)
+                assert seen == length
+
+
+def disagreeing(group: dist.ProcessGroup) -> None:
+    q = torch.ones(1, 1, 2, 8)
+    lengths = torch.tensor([5 + dist.get_rank(group)])
+    with pytest.raises(RankMismatchError, match=r"cache_seqlens=\[\d\]"):
+        context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    run_ranks(2, disagreeing)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    one = CASES["all scores"]
+    q, k, v = whole(one)
+    dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    keys, values = (held(x, one["lengths"], dealing) for x in (k, v))
+
+    given = keywords(one)
+
+    def decode(q: Tensor, lengths: Tensor) -> Tensor:
+        return context_parallel_decode(q * 2, keys, values, group=group, cache_seqlens=lengths, **given) + 1
+
+    lengths = torch.tensor(one["lengths"])
+    wanted = decode(q, lengths)
+    assert torch.equal(torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lengths), wanted)
+
+
+def test_compile() -> None:
+    run_ranks(2, compiled)
+
+
+Q, K = torch.ones(2, 1, 4, 8), torch.ones(2, 5, 2, 8)
+LENGTHS = torch.tensor([3, 5])
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": Q.requires_grad_(False)[0]}, ValueError, "q has shape (1, 4, 8); it must be [batch, new, heads, head_dim]"),
+    ({"k": K[:1]}, ValueError, "k_cache_shard has a batch of 1, but q has 2"),
+    ({"k": K.bfloat16()}, TypeError, "k_cache_shard has dtype torch.bfloat16, but q has torch.float32"),
+    ({"k": K[..., :4]}, ValueError, "k_cache_shard has head_dim 4, but q has 8"),
+    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads, of which the 4 heads of q are not"),
+    ({"v": K[:, :4]}, ValueError, "v_cache_shard is (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
+    ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
+    (
+        {"cache_seqlens": LENGTHS.float()},
+        TypeError,
+        "cache_seqlens has dtype torch.float32; it must be int32",
+    ),
+    ({"cache_seqlens": LENGTHS[:1]}, ValueError, "cache_seqlens has shape (1,); it must be [2], of the batch of q."),
+    ({"cache_seqlens": LENGTHS - 4}, ValueError, "cache_seqlens is [-1, 1]; lengths must be at least 0."),
+    ({"cache_seqlens": LENGTHS + 1}, ValueError, "cache_seqlens gives text 1 6 tokens, of which rank 0 of 1 holds 6"),
+    ({"page_table": torch.ones(2, 1)}, TypeError, "page_table has dtype torch.float32; it must be int32 or int64."),
+    ({"page_table": torch.ones(3, 1).int()}, ValueError, "page_table has shape (3, 1); it must be [2, most pages of"),
+    ({"page_table": torch.full((2, 1), 7)}, ValueError, "page_table has [7] for text 0 on rank 0; there are the pages"),
+    ({"page_table": torch.zeros(2, 0).int()}, ValueError, "which are 1 pages of 5, but page_table has room for 0"),
+    ({"block": 0}, ValueError, "block is 0; it must be at least 1"),
+    ({"block": 1.5}, TypeError, "block must be an int, not float."),
+    ({"window": 5}, TypeError, "window must be (left, right)"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    ({"sinks": torch.ones(2)}, ValueError, "sinks has shape (2,); it must be [4], one for each head of q."),
+    ({"group": "cp"}, TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not str."),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_input(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"q": Q, "k": K, "v": K, "cache_seqlens": LENGTHS, "group": None, **given}
+    with pytest.raises(kind) as raised:
+        context_parallel_decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+    assert message in str(raised.value)
+
+
+def test_gradients_are_refused() -> None:
+    q = Q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="q requires a gradient"):
+        context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)
+    with torch.no_grad():
+        context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)

@@ -1,0 +1,53 @@
+"""Ranks that agree through the group's store, one of which does not come: the others need not wait for the deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.store_exchange import exchange
+from tests.workers import fresh_ranks
+
+NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
+
+
+def one_is_late_and_one_dies(world: Any) -> list[tuple[str, str, float]]:
+    rank, found = dist.get_rank(world), []
+    for case in ("late", "dead"):
+        group = resolve_group(dist.new_group([0, 1, 2]))
+        assert exchange(group, "names", b"%d" % rank) == [b"0", b"1", b"2"]
+        dist.barrier(world)
+        if rank == 2:
+            if case == "dead":
+                os._exit(7)
+            dist.barrier(world)
+            continue
+        if case == "late" and rank == 0:
+            os.environ["FUSED_TP_TIMEOUT"] = "0.5"
+        begun = time.monotonic()
+        with pytest.raises(FusedTPError) as caught:
+            exchange(group, "names", b"")
+        found.append((type(caught.value).__name__, str(caught.value), time.monotonic() - begun))
+        os.environ["FUSED_TP_TIMEOUT"] = "60"
+        with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
+            exchange(group, "names", b"")
+        if case == "late":
+            dist.barrier(world)
+    return found
+
+
+def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() -> None:
+    outcomes = fresh_ranks(3, one_is_late_and_one_dies, expect_deaths=True)
+    assert outcomes[2].exit_code == 7
+    for outcome in outcomes[:2]:
+        (late, said_late, soon), (dead, said_dead, at_once) = outcome.unwrap()
+        assert late == CollectiveTimeoutError.__name__ and "Rank 2 did not take part in names of group" in said_late
+        assert "within 0.5 s" in said_late and soon < NOTICE_SECONDS, said_late
+        assert dead == PeerLostError.__name__ and "Rank 2 died, or left the group, before it took part" in said_dead
+        assert at_once < NOTICE_SECONDS, said_dead

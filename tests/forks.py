@@ -1,0 +1,192 @@
+"""New processes that need not import torch again: a process that has imported it, and runs nothing else, forks them.
+
+    process = fork(arguments, environment, log, [pipe])       # runs tests.workers._worker_main in it
+
+That costs 50 ms and almost no memory, a Python of its own that imports torch 2 s of CPU time. The forking process has
+one thread, so a fork is a whole process. Its environment is that of the tests when it was started; each fork gets its
+own before it runs anything, which is soon enough for all that is not imported yet: fused_tp and Triton among others.
+
+All forks have the same seed of hashes, in which they differ from processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_MOST_BYTES = 1 << 20  # of a request
+
+
+class Forked:
+    """A process that is no child of this one, with what `subprocess.Popen` offers that tests need."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status  # where the exit code comes, once
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+            told = os.read(self._status, 4)
+            os.close(self._status)
+            # Nothing is told where the forking process has died, and its forks with it.
+            self.returncode = struct.unpack("i", told)[0] if told else -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Server:
+    """The forking process, as the tests see it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(command, env=env, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
+
+    def fork(self, arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int]) -> Forked:
+        ours, theirs = os.pipe()
+        try:
+            socket.send_fds(self._socket, [pickle.dumps((arguments, dict(env)))], [theirs, log, *fds])
+            pid = struct.unpack("i", self._socket.recv(4))[0]
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return Forked(pid, ours)
+
+
+_lock = threading.Lock()
+_server: _Server | None = None
+
+
+def can_fork() -> bool:
+    """Whether this system can; where not, take `subprocess`."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def fork(arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int]) -> Forked:
+    """Runs `tests.workers._worker_main(*fds, parent, *arguments)` in a new process.
+
+    Args:
+        arguments: numbers, as on the command line of a process of its own.
+        env: all of its environment.
+        log: file descriptor of what it writes to stdout and stderr.
+        fds: file descriptors that it gets; their numbers there come before `arguments`.
+    """
+    global _server
+    with _lock:
+        if _server is None or _server.process.poll() is not None:
+            _server = _Server()
+        return _server.fork(arguments, env, log, fds)
+
+
+# ---- in the forking process ------------------------------------------------------------------------------------
+
+
+def _serve(fd: int, parent: int) -> Callable[[], None] | None:
+    """Forks until the tests have ended; returns in each fork with what it is to do."""
+    from tests.workers import _die_with_parent
+
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
+    requests = socket.socket(fileno=fd)
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    forks: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its exit code goes
+    while True:
+        for ready, _ in poll.poll():
+            if ready != requests.fileno():
+                pid, status = forks.pop(ready)
+                poll.unregister(ready)
+                os.close(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(status, struct.pack("i", code))
+                os.close(status)
+                continue
+            message, fds, _, _ = socket.recv_fds(requests, _MOST_BYTES, 8)
+            if not message:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                requests.close()
+                for other, (_, status) in forks.items():
+                    os.close(other)
+                    os.close(status)
+                return _fork_of(message, fds)
+            status, *rest = fds
+            for received in rest:
+                os.close(received)
+            pidfd = os.pidfd_open(pid)
+            forks[pidfd] = pid, status
+            poll.register(pidfd, select.POLLIN)
+            requests.send(struct.pack("i", pid))
+
+
+def _fork_of(message: bytes, fds: Sequence[int]) -> Callable[[], None]:
+    arguments, env = pickle.loads(message)
+    status, log, *mine = fds
+    os.close(status)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def run() -> None:
+        from tests.workers import _worker_main
+
+        _worker_main(*[*mine, os.getppid(), *arguments])
+
+    return run
+
+
+def _main() -> None:
+    import gc
+
+    # What every rank needs, and nothing that looks at variables whose values tests choose.
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed.tensor
+
+    from tests.forks import _serve as serve  # under its own name
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    work = serve(int(sys.argv[1]), int(sys.argv[2]))
+    if work is not None:
+        work()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,216 @@
+"""Masks, layouts and steps of attention over cut sequences, against a dense mask made from first principles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fused_tp.ops.cu_seqlens import as_bounds
+from fused_tp.schedules.attention.layouts import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
+from fused_tp.schedules.attention.masks import AttentionMask, check_cu_seqlens
+from fused_tp.schedules.attention.plan import RingPlan, Step, make_step, part_of_step, ring_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents by their numbers of queries and of keys, none where there is one sequence; and a mask."""
+
+    documents: tuple[tuple[int, int], ...]
+    packed: bool
+    causal: bool
+    window: tuple[int, int]
+    own_keys: bool = False  # queries and keys are the same tokens, and their bounds are given once
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return sum(q for q, _ in self.documents), sum(k for _, k in self.documents)
+
+    def mask(self) -> AttentionMask:
+        bounds: list[tuple[int, ...]] = [(), ()]
+        if self.packed:
+            bounds = [tuple(accumulate((pair[i] for pair in self.documents), initial=0)) for i in (0, 1)]
+        if self.own_keys:
+            bounds[1] = ()
+        return AttentionMask(*self.lengths, self.causal, self.window, *bounds)
+
+    def dense(self) -> NDArray[np.bool_]:
+        """One query and one key after the other; the last query of a document stands at its last key."""
+        documents = self.documents if self.packed else (self.lengths,)
+        seen = np.zeros(self.lengths, dtype=bool)
+        q_begin = k_begin = 0
+        for queries, keys in documents:
+            for i in range(queries):
+                place = i + keys - queries
+                for j in range(keys):
+                    left, right = self.window
+                    seen[q_begin + i, k_begin + j] = (
+                        (not self.causal or j <= place)
+                        and (left < 0 or j >= place - left)
+                        and (right < 0 or j <= place + right)
+                    )
+            q_begin, k_begin = q_begin + queries, k_begin + keys
+        return seen
+
+
+lengths = st.one_of(st.integers(0, 12), st.sampled_from([0, 1, 1]))
+windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 6))] * 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    own_keys = draw(st.booleans())
+    queries = draw(st.lists(lengths, min_size=1, max_size=5))
+    keys = queries if own_keys else [draw(lengths) for _ in queries]
+    pairs = tuple(zip(queries, keys, strict=True))
+    return Case(pairs, draw(st.booleans()), draw(st.booleans()), draw(windows), own_keys)
+
+
+layouts, world_sizes = st.sampled_from(LAYOUTS), st.integers(1, 5)
+
+
+def plan_of(case: Case, world_size: int, layout: str) -> RingPlan:
+    return RingPlan(case.mask(), world_size, layout if case.packed or layout != "balanced" else "zigzag")
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_a_mask_is_an_interval_for_each_query(case: Case) -> None:
+    dense = case.dense()
+    places, starts, stops = case.mask().seen(np.arange(case.lengths[0]))
+    keys = np.arange(case.lengths[1])
+    assert np.array_equal((keys >= starts[:, None]) & (keys < stops[:, None]), dense)
+    assert (np.diff(starts) >= 0).all() and (np.diff(stops) >= 0).all() and (starts <= stops).all()
+    if case.own_keys:
+        assert np.array_equal(places, np.arange(len(places)))
+    assert not case.mask().is_full or dense.all()
+    if len(places):
+        some = np.arange(0, len(places), 2)
+        assert all(
+            np.array_equal(a[some], b) for a, b in zip((places, starts, stops), case.mask().seen(some), strict=True)
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=8), world_sizes, layouts)
+def test_ranks_hold_every_token_once(documents: list[int], world_size: int, layout: str) -> None:
+    bounds = tuple(accumulate(documents, initial=0))
+    held = all_tokens(bounds[-1], world_size, layout, bounds)
+    assert sorted(np.concatenate([tokens.indices for tokens in held])) == list(range(bounds[-1]))
+    for rank, tokens in enumerate(held):
+        assert tokens == tokens_of(bounds[-1], world_size, rank, layout, bounds)
+        assert tokens.length == len(tokens.indices) == local_length(bounds[-1], world_size, rank, layout)
+        jumps = [i for i in range(tokens.length) if i == 0 or tokens.indices[i] != tokens.indices[i - 1] + 1]
+        assert tokens.breaks.tolist() == jumps
+        anywhere = np.arange(-1, bounds[-1] + 2)
+        assert np.array_equal(tokens.rows_before(anywhere), np.searchsorted(tokens.indices, anywhere))
+
+
+def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], dense: NDArray[np.bool_]) -> None:
+    """Whatever a step tells, against the dense mask between these tokens of two ranks."""
+    here = dense[np.ix_(queries, keys)]
+    rows, columns = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+    counted = np.zeros_like(here, dtype=int)
+    j = np.arange(step.keys)
+    inside = (j >= step.starts[:, None]) & (j < step.stops[:, None])
+    counted[rows, columns] += inside
+    assert np.array_equal(counted, here)
+    assert step.empty == (not here.any()) and step.work == here.sum()
+    if step.empty:
+        assert step.rows == step.keys == 0
+    else:  # as small as can be
+        assert inside[0].any() and inside[-1].any() and inside[:, 0].any() and inside[:, -1].any()
+    assert step.is_full == inside.all()
+    triangle = step.rows == step.keys and np.array_equal(inside, np.tri(step.rows, dtype=bool))
+    assert step.is_triangle == triangle
+    assert np.array_equal(step.q_indices, queries[rows]) and np.array_equal(step.k_indices, keys[columns])
+    for breaks, indices in ((step.q_breaks, step.q_indices), (step.k_breaks, step.k_indices)):
+        assert breaks == tuple(int(i) + 1 for i in np.flatnonzero(np.diff(indices) != 1))
+    first, last = step.seen_by
+    i = np.arange(step.rows)[:, None]
+    assert np.array_equal((i >= first) & (i < last), inside)
+    assert first.dtype == last.dtype == step.starts.dtype == step.stops.dtype == np.int32
+    on = step.on(torch.device("cpu"))
+    for name in ("starts", "stops", "places", "q_indices", "k_indices"):
+        assert on[name].dtype == torch.int32 and np.array_equal(on[name], getattr(step, name))
+    assert np.array_equal(on["last"], last) and np.array_equal(on["first"], first)
+    assert step.on(torch.device("cpu")) is on
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), world_sizes, layouts)
+@example(Case(((4, 2), (3, 5)), True, True, (-1, -1)), 3, "balanced")
+@example(Case(((0, 4), (5, 0), (1, 1)), True, False, (2, 0)), 2, "zigzag")
+def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: str) -> None:
+    plan, dense = plan_of(case, world_size, layout), case.dense()
+    whole, places = np.zeros(dense.shape, dtype=int), case.mask().seen(np.arange(dense.shape[0]))[0]
+    for rank in range(world_size):
+        queries = plan.queries[rank].indices
+        for t in range(world_size):
+            source = plan.source(rank, t)
+            assert source == (rank - t) % world_size
+            keys = plan.keys[source].indices
+            needed = plan.needed(rank, source)
+            step = plan.step(rank, t)
+            assert step is plan.step(rank, t)
+            check_step(step, queries, keys, dense)
+            assert np.array_equal(step.places, places[step.q_indices])
+            if not step.empty:
+                assert needed.start <= step.k_start and step.k_stop <= needed.stop <= len(keys)
+            elif case.own_keys:
+                assert not needed  # nothing travels for nothing
+            j = np.arange(step.keys)
+            whole[np.ix_(step.q_indices, step.k_indices)] += (j >= step.starts[:, None]) & (j < step.stops[:, None])
+    assert np.array_equal(whole, dense)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.data())
+def test_a_part_of_a_step_is_a_part_of_its_mask(case: Case, data: st.DataObject) -> None:
+    queries, keys = (Tokens((range(length),) if length else ()) for length in case.lengths)
+    step = make_step(case.mask(), queries, keys)
+    q_start, q_stop = sorted(data.draw(st.tuples(*[st.integers(0, step.rows)] * 2)))
+    k_start, k_stop = sorted(data.draw(st.tuples(*[st.integers(0, step.keys)] * 2)))
+    part = part_of_step(step, q_start, q_stop, k_start, k_stop)
+    j = np.arange(part.keys)
+    inside = (j >= part.starts[:, None]) & (j < part.stops[:, None])
+    assert np.array_equal(inside, case.dense()[np.ix_(part.q_indices, part.k_indices)])
+    assert (part.q_start, part.q_stop) == (step.q_start + q_start, step.q_start + q_stop)
+
+
+def test_zigzag_shares_a_causal_mask_out_evenly() -> None:
+    plan = RingPlan(AttentionMask(64, 64, causal=True), 4, "zigzag")
+    assert len({sum(plan.step(rank, t).work for t in range(4)) for rank in range(4)}) == 1
+    assert plan.step(1, 0).is_triangle and plan.step(1, 2).is_full
+
+
+def test_a_window_does_not_go_round_the_ring() -> None:
+    plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, "contiguous")
+    assert [len(plan.needed(3, source)) for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
+    assert [plan.step(3, t).empty for t in range(8)] == [False, False] + [True] * 6
+
+
+def test_plans_are_made_once() -> None:
+    mask = AttentionMask(8, 8, cu_seqlens=(0, 3, 8), cu_seqlens_kv=(0, 3, 8))
+    again = AttentionMask(8, 8, cu_seqlens=(0, 3, 8), cu_seqlens_kv=(0, 3, 8))
+    assert ring_plan(mask, 2, "balanced") is ring_plan(again, 2, "balanced")
+
+
+def test_what_is_no_layout_and_what_are_no_documents() -> None:
+    with pytest.raises(ValueError, match="layout is 'stripe'; it must be one of 'zigzag', 'contiguous', 'balanced'"):
+        check_layout("stripe")
+    with pytest.raises(ValueError, match="needs their cu_seqlens"):
+        check_layout("balanced")
+    check_layout("balanced", (0, 4))
+    for bounds in ((), (0,), (1, 4), (0, 3), (0, 5, 4), (0, 2, 5)):
+        with pytest.raises(ValueError, match=r"cu_seqlens is \(.*\); it must begin with 0, .* the 4 tokens"):
+            check_cu_seqlens("cu_seqlens", bounds, 4)
+    check_cu_seqlens("cu_seqlens", (0, 0, 4, 4), 4)
+    assert as_bounds("cu_seqlens", None, 4) == ()
+    assert as_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
