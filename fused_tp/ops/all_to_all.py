@@ -64,6 +64,21 @@ class Parts:
         return self.first + rank * self.stride
 
 
+def check_shared(heads: int, ranks: int) -> None:
+    """Raise ValueError unless `ranks` ranks can share the heads of q equally."""
+    if heads % ranks:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"q has {heads} heads, which {ranks} ranks cannot share equally; {fitting} ranks could. ring_attention "
+            "takes any number of ranks, and context_parallel_attention as many for the heads as fit."
+        )
+
+
+def moved_columns(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+    """Elements of one token of q, k and v, of these shapes, of all heads."""
+    return q[2] * q[3] + k[2] * (k[3] + v[3])
+
+
 def to_heads(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     """[B, this rank's tokens, all heads, D] -> [B, the group's tokens, this rank's heads, D]; see _REST."""
     found: list[Tensor] = SEQUENCE_TO_HEADS(list(xs), *rest)

@@ -159,7 +159,7 @@ def _explain(
         return None if query is None else ask(query[0], moved, *query[1:])
 
     provider = None
-    if op == "ring_attention":
+    if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
         chosen, reason = choose_provider(device_type, dtype, q[-1], v[-1])
         provider = Provider(chosen.name, reason)

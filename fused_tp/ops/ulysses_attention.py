@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fused_tp.ops.all_to_all import Heads, to_heads, to_sequence
+from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.ring_attention import RING_ATTENTION
@@ -205,11 +205,11 @@ def attention_by_heads(
     first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
     parts = inner.size * ring.size
     call = checked_call(q, k, v, size=parts, rank=first + inner.rank * stride, **keywords)
+    check_shared(q.shape[2], inner.size)
     if inner.size == 1:
         out, lse = RING_ATTENTION(q, k, v, *call.tensors, *call.keywords.as_tuple(), ring.name)
         return (out, lse) if return_lse else out
-    heads = _checked_heads(q.shape[2], k.shape[2], inner.size)
-    columns = q.shape[2] * q.shape[3] + k.shape[2] * (k.shape[3] + v.shape[3])
+    heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
     given = (call.alibi_slopes is not None, call.sinks is not None, bool(return_lse))
     rest = (
         *(heads.heads, heads.kv_heads, columns, *given, call.cu_seqlens, call.cu_seqlens_kv),
@@ -228,16 +228,6 @@ def attention_by_heads(
         return to_sequence((out,), "q", *rest)[0]
     out, lse = to_sequence((out, lse.transpose(1, 2).unsqueeze(-1)), "qq", *rest)
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
-
-
-def _checked_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    if heads % ranks:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ValueError(
-            f"q has {heads} heads, which {ranks} ranks cannot share equally; heads can be shared by {fitting} ranks. "
-            "Use ring_attention, which takes any number of ranks, or context_parallel_attention with fewer for heads."
-        )
-    return Heads(heads, kv_heads, ranks)
 
 
 def _one_for_equally_many(x: Tensor, heads: Heads, rank: int) -> Tensor:

@@ -9,7 +9,7 @@ than of them; on the way back they are summed, in fp32 and in the order of the r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -110,8 +110,8 @@ class Exchange:
 
     def of(self, which: Sequence[int]) -> Exchange:
         """The same for some of the tensors."""
-        shares, dtypes = (tuple(all_of[i] for i in which) for all_of in (self.shares, self.dtypes))
-        return Exchange(self.op, self.dims, self.rank, shares, dtypes)
+        shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
+        return replace(self, shares=shares, dtypes=dtypes)
 
 
 class AllToAll(Protocol):
