@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from tests import workers
+from tests import beside, workers
+from tests.beside import outcome as outcome  # a fixture
 
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank processes inherit it
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank process
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped, saying so, where there is none")
+    config.addinivalue_line("markers", "beside(work): runs at the same time as that of others; see tests/beside.py")
     config.addinivalue_line("markers", "gpus(count): needs that many NVIDIA GPUs")
 
 
@@ -29,4 +31,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
+    beside.stop()
     workers.stop_pool()

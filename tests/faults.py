@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError
+from tests import forks
 from tests.workers import REPOSITORY
 
 TRIAL_SECONDS = 60
@@ -440,24 +441,33 @@ def fork_trial(op: str, schedule: str, size: int, chance: random.Random) -> Tria
 
 def trials(kind: str, *options: str, timeout: float = 120, **env: str) -> list[Trial]:
     """The trials that `python -m tests.faults <kind> <options>` makes."""
-    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSED_TP_TIMEOUT": "30", **env}
-    command = [sys.executable, "-m", "tests.faults", kind, *options]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, f"{out}\n{err[-5000:]}"
-    return [as_trial(json.loads(line)) for line in out.splitlines()]
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSED_TP_TIMEOUT": "30"}
+    variables = {**os.environ, **ours, **env}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if forks.can_fork():
+            process: subprocess.Popen[bytes] | forks.Forked
+            process = forks.fork("tests.faults", "_forked", [[kind, *options]], variables, err.fileno(), [out.fileno()])
+        else:
+            command = [sys.executable, "-m", "tests.faults", kind, *options]
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=variables, stdout=out, stderr=err, start_new_session=True
+            )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        out.seek(0)
+        err.seek(0)
+        assert code == 0, f"{out.read()}\n{err.read()[-5000:]}"
+        return [as_trial(json.loads(line)) for line in out.read().splitlines()]
+
+
+def _forked(out: int, command_line: list[str]) -> None:
+    os.setsid()  # to be ended with its ranks
+    os.dup2(out, 1)
+    sys.argv = ["tests.faults", *command_line]
+    main()
 
 
 def as_trial(said: dict[str, Any]) -> Trial:

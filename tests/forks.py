@@ -1,6 +1,6 @@
 """New processes that need not import torch again: a process that has imported it, and runs nothing else, forks them.
 
-    process = fork(arguments, environment, log, [pipe])       # runs tests.workers._worker_main in it
+    process = fork("tests.soak", "main", [seed], environment, log)       # calls main(seed) in it
 
 That costs 50 ms and almost no memory, a Python of its own that imports torch 2 s of CPU time. The forking process has
 one thread, so a fork is a whole process. Its environment is that of the tests when it was started; each fork gets its
@@ -12,6 +12,7 @@ All forks have the same seed of hashes, in which they differ from processes of t
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import select
@@ -68,10 +69,10 @@ class _Server:
         with theirs:
             self.process = subprocess.Popen(command, env=env, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
 
-    def fork(self, arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int]) -> Forked:
+    def fork(self, request: bytes, log: int, fds: Sequence[int]) -> Forked:
         ours, theirs = os.pipe()
         try:
-            socket.send_fds(self._socket, [pickle.dumps((arguments, dict(env)))], [theirs, log, *fds])
+            socket.send_fds(self._socket, [request], [theirs, log, *fds])
             pid = struct.unpack("i", self._socket.recv(4))[0]
         except BaseException:
             os.close(ours)
@@ -90,11 +91,12 @@ def can_fork() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def fork(arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int]) -> Forked:
-    """Runs `tests.workers._worker_main(*fds, parent, *arguments)` in a new process.
+def fork(
+    module: str, function: str, arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int] = ()
+) -> Forked:
+    """Calls `module.function(*fds, *arguments)` in a new process, which ends when the forking process does.
 
     Args:
-        arguments: numbers, as on the command line of a process of its own.
         env: all of its environment.
         log: file descriptor of what it writes to stdout and stderr.
         fds: file descriptors that it gets; their numbers there come before `arguments`.
@@ -103,7 +105,7 @@ def fork(arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequen
     with _lock:
         if _server is None or _server.process.poll() is not None:
             _server = _Server()
-        return _server.fork(arguments, env, log, fds)
+        return _server.fork(pickle.dumps((module, function, arguments, dict(env))), log, fds)
 
 
 # ---- in the forking process ------------------------------------------------------------------------------------
@@ -111,10 +113,11 @@ def fork(arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequen
 
 def _serve(fd: int, parent: int) -> Callable[[], None] | None:
     """Forks until the tests have ended; returns in each fork with what it is to do."""
-    from tests.workers import _die_with_parent
+    from tests.workers import die_with_parent
 
-    _die_with_parent(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to handle
+    own = os.getpid()
     requests = socket.socket(fileno=fd)
     poll = select.poll()
     poll.register(requests, select.POLLIN)
@@ -139,7 +142,7 @@ def _serve(fd: int, parent: int) -> Callable[[], None] | None:
                 for other, (_, status) in forks.items():
                     os.close(other)
                     os.close(status)
-                return _fork_of(message, fds)
+                return _fork_of(message, fds, own)
             status, *rest = fds
             for received in rest:
                 os.close(received)
@@ -149,22 +152,23 @@ def _serve(fd: int, parent: int) -> Callable[[], None] | None:
             requests.send(struct.pack("i", pid))
 
 
-def _fork_of(message: bytes, fds: Sequence[int]) -> Callable[[], None]:
-    arguments, env = pickle.loads(message)
+def _fork_of(message: bytes, fds: Sequence[int], parent: int) -> Callable[[], None]:
+    module, function, arguments, env = pickle.loads(message)
     status, log, *mine = fds
     os.close(status)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run() -> None:
-        from tests.workers import _worker_main
+        from tests.workers import die_with_parent
 
-        _worker_main(*[*mine, os.getppid(), *arguments])
+        die_with_parent(parent)
+        getattr(importlib.import_module(module), function)(*mine, *arguments)
 
     return run
 

@@ -200,6 +200,7 @@ class _Workers:
         self.processes: list[subprocess.Popen[bytes] | forks.Forked] = []
         self.pipes: list[Connection] = []
         self.read_from: list[int] = [0] * size
+        self.loaded: set[tuple[str, int]] = set()  # modules, and the ranks that have imported them
         # The store lives here, as it does under torchrun, so that it outlasts the death of any rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
         try:
@@ -227,10 +228,15 @@ class _Workers:
             )
         if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
             raise TypeError(f"{fn.__qualname__} cannot run on ranks: only a module-level function can be sent there")
-        file = sys.modules[fn.__module__].__file__
-        request = (fn.__module__, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {}))
-        self._send(range(world_size), request)
-        return self._collect(range(world_size), timeout, accept_deaths)
+        module, file = fn.__module__, sys.modules[fn.__module__].__file__
+        ranks = range(world_size)
+        if world_size > 1 and not self.loaded.issuperset((module, rank) for rank in ranks):
+            # First, so that no rank waits for another's imports in a call, where short deadlines may count.
+            self._send(ranks, (module, file, "", world_size, b"", dict(env or {})))
+            self._collect(ranks, START_SECONDS, accept_deaths=False)
+            self.loaded.update((module, rank) for rank in ranks)
+        self._send(ranks, (module, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {})))
+        return self._collect(ranks, timeout, accept_deaths)
 
     def exit_cleanly(self) -> None:
         """Lets the workers run their exit handlers and raises RanksFailed when one crashes or hangs in them."""
@@ -279,9 +285,9 @@ class _Workers:
     def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
         arguments = [rank, self.size, self.store.port]
         if self.forked:
-            return forks.fork(arguments, env, log, [pipe])
+            return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.workers", *map(str, [pipe, os.getpid(), *arguments])],
+            [sys.executable, "-m", "tests.workers", str(os.getpid()), *map(str, [pipe, *arguments])],
             env=env,
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
@@ -362,10 +368,9 @@ class _Workers:
 # ---- in the worker process -------------------------------------------------------------------------------------
 
 
-def _worker_main(pipe_fd: int, parent: int, rank: int, world_size: int, port: int) -> None:
+def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _die_with_parent(parent)
     pipe = Connection(pipe_fd)
     groups: dict[int, Any] = {}
 
@@ -380,9 +385,11 @@ def _worker_main(pipe_fd: int, parent: int, rank: int, world_size: int, port: in
             groups[world_size] = dist.group.WORLD
 
     def call(module: str, file: str, name: str, size: int, pickled_args: bytes, env: Mapping[str, str | None]) -> Any:
-        fn = getattr(_module(module, file), name)
+        loaded = _module(module, file)
+        if not name:
+            return None
         with _environment(env):
-            return fn(groups[size], *pickle.loads(pickled_args))
+            return getattr(loaded, name)(groups[size], *pickle.loads(pickled_args))
 
     _report(pipe, start)
     while True:
@@ -442,7 +449,7 @@ def _set_environment(env: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Asks Linux to kill this process when pytest dies, however it dies; elsewhere a closed pipe must do."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -453,6 +460,8 @@ def _die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that the exception classes pickled here are those the test process knows.
-    from tests.workers import _worker_main as worker_main
+    from tests import workers
 
-    worker_main(*(int(argument) for argument in sys.argv[1:]))
+    parent, *numbers = (int(argument) for argument in sys.argv[1:])
+    workers.die_with_parent(parent)
+    workers._worker_main(*numbers)

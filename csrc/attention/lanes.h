@@ -70,13 +70,13 @@ struct GenericLanes {
   static Vector broadcast(Real x) { return Vector{} + x; }
   static Vector zero() { return Vector{}; }
   static Vector load(const Real* p) {
-    Vector v;
+    Vector v{};
     std::memcpy(&v, p, sizeof v);
     return v;
   }
   static void store(Real* p, Vector v) { std::memcpy(p, &v, sizeof v); }
   static Integers load_integers(const int32_t* p) {
-    Integers v;
+    Integers v{};
     for (int i = 0; i < kWidth; ++i) v[i] = p[i];
     return v;
   }
@@ -127,7 +127,7 @@ struct GenericLanes {
     if constexpr (sizeof(Real) == 4) {
       return tanh_single<GenericLanes>(x);
     } else {
-      Vector result;
+      Vector result{};
       for (int i = 0; i < kWidth; ++i) result[i] = std::tanh(x[i]);
       return result;
     }
@@ -143,7 +143,7 @@ struct GenericLanes {
   }
   // Which 32 bits, unsigned, are at least as large.
   static Mask at_least(Integers bits, uint32_t threshold) {
-    Mask mask;
+    Mask mask{};
     for (int i = 0; i < kWidth; ++i) mask[i] = static_cast<uint32_t>(bits[i]) >= threshold ? -1 : 0;
     return mask;
   }

@@ -132,7 +132,7 @@ class Draw {
     Integers c0 = zero + quarter, c1 = queries_, c2 = zero + word(head_), c3 = zero + word(batch_);
     uint32_t key0 = static_cast<uint32_t>(scores_.seed), key1 = static_cast<uint32_t>(scores_.seed >> 32);
     for (int round = 0; round < 10; ++round) {
-      Integers high0, low0, high2, low2;
+      Integers high0{}, low0{}, high2{}, low2{};
       L::products(c0, 0xD2511F53u, high0, low0);
       L::products(c2, 0xCD9E8D57u, high2, low2);
       c0 = high2 ^ c1 ^ word(key0);

@@ -10,35 +10,43 @@ import sys
 
 import pytest
 
-from tests.faults import NOTICE_SECONDS, check_killed, op_names, trials
+from tests.beside import beside
+from tests.faults import NOTICE_SECONDS, Trial, check_killed, op_names, trials
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks ranks, reads /proc and /dev/shm")
 
 OP_TIMEOUT = 1.5
 
 
-def test_a_killed_rank_is_noticed_by_all_others() -> None:
-    found = trials("kill", "--count", str(len(op_names())), "--seed", "1")
-    assert {trial.op for trial in found} == set(op_names())
-    for trial in found:
+@beside(lambda: trials("kill", "--count", str(len(op_names())), "--seed", "1"))
+def test_a_killed_rank_is_noticed_by_all_others(outcome: list[Trial]) -> None:
+    assert {trial.op for trial in outcome} == set(op_names())
+    for trial in outcome:
         check_killed(trial)
 
 
+@beside(
+    lambda schedule, count, options: trials(
+        "kill", "--count", str(count), "--seed", "2", "--schedule", schedule, *options
+    )
+)
 @pytest.mark.parametrize(
     ("schedule", "count", "options"),
     [("plain", 3, ()), ("pipelined", 8, ("--op", "all_gather_matmul")), ("pipelined", 8, ("--op", "ring_attention"))],
 )
 def test_a_killed_rank_is_noticed_without_shared_memory_too(
-    schedule: str, count: int, options: tuple[str, ...]
+    outcome: list[Trial], schedule: str, count: int, options: tuple[str, ...]
 ) -> None:
     """The two ops of "pipelined" send and receive: a rank may wait for a survivor only, which must tell it."""
-    for trial in trials("kill", "--count", str(count), "--seed", "2", "--schedule", schedule, *options):
+    assert len(outcome) == count
+    for trial in outcome:
         check_killed(trial)
 
 
+@beside(lambda schedule: trials("early", "--count", "2", "--seed", "6", "--schedule", schedule))
 @pytest.mark.parametrize("schedule", ["one_sided", "plain"])
-def test_a_rank_killed_before_its_first_call_is_noticed(schedule: str) -> None:
-    for trial in trials("early", "--count", "2", "--seed", "6", "--schedule", schedule):
+def test_a_rank_killed_before_its_first_call_is_noticed(outcome: list[Trial], schedule: str) -> None:
+    for trial in outcome:
         assert len(trial.reports) == 2 and trial.left_in_dev_shm == [], trial
         for report in trial.reports:
             assert report.error == "PeerLostError" and not report.crash, trial
@@ -53,10 +61,13 @@ def test_a_rank_killed_before_its_first_call_is_noticed(schedule: str) -> None:
             assert re.search(said, report.message), trial
 
 
+STALLS = ("stall", "--count", "2", "--seed", "3", "--schedule")
+
+
+@beside(lambda schedule: trials(*STALLS, schedule, FUSED_TP_TIMEOUT=str(OP_TIMEOUT)))
 @pytest.mark.parametrize("schedule", ["one_sided", "plain", "pipelined"])
-def test_a_stalled_rank_is_a_timeout_that_names_it(schedule: str) -> None:
-    options = ("--count", "2", "--seed", "3", "--schedule", schedule)
-    for trial in trials("stall", *options, FUSED_TP_TIMEOUT=str(OP_TIMEOUT)):
+def test_a_stalled_rank_is_a_timeout_that_names_it(outcome: list[Trial], schedule: str) -> None:
+    for trial in outcome:
         named = 0
         for report in trial.reports:
             assert report.error == "CollectiveTimeoutError" and not report.crash, trial
@@ -77,8 +88,9 @@ def test_a_stalled_rank_is_a_timeout_that_names_it(schedule: str) -> None:
         assert named >= (1 if schedule == "one_sided" else 2), trial
 
 
-def test_nothing_is_left_when_all_ranks_are_killed() -> None:
-    for trial in trials("massacre", "--count", "3", "--seed", "4"):
+@beside(lambda: trials("massacre", "--count", "3", "--seed", "4"))
+def test_nothing_is_left_when_all_ranks_are_killed(outcome: list[Trial]) -> None:
+    for trial in outcome:
         assert trial.left_in_dev_shm == [], trial
 
 

@@ -1,0 +1,134 @@
+// Attention of odd shapes and masks, with several threads, from several callers: for sanitizers. Exact sizes of what is
+// given lie on the heap, and what they find is told by the exit status.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/kernels.h"
+
+using namespace fused_tp;
+using namespace fused_tp::attention;
+
+namespace {
+
+struct Case {
+  Shape shape;
+  DType dtype;
+  double softcap;
+  bool slopes, dropout;
+  int window;  // a query sees this many keys before its place; < 0: all up to it
+};
+
+std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<char> made(count * element_size(dtype));
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = static_cast<float>(random() % 2001) / 1000.0f - 1.0f;
+    char* at = made.data() + i * element_size(dtype);
+    if (dtype == DType::kF64) {
+      const double wide = value;
+      std::memcpy(at, &wide, sizeof wide);
+    } else if (dtype == DType::kF32) {
+      std::memcpy(at, &value, sizeof value);
+    } else if (dtype == DType::kBF16) {
+      std::memcpy(at, reinterpret_cast<const char*>(&value) + 2, 2);
+    } else {  // any finite bits of fp16
+      const uint16_t bits = static_cast<uint16_t>(random() & 0xbbffu);
+      std::memcpy(at, &bits, sizeof bits);
+    }
+  }
+  return made;
+}
+
+// All results, one after the other.
+template <typename Real>
+std::vector<Real> run(const Case& at, int threads, const char* isa) {
+  const Shape& s = at.shape;
+  std::vector<int32_t> starts(s.rows), stops(s.rows), places(s.rows), q_indices(s.rows), k_indices(s.keys);
+  for (int64_t i = 0; i < s.rows; ++i) {
+    const int64_t place = i + s.keys - s.rows;
+    places[i] = static_cast<int32_t>(place);
+    q_indices[i] = static_cast<int32_t>(3 * i);
+    stops[i] = static_cast<int32_t>(std::max<int64_t>(0, place + 1));
+    starts[i] = static_cast<int32_t>(at.window < 0 ? 0 : std::max<int64_t>(0, place - at.window));
+  }
+  for (int64_t j = 0; j < s.keys; ++j) k_indices[j] = static_cast<int32_t>(j < s.keys / 2 ? j : j + 5);
+
+  const int64_t q_count = s.batch * s.rows * s.heads, k_count = s.batch * s.keys * s.kv_heads;
+  const auto q = elements(q_count * s.dim, at.dtype, 1), k = elements(k_count * s.dim, at.dtype, 2);
+  const auto v = elements(k_count * s.v_dim, at.dtype, 3), g = elements(q_count * s.v_dim, at.dtype, 4);
+  const auto dense = [](int64_t rows, int64_t heads, int64_t dim) {
+    return Strides{rows * heads * dim, heads * dim, dim};
+  };
+  const Strides per_row{s.heads * s.rows, 1, s.rows};
+  std::vector<Real> slopes(s.heads, Real(0.05)), weighted(q_count * s.v_dim), total(q_count), lse(q_count),
+      sums(q_count);
+  std::vector<Real> highest(q_count, -static_cast<Real>(INFINITY));
+  std::vector<Real> dq(q_count * s.dim), dk(k_count * s.dim), dv(k_count * s.v_dim), d_slopes(s.heads);
+
+  Problem problem{};
+  problem.shape = s;
+  problem.seen = {starts.data(), stops.data(), places.data(), q_indices.data(), k_indices.data()};
+  problem.scores = {0.2, at.softcap, at.slopes ? slopes.data() : nullptr, at.dropout, 1u << 30, 4.0 / 3, 0x123456789ull,
+                    2};
+  problem.dtype = at.dtype;
+  problem.q = {q.data(), dense(s.rows, s.heads, s.dim)};
+  problem.k = {k.data(), dense(s.keys, s.kv_heads, s.dim)};
+  problem.v = {v.data(), dense(s.keys, s.kv_heads, s.v_dim)};
+  const Sum out{weighted.data(), dense(s.rows, s.heads, s.v_dim)};
+  forward({problem, out, {highest.data(), per_row}, {total.data(), per_row}}, threads, isa);
+  for (int64_t i = 0; i < q_count; ++i) lse[i] = highest[i] + std::log(total[i]);
+  Backward step{};
+  static_cast<Problem&>(step) = problem;
+  step.grad_out = {g.data(), out.strides};
+  step.lse = {lse.data(), per_row};
+  step.sums = {sums.data(), per_row};
+  step.dq = {dq.data(), problem.q.strides};
+  step.dk = {dk.data(), problem.k.strides};
+  step.dv = {dv.data(), problem.v.strides};
+  step.d_slopes = at.slopes ? d_slopes.data() : nullptr;
+  backward(step, threads, isa);
+  std::vector<Real> all;
+  for (const auto* part : {&weighted, &highest, &total, &dq, &dk, &dv, &d_slopes})
+    all.insert(all.end(), part->begin(), part->end());
+  return all;
+}
+
+template <typename Real>
+bool same_bits(const Case& at, int threads, const char* isa) {
+  const std::vector<Real> one = run<Real>(at, 1, isa), several = run<Real>(at, threads, isa);
+  return std::memcmp(one.data(), several.data(), one.size() * sizeof(Real)) == 0;
+}
+
+bool works(const Case& at, int threads, const char* isa) {
+  const bool good = at.dtype == DType::kF64 ? same_bits<double>(at, threads, isa) : same_bits<float>(at, threads, isa);
+  if (!good) std::printf("%s, %s: other bits with %d threads\n", isa, dtype_name(at.dtype), threads);
+  return good;
+}
+
+}  // namespace
+
+int main() {
+  const Case cases[] = {
+      {{1, 2, 1, 130, 131, 17, 33}, DType::kF32, 0, false, false, -1},
+      {{2, 3, 3, 49, 65, 16, 16}, DType::kBF16, 0, false, false, 20},
+      {{1, 1, 1, 1, 1, 1, 1}, DType::kBF16, 5, true, true, -1},
+      {{1, 4, 2, 70, 40, 31, 7}, DType::kF16, 3, true, true, -1},
+      {{1, 2, 2, 50, 70, 9, 20}, DType::kF64, 3, true, true, 11},
+      {{1, 2, 1, 800, 90, 8, 8}, DType::kF32, 0, true, false, -1},
+  };
+  bool good = true;
+  for (const char* isa : {"plain", "avx2", "avx512"})
+    for (const Case& at : cases) good &= works(at, 3, isa);
+  bool of_callers[3] = {};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i)
+    callers.emplace_back([&, i] { of_callers[i] = works(cases[i], 2, "plain") && works(cases[i + 1], 3, ""); });
+  for (std::thread& caller : callers) caller.join();
+  for (const bool one : of_callers) good &= one;
+  return good ? 0 : 1;
+}

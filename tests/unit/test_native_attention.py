@@ -1,0 +1,511 @@
+"""The native CPU flash attention against a dense fp64 reference: masks, scores, dtypes, strides, instruction sets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from csrc.native_build import X86_FLAGS
+from fused_tp.schedules.attention.layouts import Tokens, all_tokens
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.native import NativeCpu
+from fused_tp.schedules.attention.philox import kept
+from fused_tp.schedules.attention.plan import Step, make_step
+from fused_tp.schedules.attention.scores import Dropout, Scores
+from fused_tp.schedules.attention.state import SoftmaxState, row_sums
+from fused_tp.transport.base import accumulate_dtype
+from tests.native_build import REPOSITORY, build_program, require_sanitizer
+from tests.reference import assert_within_dtype_error, seeded
+
+core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
+
+ISAS = ("plain", "avx2", "avx512")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    if not core.attention_isa(0, request.param).startswith(request.param):
+        pytest.skip(f"this CPU, or the compiler of the native core, has no {request.param}")
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+
+
+@dataclass
+class Gradients:
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_slopes: Tensor
+
+
+def inputs(
+    mask: AttentionMask, dtype: torch.dtype, *, batch: int = 1, heads: int = 2, kv_heads: int = 2, dim: int = 16,
+    v_dim: int | None = None, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    v_dim = dim if v_dim is None else v_dim
+    return Inputs(
+        seeded(batch, mask.seq_len, heads, dim, dtype=dtype, seed=seed),
+        seeded(batch, mask.seq_len_kv, kv_heads, dim, dtype=dtype, seed=seed + 1),
+        seeded(batch, mask.seq_len_kv, kv_heads, v_dim, dtype=dtype, seed=seed + 2),
+        seeded(batch, mask.seq_len, heads, v_dim, dtype=dtype, seed=seed + 3),
+    )
+
+
+def whole(mask: AttentionMask) -> tuple[Tokens, Tokens]:
+    return Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),))
+
+
+def forward(
+    provider: NativeCpu, mask: AttentionMask, scores: Scores, x: Inputs, queries: Tokens, keys: list[Tokens]
+) -> SoftmaxState:
+    """The state of these queries after a step for each of `keys`."""
+    q = x.q[:, queries.indices]
+    state = SoftmaxState.empty(q, x.v.shape[-1])
+    for tokens in keys:
+        step = make_step(mask, queries, tokens)
+        if step.empty:
+            continue
+        k, v = (t[:, tokens.indices][:, step.k_start : step.k_stop] for t in (x.k, x.v))
+        rows = slice(step.q_start, step.q_stop)
+        provider.forward(step, scores, q[:, rows], k, v, state.rows(step.q_start, step.q_stop))
+    return state
+
+
+def backward(
+    provider: NativeCpu, step: Step, scores: Scores, x: Inputs, lse: Tensor, sums: Tensor, start: float = 0.0
+) -> Gradients:
+    """Of one step of all tokens, added to `start`."""
+    wide = accumulate_dtype(x.q.dtype)
+    made = [torch.full_like(t, start, dtype=wide) for t in (x.q, x.k, x.v)]
+    d_slopes = torch.full((x.q.shape[2],), start, dtype=wide)
+    if not step.empty:
+        rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+        provider.backward(
+            step,
+            scores,
+            x.grad_out[:, rows],
+            x.q[:, rows],
+            x.k[:, seen],
+            x.v[:, seen],
+            lse[..., rows].to(wide),
+            sums[..., rows].to(wide),
+            made[0][:, rows],
+            made[1][:, seen],
+            made[2][:, seen],
+            d_slopes if scores.alibi_slopes is not None else None,
+        )
+    return Gradients(*made, d_slopes)
+
+
+def reference(mask: AttentionMask, scores: Scores, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
+    """(out, lse, gradients) in fp64, with a mask of all pairs."""
+    q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
+    heads = q.shape[2]
+    repeats = heads // k.shape[2]
+    slopes = torch.zeros(heads) if scores.alibi_slopes is None else scores.alibi_slopes
+    slopes = slopes.double().requires_grad_()
+    places, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
+    j = torch.arange(mask.seq_len_kv)
+    score = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(repeats, 2)) * scores.scale
+    if scores.softcap:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    score = score - slopes[:, None, None] * (places[:, None] - j).abs()
+    score = score.masked_fill((j < starts[:, None]) | (j >= stops[:, None]), -torch.inf)
+    lse = torch.logsumexp(score, -1)
+    p = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    if scores.dropout is not None:
+        keep = kept(scores.dropout, q.shape[0], heads, torch.arange(mask.seq_len), j)
+        p = p * keep / (1 - scores.dropout.p)
+    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(repeats, 2))
+    out.backward(x.grad_out.double())
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (q, k, v, slopes)]
+    return out.detach(), lse.detach(), Gradients(*grads)
+
+
+def check(provider: NativeCpu, mask: AttentionMask, scores: Scores, x: Inputs) -> None:
+    """Forward and backward of one step of everything."""
+    dtype = x.q.dtype
+    out, lse, grads = reference(mask, scores, x)
+    queries, keys = whole(mask)
+    state = forward(provider, mask, scores, x, queries, [keys])
+    got, got_lse = state.result(dtype)
+    # Rounded: probabilities, then the result. A score is a sum over the head dim, and an error of it one of its exp.
+    terms = mask.seq_len_kv + 16 * x.q.shape[-1]
+    assert_within_dtype_error(got, out, dtype, reduced_over=terms, roundings=3, name="out")
+    assert_within_dtype_error(got_lse, lse, got_lse.dtype, reduced_over=terms, roundings=3, name="lse")
+    sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
+    made = backward(provider, make_step(mask, queries, keys), scores, x, lse, sums)
+    # Where few keys are seen, the two terms of dscore nearly cancel: what is left has the error of the terms.
+    terms_size = abs(scores.scale) * (x.v.shape[-1] ** 0.5) * 8
+    eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(made.dq.dtype).eps
+    for name in ("dq", "dk", "dv"):
+        actual, wanted = getattr(made, name).double(), getattr(grads, name)
+        rms = wanted.pow(2).mean().sqrt()
+        bound = 4 * eps * (wanted.abs() + rms) + 8 * sum_eps * (terms**0.5 * rms + 4 * terms_size)
+        excess = ((actual - wanted).abs() / bound).max()
+        assert excess < 1, f"{name} is off by {excess} times what {dtype} allows"
+    if scores.alibi_slopes is not None:
+        # Terms of alternating sign, as large as the longest distance.
+        size = float(grads.d_slopes.abs().max()) + float(mask.seq_len_kv)
+        assert float((made.d_slopes.double() - grads.d_slopes).abs().max()) < 64 * sum_eps * size
+
+
+def random_mask(draw: random.Random) -> AttentionMask:
+    lengths = [draw.choice([1, 3, 47, 48, 49, 63, 64, 65, 130, 200]) for _ in range(2)]
+    causal = draw.random() < 0.5
+    window = draw.choice([(-1, -1), (0, 0), (5, 3), (70, -1), (-1, 20), (100, 100)])
+    if draw.random() < 0.4:
+        cuts = sorted(draw.choices(range(lengths[0] + 1), k=draw.randint(1, 6)))
+        keys = sorted(draw.choices(range(lengths[1] + 1), k=len(cuts)))
+        documents, keys_of = (0, *cuts, lengths[0]), (0, *keys, lengths[1])
+        return AttentionMask(lengths[0], lengths[1], causal, window, documents, keys_of)
+    return AttentionMask(lengths[0], lengths[1], causal, window)
+
+
+def random_scores(draw: random.Random, heads: int, dim: int) -> Scores:
+    return Scores(
+        dim**-0.5 * draw.choice([1.0, 1.0, -0.7]),
+        softcap=draw.choice([0.0, 0.0, 2.0, 50.0]),
+        alibi_slopes=torch.rand(heads, generator=torch.Generator().manual_seed(3)) / 8 if draw.random() < 0.3 else None,
+        dropout=Dropout(draw.choice([0.1, 0.5]), draw.getrandbits(63), draw.randint(0, 5))
+        if draw.random() < 0.3
+        else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(isa: str, seed: int) -> None:
+    draw = random.Random(seed)
+    mask = random_mask(draw)
+    kv_heads, group, dim = draw.randint(1, 2), draw.randint(1, 3), draw.choice([1, 7, 16, 33, 64, 80, 96, 128])
+    v_dim = draw.choice([dim, dim, 5, 48])
+    heads = kv_heads * group
+    x = inputs(
+        mask,
+        DTYPES[seed % 4],
+        batch=draw.randint(1, 2),
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        v_dim=v_dim,
+        seed=seed,
+    )
+    check(NativeCpu(isa), mask, random_scores(draw, heads, dim), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_heads_and_many_blocks(dtype: torch.dtype) -> None:
+    # More blocks of queries than a pass of the backward takes.
+    check(
+        NativeCpu(),
+        AttentionMask(900, 900, causal=True),
+        Scores(0.1),
+        inputs(AttentionMask(900, 900), dtype, heads=1, kv_heads=1),
+    )
+    mask = AttentionMask(70, 130, causal=True)
+    check(NativeCpu(), mask, Scores(1 / 17), inputs(mask, dtype, dim=271, v_dim=256, heads=2, kv_heads=1))
+
+
+def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
+    mask = AttentionMask(100, 300)
+    x = inputs(mask, torch.float32, dim=32)
+    x.q *= 30
+    x.k *= torch.linspace(0.1, 10, 300)[:, None, None]  # the highest score grows from block to block
+    out, lse, _ = reference(mask, Scores(0.2), x)
+    got, got_lse = forward(NativeCpu(isa), mask, Scores(0.2), x, *whole_in_list(mask)).result(torch.float32)
+    assert lse.max() > 500
+    # An error of a score, which is a product of up to some thousands, is one of the exponent.
+    torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
+    torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_tensors(isa: str, dtype: torch.dtype) -> None:
+    mask = AttentionMask(75, 75, causal=True)
+    x = inputs(mask, dtype, batch=2, heads=4, kv_heads=2, dim=24)
+
+    def spread(t: Tensor) -> Tensor:  # heads first, rows far apart, an odd offset
+        room = torch.full((t.shape[0], t.shape[2], 2 * t.shape[1], t.shape[3] + 3), torch.nan, dtype=t.dtype)
+        view = room[:, :, ::2, 3:].transpose(1, 2)
+        view.copy_(t)
+        return view
+
+    y = Inputs(spread(x.q), spread(x.k), spread(x.v), spread(x.grad_out))
+    provider, scores, (queries, keys) = NativeCpu(isa), Scores(0.2), whole(mask)
+    step = make_step(mask, queries, keys)
+    wide = accumulate_dtype(dtype)
+    states = [SoftmaxState.empty(x.q, 24) for _ in range(2)]
+    states[1] = SoftmaxState(spread(states[1].weighted), states[1].highest.mT.contiguous().mT, states[1].total)
+    provider.forward(step, scores, x.q, x.k, x.v, states[0])
+    provider.forward(step, scores, y.q, y.k, y.v, states[1])
+    assert torch.equal(states[0].weighted, states[1].weighted) and torch.equal(states[0].total, states[1].total)
+    out, lse = states[0].result(wide)
+    sums = row_sums(x.grad_out, out, None)
+    dense = backward(provider, step, scores, x, lse, sums)
+    sparse = [spread(torch.zeros_like(t, dtype=wide)) for t in (x.q, x.k, x.v)]
+    lse, sums = (t.mT.contiguous().mT for t in (lse, sums))
+    provider.backward(step, scores, y.grad_out, y.q, y.k, y.v, lse, sums, *sparse, None)
+    assert all(torch.equal(a, b) for a, b in zip(sparse, (dense.dq, dense.dk, dense.dv), strict=True))
+
+
+MASKS = {
+    "all": AttentionMask(210, 210),
+    "causal": AttentionMask(210, 210, causal=True),
+    "window": AttentionMask(210, 210, window=(40, 7)),
+    "documents": AttentionMask(210, 210, True, (-1, -1), (0, 1, 1, 90, 150, 151, 210), (0, 1, 1, 90, 150, 151, 210)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MASKS)
+def test_several_steps_are_one(isa: str, name: str, dtype: torch.dtype) -> None:
+    """Keys cut into three; and the zigzag of two ranks, whose rows jump."""
+    mask, provider = MASKS[name], NativeCpu(isa)
+    scores = Scores(0.25, alibi_slopes=torch.tensor([0.1, 0.02]), dropout=Dropout(0.2, 2**62 + 5))
+    x = inputs(mask, dtype)
+    out, lse, _ = reference(mask, scores, x)
+    queries, _ = whole(mask)
+    parts = [Tokens((range(67),)), Tokens((range(67, 131),)), Tokens((range(131, 210),))]
+    cases = [(queries, parts), (queries, parts[::-1])]
+    ranks = list(all_tokens(210, 2, "zigzag"))
+    cases += [(ranks[0], ranks), (ranks[1], ranks[::-1])]
+    for rows, steps in cases:
+        got, got_lse = forward(provider, mask, scores, x, rows, steps).result(dtype)
+        assert_within_dtype_error(got, out[:, rows.indices], dtype, reduced_over=500, roundings=3)
+        assert_within_dtype_error(got_lse, lse[..., rows.indices], torch.float32, reduced_over=500, roundings=3)
+
+
+def test_gradients_are_added() -> None:
+    mask = MASKS["window"]
+    x = inputs(mask, torch.float64)
+    scores = Scores(0.3, alibi_slopes=torch.tensor([0.1, 0.02], dtype=torch.float64))
+    out, lse, grads = reference(mask, scores, x)
+    sums = torch.einsum("bshd,bshd->bhs", x.grad_out, out)
+    made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, sums, start=3.0)
+    for name in ("dq", "dk", "dv", "d_slopes"):
+        torch.testing.assert_close(getattr(made, name) - 3.0, getattr(grads, name), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_that_of_philox(isa: str, dtype: torch.dtype) -> None:
+    """With equal scores, and values that name their keys, what is kept can be read off."""
+    mask = AttentionMask(53, 29)
+    dropout = Dropout(0.4, 0x7123456789ABCDEF, first_head=6)
+    x = inputs(mask, dtype, batch=2, heads=2, kv_heads=1, dim=8, v_dim=29)
+    x.q.zero_()
+    x.v.copy_(torch.eye(29, dtype=dtype)[None, :, None, :])
+    queries = Tokens((range(40, 93),))
+    keys = Tokens((range(3, 20), range(30, 42)))  # not aligned to four, with a gap
+    wide = AttentionMask(100, 100)
+    state = SoftmaxState.empty(x.q, 29)
+    NativeCpu(isa).forward(make_step(wide, queries, keys), Scores(1.0, dropout=dropout), x.q, x.k, x.v, state)
+    wanted = kept(dropout, 2, 2, torch.from_numpy(queries.indices), torch.from_numpy(keys.indices))
+    assert torch.equal(state.weighted.transpose(1, 2) > 0, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (3, 3)])
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    mask = AttentionMask(850, 850, causal=True)
+    x = inputs(mask, dtype, batch=2, heads=heads, kv_heads=kv_heads)
+    scores = Scores(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
+    seen: list[list[Tensor]] = []
+    for count in (1, 2, 3, 2):
+        with threads(count):
+            state = forward(NativeCpu(), mask, scores, x, whole(mask)[0], [whole(mask)[1]])
+            out, lse = state.result(dtype)
+            made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, row_sums(x.grad_out, out, None))
+        seen.append([state.weighted, state.highest, state.total, made.dq, made.dk, made.dv, made.d_slopes])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
+    """A token changes nothing for those that do not see it, not a bit; and NaN gets to all that do."""
+    mask, provider, scores = MASKS[name], NativeCpu(isa), Scores(0.25)
+    queries, keys = whole(mask)
+    _, starts, stops = map(torch.from_numpy, mask.seen(queries.indices))
+
+    def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
+        state = forward(provider, mask, scores, x, queries, [keys])
+        out, lse = state.result(torch.float32)
+        step = make_step(mask, queries, keys)
+        return state, backward(provider, step, scores, x, lse, row_sums(x.grad_out, out, None))
+
+    before, grads_before = run(inputs(mask, dtype))
+    for token in (0, 70, 149, 209):
+        blind = (starts > token) | (stops <= token)  # queries that do not see this key
+        for changed in ("k", "v"):
+            x = inputs(mask, dtype)
+            getattr(x, changed)[:, token] = value
+            after, grads = run(x)
+            for a, b in ((before.weighted, after.weighted), (grads_before.dq, grads.dq)):
+                assert torch.equal(bits(a[:, blind]), bits(b[:, blind]))
+            for a, b in ((before.highest, after.highest), (before.total, after.total)):
+                assert torch.equal(bits(a[..., blind]), bits(b[..., blind]))
+            if value != value:
+                assert after.weighted[:, ~blind].isnan().all() and grads.dq[:, ~blind].isnan().all()
+        unseen = torch.ones(mask.seq_len_kv, dtype=torch.bool)
+        unseen[int(starts[token]) : int(stops[token])] = False  # keys that this query does not see
+        for changed in ("q", "grad_out"):
+            x = inputs(mask, dtype)
+            getattr(x, changed)[:, token] = value
+            _, grads = run(x)
+            for a, b in ((grads_before.dk, grads.dk), (grads_before.dv, grads.dv)):
+                assert torch.equal(bits(a[:, unseen]), bits(b[:, unseen]))
+            if value != value:
+                assert grads.dv[:, ~unseen].isnan().all() and grads.dk[:, ~unseen].isnan().all()
+
+
+def test_rows_that_see_nothing(isa: str) -> None:
+    """They leave the state as it is, to the last bit, and have no gradients."""
+    mask = AttentionMask(60, 30, causal=True, cu_seqlens=(0, 20, 60), cu_seqlens_kv=(0, 12, 30))
+    provider, scores, x = NativeCpu(isa), Scores(0.3), inputs(mask, torch.float32)
+    queries, keys = whole(mask)
+    step = make_step(mask, queries, keys)
+    rows = slice(step.q_start, step.q_stop)
+    state = SoftmaxState(
+        torch.randn(1, 60, 2, 16), 10 * torch.randn(1, 2, 60), torch.rand(1, 2, 60)
+    )  # as earlier steps may leave it
+    before = SoftmaxState(state.weighted.clone(), state.highest.clone(), state.total.clone())
+    provider.forward(step, scores, x.q[:, rows], x.k, x.v, state.rows(step.q_start, step.q_stop))
+    _, starts, stops = map(torch.from_numpy, mask.seen(queries.indices))
+    blind = starts >= stops
+    assert blind.sum() > 20
+    assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
+    assert torch.equal(state.highest[..., blind], before.highest[..., blind])
+    assert torch.equal(state.total[..., blind], before.total[..., blind])
+    # A row whose lse is -inf gives nothing, though by the mask it sees keys.
+    _, lse, _ = reference(mask, scores, x)
+    lse[..., 15] = -torch.inf
+    made = backward(provider, step, scores, x, lse, torch.full_like(lse, torch.nan).masked_fill(~blind, 0.0))
+    assert not made.dk.isnan().any() and not made.dv.isnan().any()
+    assert not made.dq[:, 15].any() and not made.dq[:, blind].any()
+
+
+def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
+    mask = AttentionMask(50, 70)
+    x = inputs(mask, torch.float32)
+    x.q[..., 0], x.k[..., 0] = 1.0, 0.0
+    x.k[:, 10:, :, 0] = -torch.inf
+    state = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask))
+    short = AttentionMask(50, 10)
+    y = Inputs(x.q, x.k[:, :10], x.v[:, :10], x.grad_out)
+    wanted = forward(NativeCpu(isa), short, Scores(0.3), y, *whole_in_list(short))
+    for a, b in zip(state.result(torch.float32), wanted.result(torch.float32), strict=True):
+        torch.testing.assert_close(a, b)
+    x.k[..., 0] = -torch.inf
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def whole_in_list(mask: AttentionMask) -> tuple[Tokens, list[Tokens]]:
+    queries, keys = whole(mask)
+    return queries, [keys]
+
+
+def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
+    mask = AttentionMask(200, 200, causal=True)
+    x = inputs(mask, torch.float32)
+
+    def run() -> Tensor:
+        return forward(NativeCpu(), mask, Scores(0.2), x, *whole_in_list(mask)).weighted
+
+    with threads(2):
+        wanted = run()
+        results: list[Tensor] = []
+        callers = [threading.Thread(target=lambda: results.extend(run() for _ in range(5))) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert len(results) == 15 and all(torch.equal(result, wanted) for result in results)
+        step = make_step(mask, *whole(mask))
+        state = SoftmaxState.empty(x.q, 16)
+        step.on(x.q.device)
+        child = os.fork()
+        if child == 0:  # where torch's own threads are gone, so that it had better not compute
+            signal.alarm(20)
+            NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
+            os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_obstacles_are_sentences() -> None:
+    provider, scores = NativeCpu(), Scores(1.0)
+    q = torch.zeros(1, 4, 2, 8)
+    assert provider.obstacle(q, q, q, scores) is None
+    assert "meta" in str(provider.obstacle(q.to("meta"), q, q, scores))
+    assert "torch.int32" in str(provider.obstacle(q.int(), q.int(), q.int(), scores))
+    assert "torch.float64" in str(provider.obstacle(q, q.double(), q, scores))
+    assert "dense" in str(provider.obstacle(q, q.mT.contiguous().mT, q, scores))
+    assert provider.is_faster(torch.float32)
+
+
+def test_an_instruction_set_is_named(isa: str) -> None:
+    assert [core.attention_isa(number, isa) for number in (0, 2, 3)] == [isa] * 3
+    assert core.attention_isa(1, isa) in (isa, "avx512_bf16")
+
+
+def test_scores_are_taken_as_they_are() -> None:
+    """A gradient of another dtype, and one that is expanded, are made fit."""
+    mask = AttentionMask(20, 20)
+    x = inputs(mask, torch.bfloat16)
+    out, lse, _ = reference(mask, Scores(0.2), x)
+    step = make_step(mask, *whole(mask))
+    x.grad_out = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16).expand_as(x.grad_out)
+    sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
+    wanted = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.contiguous()), lse, sums)
+    got = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.float()), lse, sums)
+    assert torch.equal(got.dq, wanted.dq) and torch.equal(got.dv, wanted.dv)
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_under_sanitizers(sanitizer: str) -> None:
+    for one in sanitizer.split(","):
+        require_sanitizer(one)
+    sources = [path for path in sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp")) if "_avx" not in path.stem]
+    flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DFUSED_TP_X86=0"]
+    if sanitizer != "thread" and core.attention_isa(0).startswith("avx512"):  # threads do not differ between these
+        sources = sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp"))
+        flags[-1:] = ["-DFUSED_TP_X86=1", "-Wno-error", *X86_FLAGS["_avx512"]]
+    program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
