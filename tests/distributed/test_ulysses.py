@@ -78,6 +78,19 @@ def test_lengths(route: str) -> None:
     run(4, [case(n, causal=True, layout=one) for n in (2, 3, 5, 13) for one in layouts], route, ulysses_attention)
 
 
+def of_nothing(group: dist.ProcessGroup) -> None:
+    q = torch.zeros(2, 0, 4, 8, requires_grad=True)
+    out, lse = ulysses_attention(q, q[:, :, :1], q[:, :, :1], group=group, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 0)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.shape == q.shape
+
+
+@BOTH_ROUTES
+def test_a_sequence_without_tokens(route: str) -> None:
+    run_ranks(2, of_nothing, env=ROUTES[route])
+
+
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from([(2, "one_sided"), (4, "plain")]))
 def test_any_mask(cases: list[Case], where: tuple[int, str]) -> None:
@@ -180,11 +193,14 @@ def block(x: Tensor, weight: Tensor, group: Any, seq_len: int, bounds: Tensor, l
     return out + extra.transpose(1, 2).unsqueeze(-1).exp() if lse else out
 
 
-def compare_compiled(group: Any, x: Tensor, weight: Tensor, seq_len: int) -> None:
+def compare_compiled(group: Any, shard: Any) -> None:
+    """With and without the log-sum-exp, and for another length, which compiles for all lengths."""
     torch._dynamo.reset()
     fn = torch.compile(block, fullgraph=True, backend="aot_eager")
-    bounds = torch.tensor([0, 5, seq_len])
-    for lse in (False, True):
+    weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
+    for seq_len, lse in ((11, True), (11, False), (14, False)):
+        x = shard(seeded(2, seq_len, 16)).requires_grad_()
+        bounds = torch.tensor([0, 5, seq_len])
         wanted, got = (run(x, weight, group, seq_len, bounds, lse) for run in (block, fn))
         torch.testing.assert_close(got, wanted)
         grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (got, wanted)]
@@ -193,8 +209,7 @@ def compare_compiled(group: Any, x: Tensor, weight: Tensor, seq_len: int) -> Non
 
 
 def compiled(group: dist.ProcessGroup) -> None:
-    x = shard_sequence(seeded(2, 11, 16), 1, group=group, layout="contiguous").requires_grad_()
-    compare_compiled(group, x, seeded(16, 48, seed=1, scale=0.25).requires_grad_(), 11)
+    compare_compiled(group, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"))
 
 
 def test_compile() -> None:
@@ -295,8 +310,7 @@ def by_flat_ring(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, *
 
 def compiled_over_a_mesh(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-    x = shard_sequence(seeded(1, 11, 16), 1, group=group, layout="contiguous").requires_grad_()
-    compare_compiled(mesh, x, seeded(16, 48, seed=1, scale=0.25).requires_grad_(), 11)
+    compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"))
 
 
 def test_compile_over_a_mesh() -> None:
