@@ -2,6 +2,7 @@
 
 from fused_tp.nn.attention import ParallelAttention
 from fused_tp.nn.checkpoint import gather_state_dict
+from fused_tp.nn.context_cache import ContextKVCache, PagedContextKVCache
 from fused_tp.nn.embedding import VocabParallelEmbedding
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear
@@ -12,7 +13,9 @@ from fused_tp.nn.share_gather import share_gather
 
 __all__ = [
     "ColumnParallelLinear",
+    "ContextKVCache",
     "KVCache",
+    "PagedContextKVCache",
     "ParallelAttention",
     "ParallelMLP",
     "RepeatedColumnLinear",

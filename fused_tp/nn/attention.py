@@ -4,13 +4,15 @@ grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
+from fused_tp.nn.context_cache import ContextCache
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
@@ -19,13 +21,16 @@ from fused_tp.nn.linear import (
     check_positive,
     column_outputs,
 )
-from fused_tp.nn.local_attention import local_attention
+from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import sequence_parallel_
-from fused_tp.nn.sharding import Memo, check_mesh
-from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.ops.sequence import sequence_positions
-from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.schedules.attention.layouts import check_layout, local_length
+from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
+from fused_tp.ops.attention_arguments import checked_softcap, checked_window
+from fused_tp.ops.context_parallel_decode import decode_over
+from fused_tp.ops.cu_seqlens import on_host
+from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
+from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
+from fused_tp.schedules.attention.layouts import LAYOUTS, check_layout, local_length
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -48,10 +53,15 @@ class ParallelAttention(nn.Module):
         rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
         causal: a token sees itself and those before it.
         scale: of the scores, default head_dim ** -0.5.
-        dropout: of the attention weights, while training; independent of W where ranks have equal random states.
-        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout`. Gradients of
-            the parameters are this rank's part of the sequence's: reduce them over cp_group as over data parallel
-            ranks.
+        dropout: of the attention weights, while training. What is dropped depends on the place in the whole, not on the
+            number of ranks, of `mesh` or of cp_group, where ranks have equal random states (torch's CPU generator).
+        window, softcap: as in ring_attention.
+        sinks: one more key per head whose value is 0 and whose score is learnt, as in gpt-oss: the parameter `sinks`
+            [num_heads], cut like the heads, 0 at first.
+        alibi_slopes: [num_heads], not learnt; slope * distance is taken off each score.
+        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout` ("zigzag",
+            "contiguous", or "balanced" for packed documents). Gradients of the parameters are this rank's part of the
+            sequence's: reduce them over cp_group as over data parallel ranks.
         mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
 
     Raises:
@@ -79,6 +89,10 @@ class ParallelAttention(nn.Module):
         causal: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         sequence_parallel: bool = False,
         cp_group: GroupLike = None,
         cp_layout: str = "zigzag",
@@ -97,12 +111,9 @@ class ParallelAttention(nn.Module):
         check_positive("head_dim", head_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
-        if cp_group is not None:
+        if cp_layout not in LAYOUTS:
             check_layout(cp_layout)
-            if dropout > 0:
-                raise ValueError(
-                    f"dropout is {dropout}, which ring attention does not do; pass dropout=0.0 with cp_group."
-                )
+        checked_window(window)
         world_size = check_mesh(mesh).size()
         check_heads(num_heads, num_kv_heads, world_size)
         self.mesh = mesh
@@ -114,6 +125,10 @@ class ParallelAttention(nn.Module):
         self.causal = causal
         self.scale = scale
         self.dropout = dropout
+        self.window = window
+        self.softcap = checked_softcap(softcap)
+        # No buffer: those are rounded by model.bfloat16(), and lost on the meta device.
+        self.alibi_slopes = _slopes(alibi_slopes, num_heads)
         self.sequence_parallel = sequence_parallel
         self.cp_group = cp_group
         self.cp_layout = cp_layout
@@ -135,6 +150,11 @@ class ParallelAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             num_heads * head_dim, hidden_size, bias if out_bias is None else out_bias, **options
         )
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            self.sinks = empty_parameter((num_heads,), mesh, Shard(0), device=device, dtype=dtype)
+            if not self.sinks.is_meta:
+                nn.init.zeros_(local(self.sinks.detach()))
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if qk_norm:
@@ -162,7 +182,8 @@ class ParallelAttention(nn.Module):
 
         Of nn.MultiheadAttention the packed in_proj_weight becomes q_proj, k_proj and v_proj. `num_heads` defaults to
         the module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its
-        is_causal, else False. Rotary embeddings live outside such modules: pass `rope`, or there is none.
+        is_causal, else False. Rotary embeddings live outside such modules: pass `rope`, or there is none. A
+        sliding_window, an attn_logit_softcapping (Gemma 2) and sinks (gpt-oss) are taken along.
 
         Raises:
             TypeError: layers that are no nn.Linear.
@@ -184,26 +205,41 @@ class ParallelAttention(nn.Module):
         *,
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | ContextCache | None = None,
         seq_len: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        new_lengths: Sequence[int] | Tensor | None = None,
+        sharded_chunk: bool = False,
     ) -> Tensor:
         """Attention of x to itself, and to what `kv_cache` holds.
 
         Args:
             positions: of the tokens, [seq] or [batch, seq], for `rope`; default: counted on from the cache's length,
-                with cp_group this rank's places in the sequence. Under sequence_parallel those of the whole sequence.
+                with cp_group this rank's places in the sequence, with cu_seqlens counted within each document. Under
+                sequence_parallel those of the whole sequence.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
                 [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for
                 all.
-            kv_cache: keys and values are appended to it; for generation under no_grad.
+            kv_cache: keys and values are appended to it; for generation under no_grad. A ContextKVCache, or a batch of
+                a PagedContextKVCache, is cut over its own group, cp_group where there is one: x and the result are
+                then all new tokens, the same on all ranks of the group.
             seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group where ranks hold
                 unequal parts of it.
+            cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len) of the whole sequence, best
+                on the CPU. A token sees its own document only.
+            new_lengths: with a ContextKVCache, how many tokens of each text of x are real: its last ones.
+            sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's part of the new tokens,
+                as `shard_sequence` cuts them: for long prompts, whose projections the ranks then share.
 
         Raises:
-            ValueError: x that is not 3-D or of other width; a mask that does not fit; a mask or cache with cp_group.
+            ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that do not go
+                together (the message says which do).
         """
-        self._check_input(x, positions, attention_mask, kv_cache)
-        gather_size = self._gather_size(seq_len)
+        context = kv_cache if isinstance(kv_cache, ContextCache) else None
+        self._check_input(x, positions, attention_mask)
+        self._check_together(attention_mask, kv_cache, cu_seqlens, new_lengths, sharded_chunk)
+        cut = self.cp_group is not None and (context is None or sharded_chunk)
+        gather_size = self._cp_length(seq_len) if cut else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
             for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
@@ -211,38 +247,120 @@ class ParallelAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            positions = self._positions(q, kv_cache, seq_len) if positions is None else positions
+            if positions is None:
+                positions = self._positions(q, kv_cache, seq_len, cu_seqlens, new_lengths, cut)
             if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
                 raise ValueError(
                     f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
                     f"{q.shape[1]}."
                 )
             q, k = self.rope(q, k, positions)
-        if self.cp_group is not None:
-            out = ring_attention(
-                q,
-                k,
-                v,
-                group=self.cp_group,
-                causal=self.causal,
-                scale=self.scale,
-                layout=self.cp_layout,
-                seq_len=seq_len,
-            )
+        if context is not None:
+            out = self._attend_cached(q, k, v, context, seq_len, new_lengths, sharded_chunk)
+        elif self.cp_group is not None:
+            out = self._attend_over(q, k, v, *group_identity(self.cp_group), self.cp_layout, seq_len, cu_seqlens)
         else:
-            if kv_cache is not None:
-                k, v = kv_cache.append(k, v)
-            out = local_attention(
+            out = self._attend_here(q, k, v, attention_mask, cast("KVCache | None", kv_cache), cu_seqlens)
+        return cast(Tensor, self.o_proj(out.flatten(-2)))
+
+    def _attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: ContextCache,
+        seq_len: int | None,
+        new_lengths: Sequence[int] | Tensor | None,
+        sharded_chunk: bool,
+    ) -> Tensor:
+        if not sharded_chunk:
+            cache.append(k, v, new_lengths)
+            return cast(Tensor, cache.attend(q, causal=self.causal, **self._scores(q)))
+        cache.append_sharded(k, v, layout=self.cp_layout, seq_len=seq_len)
+        # All ranks attend with all queries to the keys that they hold.
+        how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
+        out = cache.attend(unshard_sequence(q, 1, seq_len=seq_len, **how), causal=self.causal, **self._scores(q))
+        return shard_sequence(out, 1, **how)
+
+    def _attend_over(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        name: str,
+        size: int,
+        rank: int,
+        layout: str,
+        seq_len: int | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        out, _ = attention_over(
+            q,
+            k,
+            v,
+            name,
+            size,
+            rank,
+            causal=self.causal,
+            layout=layout,
+            dropout_p=self.dropout if self.training else 0.0,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_kv=None,
+            seq_len=seq_len,
+            seq_len_kv=None,
+            first_head=self._first_head(),
+            **self._scores(q),
+        )
+        return out
+
+    def _attend_here(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        kv_cache: KVCache | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        if kv_cache is not None:
+            k, v = kv_cache.append(k, v)
+        dropout_p = self.dropout if self.training else 0.0
+        mask = self._local_mask(attention_mask, q, k)
+        if dropout_p == 0 and cu_seqlens is None and self._is_plain:
+            return local_attention(q, k, v, mask=mask, causal=self.causal, scale=self.scale)
+        if kv_cache is not None and mask is None and dropout_p > 0:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+        if mask is not None:
+            return attention_with_mask(
                 q,
                 k,
                 v,
-                mask=self._local_mask(attention_mask, q, k),
+                mask,
                 causal=self.causal,
-                scale=self.scale,
-                dropout_p=self.dropout if self.training else 0.0,
+                dropout_p=dropout_p,
                 first_head=self._first_head(),
+                **self._scores(q),
             )
-        return cast(Tensor, self.o_proj(out.flatten(-2)))
+        if kv_cache is not None:
+            lengths = torch.full((q.shape[0],), k.shape[1])
+            return decode_over(q, k, v, SINGLE_NAME, cache_seqlens=lengths, causal=self.causal, **self._scores(q))[0]
+        return self._attend_over(q, k, v, SINGLE_NAME, 1, 0, "contiguous", None, cu_seqlens)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.window is None and not self.softcap and self.sinks is None and self.alibi_slopes is None
+
+    def _scores(self, q: Tensor) -> dict[str, Any]:
+        """Keywords that all ways to attend have; of this rank's heads."""
+        first = self._first_head()
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes[first : first + q.shape[2]]
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64).to(q.device),
+            "sinks": local(self.sinks),
+        }
 
     def extra_repr(self) -> str:
         return (
@@ -253,31 +371,79 @@ class ParallelAttention(nn.Module):
     def _first_head(self) -> int:
         return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
 
-    def _gather_size(self, seq_len: int | None) -> int | None:
+    def _cp_length(self, seq_len: int | None) -> int | None:
         """How many tokens the tensor parallel ranks hold together, where that is said."""
-        if self.cp_group is None or seq_len is None:
-            return seq_len
+        if seq_len is None:
+            return None
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _positions(self, q: Tensor, kv_cache: KVCache | None, seq_len: int | None) -> Tensor:
-        if self.cp_group is not None:
-            total = q.shape[1] * group_identity(self.cp_group)[1] if seq_len is None else seq_len
-            return sequence_positions(total, group=self.cp_group, layout=self.cp_layout, device=q.device)
+    def _positions(
+        self,
+        q: Tensor,
+        kv_cache: KVCache | ContextCache | None,
+        seq_len: int | None,
+        cu_seqlens: Tensor | None,
+        new_lengths: Sequence[int] | Tensor | None,
+        cut: bool,
+    ) -> Tensor:
         seen = 0 if kv_cache is None else kv_cache.length
+        if cut:
+            total = q.shape[1] * group_identity(self.cp_group)[1] if seq_len is None else seq_len
+            how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "within_documents": cu_seqlens is not None}
+            how |= {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
+            return seen + sequence_positions(total, **how)
+        if cu_seqlens is not None:
+            bounds = on_host("cu_seqlens", cu_seqlens)
+            return SEQUENCE_POSITIONS(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
+        if isinstance(kv_cache, ContextCache):
+            return kv_cache.positions(q.shape[1], new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 
-    def _check_input(
-        self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None, kv_cache: KVCache | None
+    def _check_together(
+        self,
+        attention_mask: Tensor | None,
+        kv_cache: KVCache | ContextCache | None,
+        cu_seqlens: Tensor | None,
+        new_lengths: Sequence[int] | Tensor | None,
+        sharded_chunk: bool,
     ) -> None:
+        """Raises ValueError for arguments that do not go together."""
+        context = isinstance(kv_cache, ContextCache)
+        if self.cp_group is not None and attention_mask is not None:
+            raise ValueError(
+                "attention_mask cannot be used with cp_group, where each rank sees a part of the keys only; packed "
+                "documents are cu_seqlens, and texts of different lengths before a ContextKVCache new_lengths."
+            )
+        if self.cp_group is not None and kv_cache is not None:
+            if not isinstance(kv_cache, ContextCache):
+                raise ValueError(
+                    "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which cuts "
+                    "them over its ranks."
+                )
+            if group_identity(kv_cache.group) != group_identity(self.cp_group):
+                raise ValueError("the cache is cut over another group than cp_group; make it with this cp_group.")
+        if context and attention_mask is not None:
+            raise ValueError(
+                "attention_mask cannot be used with a ContextKVCache; pad texts of different lengths on the left and "
+                "pass new_lengths, the sums of the rows of the mask."
+            )
+        if context and self.training and self.dropout > 0:
+            raise ValueError("dropout is for training, which has no ContextKVCache; call eval() to generate.")
+        if not context and new_lengths is not None:
+            raise ValueError("new_lengths is for a ContextKVCache; without one pass an attention_mask.")
+        if sharded_chunk and (not context or self.cp_group is None):
+            raise ValueError("sharded_chunk is for a ContextKVCache over cp_group; without one x is cut already.")
+        if sharded_chunk and new_lengths is not None:
+            raise ValueError("sharded_chunk takes texts of one length; with new_lengths pass all tokens on all ranks.")
+        if cu_seqlens is not None and (kv_cache is not None or attention_mask is not None):
+            name = "kv_cache" if kv_cache is not None else "attention_mask"
+            raise ValueError(f"cu_seqlens and {name} cannot be combined; packed documents need no {name}.")
+
+    def _check_input(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.hidden_size:
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
-        if self.cp_group is not None and (attention_mask is not None or kv_cache is not None):
-            name = "attention_mask" if attention_mask is not None else "kv_cache"
-            raise ValueError(
-                f"{name} cannot be used with cp_group: ring attention has each rank see a part of the keys only."
-            )
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but this attention has no rope that would use them.")
         if attention_mask is not None:
@@ -304,6 +470,15 @@ class ParallelAttention(nn.Module):
         if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
             raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
+
+
+def _slopes(given: Tensor | Sequence[float] | None, num_heads: int) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    slopes = tuple(float(slope) for slope in given)
+    if len(slopes) != num_heads:
+        raise ValueError(f"alibi_slopes has {len(slopes)} numbers; it must have {num_heads}, one for each head.")
+    return slopes
 
 
 def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
@@ -431,13 +606,14 @@ def _from_projections(
             raise ValueError(f"q_norm and k_norm of {kind} must be norms over head_dim {head_dim} with a weight.")
     if (norms[0] is None) != (norms[1] is None):
         raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention has both or none.")
-    own = [name for name, _ in module.named_parameters(recurse=False)]
+    sinks = module._parameters.get("sinks")
+    if sinks is not None and tuple(sinks.shape) != (num_heads,):
+        raise ValueError(
+            f"sinks of {kind} has shape {tuple(sinks.shape)}; it must be [{num_heads}], one for each head."
+        )
+    own = [name for name, _ in module.named_parameters(recurse=False) if name != "sinks"]
     if own:
         raise ValueError(f"{kind} has parameters of its own ({', '.join(own)}) that ParallelAttention would drop.")
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    for name, value in (("sliding_window", window), ("softcap", getattr(module, "attn_logit_softcapping", None))):
-        if value is not None:
-            raise ValueError(f"{kind} has {name}={value}, which ParallelAttention does not do.")
     dropout = getattr(module, "attention_dropout", 0.0)
     known = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb")
     for name, child in module.named_children():
@@ -448,6 +624,8 @@ def _from_projections(
                 f"{kind} has a submodule {name} ({type(child).__name__}) that ParallelAttention would drop; convert "
                 "its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
             )
+    is_causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    sliding = _sliding_window(module, config)
     made = cls(
         q_proj.in_features,
         num_heads,
@@ -455,9 +633,11 @@ def _from_projections(
         head_dim,
         bias=biases[0],
         out_bias=o_proj.bias is not None,
-        causal=bool(getattr(module, "is_causal", False) if causal is None else causal),
+        causal=is_causal,
         scale=getattr(module, "scaling", None),
         dropout=dropout if isinstance(dropout, float) else 0.0,
+        window=None if sliding is None else (sliding - 1, 0 if is_causal else sliding - 1),
+        softcap=getattr(module, "attn_logit_softcapping", getattr(config, "attn_logit_softcapping", None)) or 0.0,
         device="meta",
         dtype=q_proj.weight.dtype,
         **shared,
@@ -465,7 +645,19 @@ def _from_projections(
     if norms[0] is not None and norms[1] is not None:
         made.q_norm = sequence_parallel_(copy.deepcopy(norms[0]), made.mesh)
         made.k_norm = sequence_parallel_(copy.deepcopy(norms[1]), made.mesh)
+    if sinks is not None:
+        made.sinks = shard_parameter(sinks, made.mesh, Shard(0), memo)
     return _take(made, projections, memo).train(module.training)
+
+
+def _sliding_window(module: nn.Module, config: Any) -> int | None:
+    """How many keys a query sees, itself among them; None: all. A config may have layers of both kinds."""
+    if hasattr(module, "sliding_window"):
+        return cast("int | None", module.sliding_window)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and layer is not None and kinds[layer] != "sliding_attention":
+        return None
+    return cast("int | None", getattr(config, "sliding_window", None))
 
 
 def _take(made: ParallelAttention, projections: list[nn.Linear], memo: Memo | None) -> ParallelAttention:

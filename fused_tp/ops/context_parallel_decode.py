@@ -149,15 +149,50 @@ def context_parallel_decode(
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Yang et al., "Context Parallelism for
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
+    out, lse = decode_over(
+        q,
+        k_cache_shard,
+        v_cache_shard,
+        group_name(group),
+        cache_seqlens=cache_seqlens,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        page_table=page_table,
+        block=block,
+    )
+    return (out, lse) if return_lse else out
+
+
+def decode_over(
+    q: Tensor,
+    k_cache_shard: Tensor,
+    v_cache_shard: Tensor,
+    name: str,
+    *,
+    cache_seqlens: Any,
+    causal: bool = True,
+    scale: Any = None,
+    window: Any = None,
+    softcap: Any = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    page_table: Any = None,
+    block: Any = DEFAULT_BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the ranks of the group of that name ("": this rank alone)."""
     _check_cache(q, k_cache_shard, v_cache_shard, page_table)
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        check_per_head(name, per_head, q)
+    for what, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        check_per_head(what, per_head, q)
     if torch.is_grad_enabled():
         given = {"q": q, "k_cache_shard": k_cache_shard, "v_cache_shard": v_cache_shard}
-        for name, t in {**given, "alibi_slopes": alibi_slopes, "sinks": sinks}.items():
+        for what, t in {**given, "alibi_slopes": alibi_slopes, "sinks": sinks}.items():
             if t is not None and t.requires_grad:
                 raise ValueError(
-                    f"{name} requires a gradient, which context_parallel_decode has none of; call it under "
+                    f"{what} requires a gradient, which context_parallel_decode has none of; call it under "
                     "torch.no_grad(), and train with ring_attention."
                 )
     lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
@@ -180,9 +215,9 @@ def context_parallel_decode(
         0 if causal else right,
         checked_softcap(softcap),
         int(block),
-        group_name(group),
+        name,
     )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp import RankMismatchError, context_parallel_decode
+from fused_tp.nn import ContextKVCache, PagedContextKVCache
+from fused_tp.ops.sequence import shard_sequence
 from fused_tp.schedules.attention.dealing import Dealing
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
@@ -195,6 +197,90 @@ def test_compile() -> None:
     run_ranks(2, compiled)
 
 
+def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) -> Tensor:
+    """Of the last queries of each text, on one process."""
+    outs = []
+    for text, length in enumerate(lengths):
+        part = (q[text, None], k[text, None, :length], v[text, None, :length])
+        outs.append(dense_attention(*part, *dense_mask(q.shape[1], length, causal=True), **more)[0])
+    return torch.cat(outs)
+
+
+def caches(group: dist.ProcessGroup) -> None:
+    """Texts that grow, shrink, change places and leave; chunks of odd sizes are one prefill."""
+    for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
+        k, v = (seeded(2, 60, 2, dim, dtype=dtype, seed=dim) for dim in (8, 6))
+        q = seeded(2, 60, 4, 8, dtype=dtype)
+        pool = PagedContextKVCache(group, 31, page_size=4, block=3)
+        pool.allocate()
+        for cache in (
+            ContextKVCache(group, block=3),
+            ContextKVCache(group, block=16, max_length=60),
+            pool.batch([pool.allocate(), pool.allocate()]),
+        ):
+            at, outs = 0, []
+            for index, new in enumerate((7, 1, 20, 17, 1, 1, 13)):
+                rows = slice(at, at + new)
+                if index % 2:
+                    cache.append(k[:, rows], v[:, rows])
+                else:
+                    layout = ("zigzag", "contiguous")[index // 2 % 2]
+                    mine = (shard_sequence(x[:, rows], 1, group=group, layout=layout) for x in (k, v))
+                    cache.append_sharded(*mine, layout=layout, seq_len=new)
+                assert cache.positions(1).tolist() == [at + new]
+                outs.append(cache.attend(q[:, rows]))
+                at += new
+            wanted = reference(q, k, v, [60, 60])
+            torch.testing.assert_close(torch.cat(outs, 1).double(), wanted, rtol=0, atol=limit)
+    # Rejected drafts, and beams.
+    dense = ContextKVCache(group, block=3)
+    dense.append(k[:, :30], v[:, :30])
+    dense.append(k[:, 40:45], v[:, 40:45])
+    dense.crop(30)
+    dense.reorder(torch.tensor([1, 0]))
+    dense.append(k[[1, 0], 30:31], v[[1, 0], 30:31])
+    out = dense.attend(q[[1, 0], 30:31]).double()
+    torch.testing.assert_close(out, reference(q[:, 30:31], k, v, [31, 31])[[1, 0]], rtol=0, atol=limit)
+    dense.reset()
+    assert dense.length == 0 and dense.positions(2).tolist() == [0, 1]
+    # Texts of different lengths: the last tokens of a padded batch.
+    dense.append(k[:1, :9].expand(3, -1, -1, -1), v[:1, :9].expand(3, -1, -1, -1), torch.tensor([9, 4, 0]))
+    assert dense.lengths == [9, 4, 0] and dense.positions(2, [2, 1, 1]).tolist() == [[9, 10], [3, 4], [0, 0]]
+    out = dense.attend(q[:1, :1].expand(3, -1, -1, -1)).double()
+    last, values = k[:1, 5:9], v[:1, 5:9]
+    torch.testing.assert_close(out[1:2], reference(q[:1, :1], last, values, [4]), rtol=0, atol=limit)
+    assert (out[2] == 0).all()
+    # A pool with room for 20 pages of 4 tokens on each rank.
+    pool = PagedContextKVCache(group, 20, page_size=4, block=3)
+    one, other = pool.allocate(), pool.allocate()
+    pool.batch([one]).append(k[:1, :40], v[:1, :40])
+    used = 20 - pool.free_pages
+    assert used == -(-Dealing(group.size(), 0, 3).count(40) // 4)
+    pool.batch([other]).append(k[1:, :11], v[1:, :11])
+    pool.batch([other, one]).append(k[[1, 0], 50:51], v[[1, 0], 50:51])
+    assert (pool.length_of(one), pool.length_of(other)) == (41, 12)
+    pool.crop(one, 10)
+    assert pool.length_of(one) == 10
+    out = pool.batch([one]).attend(q[:1, :1]).double()
+    torch.testing.assert_close(out, reference(q[:1, :1], k, v, [10]), rtol=0, atol=limit)
+    pool.free(one)
+    with pytest.raises(ValueError, match=f"there is no text {one} in the cache"):
+        pool.batch([one])
+    with pytest.raises(ValueError, match="name at least one text, and each of them once"):
+        pool.batch([other, other])
+    much = 90 * group.size()  # the same sentence on all ranks, so that nobody waits for another
+    with pytest.raises(ValueError, match=r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) texts"):
+        pool.batch([other]).append(k[:1, :1].expand(1, much, 2, 8), v[:1, :1].expand(1, much, 2, 6))
+    assert pool.length_of(other) == 12
+    pool.free(other)
+    assert pool.free_pages == 20
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (3, "one_sided"), (4, "pipelined")])
+def test_caches(world_size: int, route: str) -> None:
+    run_ranks(world_size, caches, env=ROUTES[route])
+
+
 Q, K = torch.ones(2, 1, 4, 8), torch.ones(2, 5, 2, 8)
 LENGTHS = torch.tensor([3, 5])
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -240,3 +326,34 @@ def test_gradients_are_refused() -> None:
         context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)
     with torch.no_grad():
         context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)
+
+
+def test_caches_refuse_what_does_not_fit() -> None:
+    def refuses(message: str, cache: ContextKVCache, *given: Any, **more: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            cache.append(*given, **more)
+
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="block must be a positive integer"):
+            ContextKVCache(None, block=bad)
+        with pytest.raises(ValueError, match="pages must be a positive integer"):
+            PagedContextKVCache(None, bad)
+    cache = ContextKVCache(None, max_length=8)
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.attend(Q)
+    refuses("k and v must be alike", cache, K, K[:, :4])
+    refuses(r"generate under torch\.no_grad", cache, K.clone().requires_grad_(), K)
+    refuses(r"new_lengths is \[6, 1\]; it must be 2 numbers from 0 to the 5 new tokens", cache, K, K, [6, 1])
+    cache.append(K, K)
+    assert cache.attend(Q, return_lse=True)[1].shape == (2, 4, 1)
+    refuses("room for max_length=8 tokens of a text and 10 are needed", cache, K, K)
+    refuses("the cache holds 2 texts and got a batch of 1", cache, K[:1], K[:1])
+    refuses("holds keys of", cache, K[:, :1, :1], K[:, :1, :1])
+    with pytest.raises(ValueError, match=r"seq_len=9 in layout 'zigzag' gives rank 0 of 1 9 tokens, but k holds 5"):
+        cache.append_sharded(K, K, seq_len=9)
+    with pytest.raises(ValueError, match=r"texts is \[2\]; the cache holds the texts 0 to 1"):
+        cache.reorder(torch.tensor([2]))
+    cache.reset()
+    cache.append(K, K, [5, 2])
+    with pytest.raises(ValueError, match=r"have \[5, 2\] tokens; append_sharded needs equally many"):
+        cache.append_sharded(K[:, :1], K[:, :1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fused_tp.nn import KVCache, ParallelAttention, RotaryEmbedding
+from fused_tp.nn import ContextKVCache, KVCache, PagedContextKVCache, ParallelAttention, RotaryEmbedding
 from fused_tp.nn.attention import check_heads
-from fused_tp.ops.sequence import shard_sequence
+from fused_tp.nn.local_attention import attention_with_mask
+from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 from tests.workers import device_mesh, run_ranks
@@ -39,6 +42,18 @@ class Attention(nn.Module):
                 self.q_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=8))
                 self.k_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=9))
         self.head_dim, self.kv_heads, self.rope, self.is_causal, self.norms = HEAD_DIM, kv_heads, rope, causal, norms
+        self.sliding_window: int | None = None
+        self.attn_logit_softcapping: float | None = None
+        self.sinks: nn.Parameter | None = None
+        self.slopes: Tensor | None = None
+        self.documents: list[int] = []
+
+    def with_everything(self) -> Attention:
+        """A window, a cap and sinks, under their names in transformers, and ALiBi, which has none there."""
+        self.sliding_window, self.attn_logit_softcapping = 4, 2.0
+        self.sinks = nn.Parameter(seeded(HEADS, dtype=torch.float64, seed=5))
+        self.slopes = 0.1 / torch.arange(1, HEADS + 1)
+        return self
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """mask: additive or bool, [batch, heads, seq, seq] or broadcastable."""
@@ -48,13 +63,27 @@ class Attention(nn.Module):
         if self.norms:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = self.rope(q, k, torch.arange(x.shape[1]))
+            places = [torch.arange(b - a) for a, b in itertools.pairwise([0, *self.documents[1:-1], x.shape[1]])]
+            q, k = self.rope(q, k, torch.cat(places))
         k, v = (t.repeat_interleave(HEADS // self.kv_heads, dim=2) for t in (k, v))
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / HEAD_DIM**0.5
+        if self.attn_logit_softcapping is not None:
+            scores = self.attn_logit_softcapping * torch.tanh(scores / self.attn_logit_softcapping)
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * distance.abs()
         if self.is_causal:
-            scores = scores.masked_fill(~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf)
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if self.sliding_window is not None:
+            scores = scores.masked_fill(distance.abs() >= self.sliding_window, -torch.inf)
+        if self.documents:
+            document = torch.bucketize(torch.arange(x.shape[1]), torch.tensor(self.documents), right=True)
+            scores = scores.masked_fill(document[:, None] != document, -torch.inf)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        if self.sinks is not None:
+            extra = self.sinks[None, :, None, None].expand(x.shape[0], HEADS, x.shape[1], 1)
+            scores, v = torch.cat([scores, extra], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
         # 0 for rows that see nothing
         weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e300).detach())
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
@@ -199,50 +228,179 @@ def test_dropout_does_not_depend_on_the_number_of_ranks() -> None:
                 torch.testing.assert_close(mine, theirs, **EXACT)
 
 
-def test_dropout_keeps_as_many_as_it_should() -> None:
-    from fused_tp.nn.local_attention import _keep
-
-    torch.manual_seed(0)
-    kept = _keep(torch.Size([2, 8, 128, 128]), 0.25, 0, torch.device("cpu"))
-    # 262,144 draws: a standard deviation of 0.00085
-    assert abs(kept.double().mean().item() - 0.75) < 0.005
-    for dim in range(4):  # no row, column, head or text is favoured: the smallest has 2048 draws, deviation 0.0096
-        rest = [d for d in range(4) if d != dim]
-        assert (kept.double().mean(rest) - 0.75).abs().max() < 0.05
-    later = _keep(torch.Size([2, 4, 128, 128]), 0.25, 4, torch.device("cpu"))
-    assert not torch.equal(later, kept[:, 4:])  # another seed
-    torch.manual_seed(0)
-    assert torch.equal(_keep(torch.Size([2, 4, 128, 128]), 0.25, 4, torch.device("cpu")), kept[:, 4:])
+def converted(full: Attention, **more: Any) -> ParallelAttention:
+    """`full` over a mesh; ALiBi is set after, since modules that from_module knows have none."""
+    sharded = ParallelAttention.from_module(full, rope=full.rope, **more)
+    sharded.alibi_slopes = None if full.slopes is None else tuple(full.slopes.double().tolist())
+    return sharded
 
 
-def context_parallel(group: dist.ProcessGroup) -> None:
+def every_score(group: dist.ProcessGroup) -> None:
+    mesh, rope = device_mesh(group), RotaryEmbedding(HEAD_DIM)
+    for causal in (False, True):
+        full = Attention(4, True, False, rope, causal).with_everything()
+        sharded = converted(full, mesh=mesh)
+        assert sharded.window == (3, 0 if causal else 3) and sharded.softcap == 2.0
+        check(group, full, sharded)
+        check(group, full, converted(full, mesh=mesh, sequence_parallel=True), True)
+        padding = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]).bool()
+        check(group, full, sharded, mask=padding, full_mask=padding[:, None, None])
+    made = ParallelAttention(
+        HIDDEN, HEADS, 4, HEAD_DIM, mesh=mesh, window=(3, 3), softcap=2.0, sinks=True, alibi_slopes=full.slopes
+    )
+    assert made.sinks is not None and torch.equal(made.sinks.full_tensor(), torch.zeros(HEADS))
+    assert set(dict(made.named_parameters())) == set(dict(full.named_parameters()))
+    full.documents = [0, 1, 5, 5, TOKENS]
+    x = seeded(2, TOKENS, HIDDEN, dtype=torch.float64)
+    y = sharded(x, cu_seqlens=torch.tensor(full.documents))
+    torch.testing.assert_close(y, full(x), **EXACT)
+    for index, (start, stop) in enumerate(itertools.pairwise(full.documents)):
+        if start < stop:  # the same as each document alone
+            torch.testing.assert_close(sharded(x[:, start:stop]), y[:, start:stop], msg=f"{index}", **EXACT)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_window_softcap_sinks_alibi_and_documents(world_size: int) -> None:
+    run_ranks(world_size, every_score)
+
+
+def cached_generation(group: dist.ProcessGroup) -> None:
+    """With a KVCache on this rank, every score must see the whole cache."""
+    full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True).with_everything()
+    sharded = converted(full, mesh=device_mesh(group)).eval()
+    x = seeded(2, 12, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        cache = KVCache()
+        parts = [sharded(x[:, a:b], kv_cache=cache) for a, b in ((0, 5), (5, 8), (8, 9), (9, 10), (10, 12))]
+        torch.testing.assert_close(torch.cat(parts, 1), full(x), **EXACT)
+
+
+def test_generation_with_every_score() -> None:
+    run_ranks(2, cached_generation)
+
+
+def sharded_generation(group: dist.ProcessGroup, tp: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("cp", "tp"))
+    full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True).with_everything()
+    sharded = converted(full, mesh=mesh["tp"], cp_group=mesh["cp"]).eval()
+    x = seeded(2, 23, HIDDEN, dtype=torch.float64)
+    pool = PagedContextKVCache(mesh["cp"], 16, page_size=3, block=2)
+    with torch.no_grad():
+        wanted = full(x)
+        for cache in (
+            ContextKVCache(mesh["cp"], block=2),
+            ContextKVCache(mesh["cp"], block=4, max_length=23),
+            pool.batch([pool.allocate(), pool.allocate()]),
+        ):
+            chunks = [(0, 7), (7, 12), *((i, i + 1) for i in range(12, 23))]
+            parts = [sharded(x[:, a:b], kv_cache=cache) for a, b in chunks]
+            torch.testing.assert_close(torch.cat(parts, 1), wanted, **EXACT)
+            assert cache.length == 23 and cache.lengths == [23, 23]
+        # A prompt of which each rank projects its part, in two chunks of odd lengths.
+        for layout in ("zigzag", "contiguous"):
+            sharded.cp_layout = layout
+            cache = ContextKVCache(mesh["cp"], block=2)
+            for a, b in ((0, 9), (9, 20)):
+                mine = shard_sequence(x[:, a:b], 1, group=mesh["cp"], layout=layout)
+                y = sharded(mine, kv_cache=cache, seq_len=b - a, sharded_chunk=True)
+                theirs = shard_sequence(wanted[:, a:b], 1, group=mesh["cp"], layout=layout)
+                torch.testing.assert_close(y, theirs, **EXACT)
+            torch.testing.assert_close(sharded(x[:, 20:], kv_cache=cache), wanted[:, 20:], **EXACT)
+        # A shorter prompt, padded on the left.
+        cache = ContextKVCache(mesh["cp"], block=2)
+        short = torch.cat([seeded(1, 3, HIDDEN, dtype=torch.float64, seed=9), x[1:, :4]], 1)
+        first = sharded(torch.cat([x[:1, :7], short]), kv_cache=cache, new_lengths=[7, 4])
+        torch.testing.assert_close(first[0], wanted[0, :7], **EXACT)
+        torch.testing.assert_close(first[1, 3:], wanted[1, :4], **EXACT)
+        for i in range(3):
+            step = sharded(torch.stack([x[0, 7 + i : 8 + i], x[1, 4 + i : 5 + i]]), kv_cache=cache)
+            torch.testing.assert_close(step[:, 0], torch.stack([wanted[0, 7 + i], wanted[1, 4 + i]]), **EXACT)
+    for given, message in (
+        ({"kv_cache": KVCache()}, "pass a ContextKVCache"),
+        (
+            {"kv_cache": cache, "attention_mask": torch.ones(2, 23).bool()},
+            "attention_mask cannot be used with cp_group",
+        ),
+        ({"kv_cache": cache, "cu_seqlens": torch.tensor([0, 23])}, "cu_seqlens and kv_cache cannot be combined"),
+        ({"new_lengths": [3, 4]}, "new_lengths is for a ContextKVCache"),
+        ({"sharded_chunk": True}, "sharded_chunk is for a ContextKVCache over cp_group"),
+        ({"kv_cache": cache}, "generate under torch.no_grad"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sharded(x, **given)
+    sharded.dropout = 0.1
+    with pytest.raises(ValueError, match="dropout is for training"):
+        sharded.train()(x, kv_cache=cache)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_generation_with_a_cache_cut_over_ranks(tp: int) -> None:
+    run_ranks(4, sharded_generation, tp)
+
+
+def dropped_over_sequences(group: dist.ProcessGroup, cp: int) -> list[Tensor]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (cp, group.size() // cp), mesh_dim_names=("cp", "tp"))
+    full = Attention(4, True, False, None, True)
+    sharded = converted(full, mesh=mesh["tp"], cp_group=mesh["cp"])
+    sharded.dropout = 0.4
+    x = seeded(2, TOKENS, HIDDEN, dtype=torch.float64)
+    mine = shard_sequence(x, 1, group=mesh["cp"]).requires_grad_()
+    torch.manual_seed(11)
+    y = sharded(mine, seq_len=TOKENS)
+    y.sum().backward()
+    assert mine.grad is not None
+    return [unshard_sequence(t.detach(), 1, group=mesh["cp"], seq_len=TOKENS) for t in (y, mine.grad)]
+
+
+def test_dropout_is_that_of_one_rank_over_sequences_too() -> None:
+    wanted = run_ranks(1, dropped)[0]
+    for cp in (2, 4):
+        for results in run_ranks(4, dropped_over_sequences, cp):
+            for mine, theirs in zip(results, wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def test_dropout_under_a_mask_is_that_without() -> None:
+    q, k, v = (seeded(2, TOKENS, n, HEAD_DIM, dtype=torch.float64, seed=seed) for seed, n in enumerate((12, 4, 4)))
+    everything = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    torch.manual_seed(3)
+    masked = attention_with_mask(q, k, v, everything, causal=True, scale=None, dropout_p=0.4, first_head=2)
+    torch.manual_seed(3)
+    how: dict[str, Any] = {"causal": True, "scale": None, "layout": "contiguous", "window": None, "softcap": 0.0}
+    how |= {"alibi_slopes": None, "sinks": None, "dropout_p": 0.4, "first_head": 2, "cu_seqlens": None}
+    how |= {"cu_seqlens_kv": None, "seq_len": None, "seq_len_kv": None}
+    torch.testing.assert_close(masked, attention_over(q, k, v, "", 1, 0, **how)[0], **EXACT)
+
+
+def context_parallel(group: dist.ProcessGroup, documents: bool) -> None:
     """Sequences cut over cp ranks, heads over tp ranks, and with sequence parallelism the sequence again over these."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     rope, tokens = RotaryEmbedding(HEAD_DIM), 11
-    full = Attention(4, True, True, rope, True)
+    full = Attention(4, True, True, rope, True).with_everything()
     x_full = seeded(2, tokens, HIDDEN, dtype=torch.float64).requires_grad_()
+    full.documents = [0, 4, 5, tokens] if documents else []
+    bounds = torch.tensor(full.documents) if documents else None
     y_full = full(x_full)
     grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
     y_full.backward(grad)
     assert x_full.grad is not None
-    for layout in ("zigzag", "contiguous"):
+    for layout in ("balanced", "zigzag") if documents else ("zigzag", "contiguous"):
         for sequence_parallel in (False, True):
-            sharded = ParallelAttention.from_module(
+            sharded = converted(
                 full,
                 mesh=mesh["tp"],
-                rope=rope,
                 cp_group=mesh["cp"],
                 cp_layout=layout,
                 sequence_parallel=sequence_parallel,
             )
 
             def mine(t: Tensor, layout: str = layout, cut: bool = sequence_parallel) -> Tensor:
-                t = shard_sequence(t.detach(), 1, group=mesh["cp"], layout=layout)
+                t = shard_sequence(t.detach(), 1, group=mesh["cp"], layout=layout, cu_seqlens=bounds)
                 start, stop = shard_range(t.shape[1], 2, mesh["tp"].get_local_rank()) if cut else (0, t.shape[1])
                 return t[:, start:stop].clone()
 
             x = mine(x_full).requires_grad_()
-            y = sharded(x, seq_len=tokens)
+            y = sharded(x, seq_len=tokens, cu_seqlens=bounds)
             y.backward(mine(grad))
             torch.testing.assert_close(y, mine(y_full), **EXACT)
             torch.testing.assert_close(x.grad, mine(x_full.grad), **EXACT)
@@ -251,14 +409,13 @@ def context_parallel(group: dist.ProcessGroup) -> None:
                 total = parameter.grad.full_tensor()
                 dist.all_reduce(total, group=mesh["cp"].get_group())  # as over data parallel ranks
                 torch.testing.assert_close(total, full.get_parameter(name).grad, **EXACT)
-    with pytest.raises(ValueError, match=r"dropout is 0\.5"):
-        ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], dropout=0.5)
     with pytest.raises(ValueError, match="layout"):
         ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout="stripes")
 
 
-def test_with_context_parallelism() -> None:
-    run_ranks(4, context_parallel)
+@pytest.mark.parametrize("documents", [False, True])
+def test_with_context_parallelism(documents: bool) -> None:
+    run_ranks(4, context_parallel, documents)
 
 
 def multihead(group: dist.ProcessGroup) -> None:
@@ -341,6 +498,12 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         attention(x, attention_mask=torch.ones(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="attention_mask has shape"):
         attention(x, attention_mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cu_seqlens and attention_mask cannot be combined"):
+        attention(x, attention_mask=torch.ones(2, 3, dtype=torch.bool), cu_seqlens=torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"cu_seqlens is \(0, 4\)"):
+        attention(x, cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="needs their cu_seqlens"):
+        ParallelAttention(8, 4, mesh=mesh, cp_group=group, cp_layout="balanced")(x)
     with pytest.raises(ValueError, match="positions were given"):
         attention(x, positions=torch.arange(3))
     turned = ParallelAttention(8, 4, mesh=mesh, rope=RotaryEmbedding(2))
@@ -352,7 +515,7 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         attention(x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="attention_mask cannot be used with cp_group"):
         ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="kv_cache cannot be used with cp_group"):
+    with pytest.raises(ValueError, match="a KVCache holds all tokens on one rank"):
         ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, kv_cache=KVCache())
     with pytest.raises(ValueError, match="has no q_proj"):
         ParallelAttention.from_module(nn.Linear(3, 3), mesh=mesh)
@@ -362,11 +525,26 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         module = _llama()
         module.extra = nn.Linear(2, 2)
         ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
-    for name, value in {"sinks": nn.Parameter(torch.ones(4)), "sliding_window": 4}.items():
+    for name, value, message in (
+        ("sinks", nn.Parameter(torch.ones(3)), r"sinks of Module has shape \(3,\); it must be \[4\]"),
+        ("gates", nn.Parameter(torch.ones(4)), "parameters of its own"),
+    ):
         module = _llama()
         setattr(module, name, value)
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=message):
             ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
+    for given, message in (
+        ({"window": 4}, "window must be"),
+        ({"softcap": -1.0}, "softcap is -1"),
+        ({"alibi_slopes": [0.5, 0.25]}, "alibi_slopes has 2 numbers"),
+        ({"cp_layout": "stripes"}, "layout is 'stripes'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            ParallelAttention(8, 4, mesh=mesh, **given)
+    module = _llama()
+    module.config = type("Config", (), {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]})()
+    for module.layer_idx, window in ((0, None), (1, (3, 3))):
+        assert ParallelAttention.from_module(module, mesh=mesh, num_heads=4).window == window
     with pytest.raises(TypeError, match="q_proj is a Identity"):
         module = _llama()
         module.q_proj = nn.Identity()

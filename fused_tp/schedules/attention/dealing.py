@@ -48,6 +48,10 @@ class Dealing:
             start = end
         return Tokens(tuple(ranges))
 
+    def rows(self, tokens: Ints) -> Ints:
+        """In which rows these tokens lie, with whoever holds them."""
+        return tokens // (self.block * self.world_size) * self.block + tokens % self.block
+
     def owners(self, tokens: Ints) -> Ints:
         """Who holds these tokens."""
         return tokens // self.block % self.world_size

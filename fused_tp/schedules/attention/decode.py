@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from fused_tp.schedules.attention.provider import AttentionProvider
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.attention.state import SoftmaxState
 from fused_tp.transport.base import accumulate_dtype
+
+_T = TypeVar("_T")
 
 FEW = 16  # queries of a text
 _CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
@@ -60,7 +63,7 @@ def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, 
         for text, length in enumerate(lengths):
             _few(call, q[text], length, keys, values, slice(text, text + 1), found[text])
     else:
-        for texts, length in _alike(lengths, call.paged):
+        for texts, length in alike(lengths, call.paged):
             _many(call, q[texts], length, keys, values, texts, found[texts])
     return found
 
@@ -83,8 +86,8 @@ def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return merged, (base + total.log()).transpose(1, 2)
 
 
-def _alike(lengths: Sequence[int], one_by_one: bool) -> Iterator[tuple[slice, int]]:
-    """Neighbouring texts of one length."""
+def alike(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
+    """Neighbouring texts of one length, or of whatever is given for each."""
     at = 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))

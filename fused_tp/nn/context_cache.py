@@ -1,0 +1,448 @@
+"""Key/value caches that the ranks of a group share: each holds some of the tokens of every text."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.nn.linear import check_positive
+from fused_tp.ops.context_parallel_decode import context_parallel_decode
+from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
+from fused_tp.schedules.attention.cache_exchange import deal
+from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
+from fused_tp.schedules.attention.decode import alike
+from fused_tp.schedules.attention.layouts import all_tokens, check_layout, local_length
+
+
+class ContextCache(ABC):
+    """What caches over a group have in common. `group`: the ranks; `block`: as in `context_parallel_decode`.
+
+    One attention layer's keys and values of a batch of texts. In every forward pass `append` the new tokens, then
+    `attend` with their queries, in this order on all ranks of the group. All of this is for inference: the cache is
+    written in place, which autograd cannot follow.
+    """
+
+    def __init__(self, group: GroupLike, block: int) -> None:
+        check_positive("block", block)
+        self.group = group
+        self.block = block
+        _, size, rank = group_identity(group)
+        self._dealing = Dealing(size, rank, block)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text, on all ranks together; [] before the first."""
+        return list(self._lengths())
+
+    @property
+    def length(self) -> int:
+        """Of the longest text."""
+        return max(self._lengths(), default=0)
+
+    def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Places of the `new` tokens that are appended next: int64 [new] where all texts are equally long, else
+        [batch, new] with 0 for tokens that are none."""
+        lengths, added = self._lengths(), _as_list(new_lengths)
+        if len(set(lengths)) <= 1 and added is None:
+            start = lengths[0] if lengths else 0
+            return torch.arange(start, start + new)
+        added = [new] * len(lengths) if added is None else added
+        lengths = lengths or [0] * len(added)
+        stops = torch.tensor([length + n for length, n in zip(lengths, added, strict=True)])
+        return (stops[:, None] - new + torch.arange(new)).clamp_min(0)
+
+    def append(self, k: Tensor, v: Tensor, new_lengths: Sequence[int] | Tensor | None = None) -> None:
+        """Add tokens that every rank has; each keeps what it owns, and nothing is sent.
+
+        Args:
+            k: [batch, new, kv_heads, head_dim], the same on all ranks.
+            v: [batch, new, kv_heads, v_head_dim].
+            new_lengths: [batch], how many of the new tokens each text really has: its last ones. So prompts of
+                different lengths are padded on the left, and their padding is not kept. None: all of them.
+
+        Raises:
+            TypeError, ValueError: k and v do not fit each other, or what is held; no room; autograd records.
+        """
+        self._check(k, v)
+        batch, new = k.shape[:2]
+        added = _as_list(new_lengths)
+        if added is None:
+            added = [new] * batch
+        elif len(added) != batch or not all(0 <= n <= new for n in added):
+            raise ValueError(f"new_lengths is {added}; it must be {batch} numbers from 0 to the {new} new tokens.")
+        before = self._before(batch)
+        after = [length + n for length, n in zip(before, added, strict=True)]
+        self._reserve(k, v, after)
+        count = self._dealing.count
+        for texts, (first, last) in alike(list(zip(before, after, strict=True)), self.one_by_one):
+            start, stop = count(first), count(last)
+            if start < stop:
+                # The new tokens end at the end of the text.
+                own = torch.from_numpy(self._dealing.indices(start, stop) - (last - new)).to(k.device)
+                rows = torch.arange(start, stop, device=k.device)
+                self._write(texts, rows, k[texts].index_select(1, own), v[texts].index_select(1, own))
+        self._set_lengths(after)
+
+    def append_sharded(self, k: Tensor, v: Tensor, *, layout: str = "zigzag", seq_len: int | None = None) -> None:
+        """Add tokens of which each rank has a part, as `shard_sequence` cuts them; they go to their owners by one
+        all-to-all.
+
+        Args:
+            k, v: as for `append`, but [batch, this rank's part of the new tokens, ...]. All texts must be equally long.
+            layout: "zigzag" or "contiguous", as given to `shard_sequence`.
+            seq_len: how many new tokens there are, where the ranks do not all have equally many.
+
+        Raises:
+            TypeError, ValueError: as `append`; texts that are not equally long.
+            CollectiveTimeoutError, PeerLostError: the peers did not come along.
+        """
+        self._check(k, v)
+        check_layout(layout)
+        group = resolve_group(self.group)
+        seq_len = k.shape[1] * group.size if seq_len is None else seq_len
+        wanted = local_length(seq_len, group.size, group.rank, layout)
+        if k.shape[1] != wanted:
+            raise ValueError(
+                f"seq_len={seq_len} in layout {layout!r} gives rank {group.rank} of {group.size} {wanted} tokens, but "
+                f"k holds {k.shape[1]}; cut k and v with shard_sequence."
+            )
+        before = self._before(k.shape[0])
+        if len(set(before)) != 1:
+            raise ValueError(
+                f"the texts of the cache have {before} tokens; append_sharded needs equally many, use append."
+            )
+        after = [before[0] + seq_len] * len(before)
+        self._reserve(k, v, after)
+        both = torch.cat([k, v], -1).transpose(0, 1)
+        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both)
+        rows = torch.from_numpy(self._dealing.rows(tokens)).to(k.device)
+        arrived = arrived.transpose(0, 1)
+        for text in range(len(before)) if self.one_by_one else [slice(None)]:
+            texts = slice(text, text + 1) if isinstance(text, int) else slice(0, len(before))
+            self._write(texts, rows, arrived[texts, ..., : k.shape[-1]], arrived[texts, ..., k.shape[-1] :])
+        self._set_lengths(after)
+
+    def attend(self, q: Tensor, **keywords: Any) -> Any:
+        """`context_parallel_decode` of q [batch, new, heads, head_dim], the last tokens appended, over the cache.
+
+        The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse.
+        """
+        keys, values, table = self._shards(q)
+        return context_parallel_decode(
+            q,
+            keys,
+            values,
+            group=self.group,
+            cache_seqlens=torch.tensor(self._before(q.shape[0])),
+            page_table=table,
+            block=self.block,
+            **keywords,
+        )
+
+    one_by_one = False  # whether `_write` takes one text at a time
+
+    @abstractmethod
+    def _lengths(self) -> list[int]: ...
+
+    @abstractmethod
+    def _set_lengths(self, lengths: list[int]) -> None: ...
+
+    @abstractmethod
+    def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
+        """Make room for texts of these lengths, or raise ValueError, alike on all ranks."""
+
+    @abstractmethod
+    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [texts, n, kv_heads, dim] into these n rows."""
+
+    @abstractmethod
+    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k_cache_shard, v_cache_shard and page_table of `context_parallel_decode`."""
+
+    def _before(self, batch: int) -> list[int]:
+        lengths = self._lengths() or [0] * batch
+        if len(lengths) != batch:
+            raise ValueError(f"the cache holds {len(lengths)} texts and got a batch of {batch}; reset() it before.")
+        return lengths
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "a cache is written in place, which autograd cannot follow; generate under torch.no_grad()."
+            )
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+            raise ValueError(
+                "k and v must be alike but for head_dim, [batch, new, kv_heads, head_dim]; got "
+                f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
+            )
+
+
+class ContextKVCache(ContextCache):
+    """One attention layer's keys and values, of which each rank of `group` holds 1 / W: [batch, tokens / W, ...].
+
+    For `ParallelAttention(..., cp_group=group)`, or for any model by two calls a layer and step,
+
+        cache.append(k, v)                                # rotated keys and values of the new tokens, on all ranks
+        out = cache.attend(q, scale=..., window=...)      # q [batch, new, heads, head_dim] -> [batch, new, heads, dim]
+
+    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` says where the new tokens stand.
+    `length` is that of the longest text, `lengths` those of all. `reset` forgets all, `crop` the last tokens (rejected
+    drafts), `reorder` picks other texts for the batch (beam search). Prompts of different lengths are padded on the
+    left and come with `new_lengths`, the sums of the rows of their attention mask.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        block: tokens that lie on one rank in a row; see `context_parallel_decode`.
+        max_length: room for texts of this many tokens is allocated at once and never moves; None lets the cache grow,
+            by doubling.
+
+    Raises:
+        ValueError: more tokens than `max_length`; what `append` says. On all ranks alike.
+
+    Example:
+        >>> cache = ContextKVCache(mesh["cp"])
+        >>> with torch.no_grad():
+        ...     y = attention(prompt, kv_cache=cache)           # [1, 100000, hidden] on every rank of the group
+        ...     y = attention(next_token, kv_cache=cache)       # [1, 1, hidden]
+    """
+
+    def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
+        super().__init__(group, block)
+        if max_length is not None:
+            check_positive("max_length", max_length)
+        self.max_length = max_length
+        self._held: list[int] = []
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget all texts; the memory is kept for others of the same shape."""
+        self._held = []
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens of each text behind its first `length`."""
+        self._held = [min(held, max(0, length)) for held in self._held]
+
+    def reorder(self, texts: Tensor) -> None:
+        """Text i becomes what text texts[i] is now; int64 [batch], the same on all ranks."""
+        if self._keys is None or self._values is None:
+            raise ValueError("the cache is empty: there are no texts to reorder.")
+        wanted = texts.tolist()
+        if not all(0 <= text < len(self._held) for text in wanted):
+            raise ValueError(f"texts is {wanted}; the cache holds the texts 0 to {len(self._held) - 1}.")
+        texts = texts.to(self._keys.device)
+        self._keys, self._values = self._keys[texts], self._values[texts]
+        self._held = [self._held[text] for text in wanted]
+
+    def _lengths(self) -> list[int]:
+        return self._held
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self._held = lengths
+
+    def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
+        longest = max(lengths)
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"the ContextKVCache has room for max_length={self.max_length} tokens of a text and {longest} are "
+                "needed; make it longer, or leave max_length out to let it grow."
+            )
+        needed = self._dealing.count(longest)
+        self._keys = self._room("keys", self._keys, k, needed)
+        self._values = self._room("values", self._values, v, needed)
+
+    def _room(self, name: str, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
+        rows = max((self._dealing.count(length) for length in self._held), default=0)
+        if held is not None:
+            ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
+            if ours != theirs:
+                if self._held:
+                    raise ValueError(
+                        f"the ContextKVCache holds {name} of (batch, kv_heads, head_dim, dtype, device) = {ours} and "
+                        f"got {theirs}; reset() it before another batch."
+                    )
+                held = None
+            elif needed <= held.shape[1]:
+                return held
+        capacity = max(needed, 2 * rows, 16)
+        if self.max_length is not None:
+            capacity = self._dealing.count(self.max_length)
+        room = new.new_empty((new.shape[0], capacity, *new.shape[2:]))
+        if held is not None:
+            room[:, :rows] = held[:, :rows]
+        return room
+
+    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        assert self._keys is not None and self._values is not None
+        self._keys[texts].index_copy_(1, rows, k)
+        self._values[texts].index_copy_(1, rows, v)
+
+    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self._keys is None or self._values is None:
+            raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
+        return self._keys, self._values, None
+
+
+class PagedContextKVCache:
+    """One attention layer's keys and values of many texts of different lengths, in pages of one pool on each rank.
+
+    Texts come and go; each takes pages as it grows and gives them back when it is freed. `batch(texts)` is what a
+    forward pass over some of them takes for its `kv_cache`, with `append` and `attend` as `ContextKVCache` has them.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        pages: of the pool, on each rank.
+        page_size: rows of a page: tokens that this rank holds.
+        block: tokens that lie on one rank in a row; see `context_parallel_decode`. Default: page_size.
+
+    Raises:
+        ValueError: there are not enough pages left, on all ranks alike; an unknown text.
+
+    Example:
+        >>> cache = PagedContextKVCache(mesh["cp"], pages=4096)
+        >>> one, other = cache.allocate(), cache.allocate()
+        >>> with torch.no_grad():
+        ...     y = attention(prompt, kv_cache=cache.batch([one]))
+        ...     y = attention(next_tokens, kv_cache=cache.batch([one, other]))    # [2, 1, hidden]
+        >>> cache.free(one)
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    arXiv:2309.06180.
+    """
+
+    def __init__(
+        self, group: GroupLike, pages: int, *, page_size: int = DEFAULT_BLOCK, block: int | None = None
+    ) -> None:
+        check_positive("pages", pages)
+        check_positive("page_size", page_size)
+        block = page_size if block is None else block
+        check_positive("block", block)
+        self.group = group
+        self.pages = pages
+        self.page_size = page_size
+        self.block = block
+        # Rank 0 holds at least as much of every text as any other. All ranks count its pages, so that all of them find
+        # alike that there are none left: were only one to find that, the others would wait for it.
+        self._most = Dealing(group_identity(group)[1], 0, block)
+        self._free = list(range(pages))  # a heap: the pages of a text are neighbours where they can be
+        self._pages_of: dict[int, list[int]] = {}
+        self._length_of: dict[int, int] = {}
+        self._next = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def free_pages(self) -> int:
+        """How many are left."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """A new text, with no tokens yet: its number."""
+        text, self._next = self._next, self._next + 1
+        self._pages_of[text], self._length_of[text] = [], 0
+        return text
+
+    def free(self, text: int) -> None:
+        """Forget a text; its pages go back to the pool."""
+        self._known(text)
+        for page in self._pages_of.pop(text):
+            heapq.heappush(self._free, page)
+        del self._length_of[text]
+
+    def crop(self, text: int, length: int) -> None:
+        """Forget the tokens of a text behind its first `length`."""
+        self._known(text)
+        self._length_of[text] = min(self._length_of[text], max(0, length))
+        pages = self._pages_of[text]
+        for page in pages[self._needed(self._length_of[text]) :]:
+            heapq.heappush(self._free, page)
+        del pages[self._needed(self._length_of[text]) :]
+
+    def length_of(self, text: int) -> int:
+        """Tokens of a text, on all ranks together."""
+        self._known(text)
+        return self._length_of[text]
+
+    def batch(self, texts: Sequence[int]) -> ContextCache:
+        """The cache of a forward pass over these texts, in this order."""
+        for text in texts:
+            self._known(text)
+        if len(set(texts)) < len(texts) or not texts:
+            raise ValueError(f"texts is {list(texts)}; it must name at least one text, and each of them once.")
+        return _Texts(self, list(texts))
+
+    def _known(self, text: int) -> None:
+        if text not in self._pages_of:
+            raise ValueError(f"there is no text {text} in the cache (any more); allocate() gives new ones.")
+
+    def _needed(self, length: int) -> int:
+        return -(-self._most.count(length) // self.page_size)
+
+    def _reserve(self, k: Tensor, v: Tensor, texts: list[int], lengths: list[int]) -> None:
+        wanted = {
+            text: self._needed(length) - len(self._pages_of[text]) for text, length in zip(texts, lengths, strict=True)
+        }
+        missing = sum(max(0, n) for n in wanted.values())
+        if missing > len(self._free):
+            raise ValueError(
+                f"the cache has {len(self._free)} of its {self.pages} pages of {self.page_size} tokens left and needs "
+                f"{missing} more; free() texts that are done, or make the pool larger."
+            )
+        for name, x in (("keys", k), ("values", v)):
+            pool = getattr(self, f"_{name}")
+            if pool is None:
+                setattr(self, f"_{name}", x.new_empty((self.pages, self.page_size, *x.shape[2:])))
+            elif (*pool.shape[2:], pool.dtype, pool.device) != (*x.shape[2:], x.dtype, x.device):
+                raise ValueError(
+                    f"the cache has pages of {name} of (kv_heads, head_dim) = {tuple(pool.shape[2:])} in {pool.dtype} "
+                    f"on {pool.device} and got {tuple(x.shape[2:])} in {x.dtype} on {x.device}."
+                )
+        for text, n in wanted.items():
+            self._pages_of[text] += [heapq.heappop(self._free) for _ in range(n)]
+
+
+class _Texts(ContextCache):
+    """Some texts of a PagedContextKVCache."""
+
+    one_by_one = True
+
+    def __init__(self, pool: PagedContextKVCache, texts: list[int]) -> None:
+        super().__init__(pool.group, pool.block)
+        self._pool, self._texts = pool, texts
+
+    def _lengths(self) -> list[int]:
+        return [self._pool.length_of(text) for text in self._texts]
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self._pool._length_of.update(zip(self._texts, lengths, strict=True))
+
+    def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
+        self._pool._reserve(k, v, self._texts, lengths)
+
+    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        pages = torch.tensor(self._pool._pages_of[self._texts[texts.start]], device=rows.device)
+        size = self._pool.page_size
+        where = pages[rows // size] * size + rows % size
+        for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
+            assert pool is not None
+            pool.flatten(0, 1).index_copy_(0, where, new[0])
+
+    def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys, values = self._pool._keys, self._pool._values
+        if keys is None or values is None:
+            raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
+        pages = [self._pool._pages_of[text] for text in self._texts]
+        most = max(map(len, pages))
+        table = torch.tensor([one + [0] * (most - len(one)) for one in pages], dtype=torch.int32)
+        return keys, values, table.view(len(pages), most)
+
+
+def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
+    if lengths is None:
+        return None
+    return lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
