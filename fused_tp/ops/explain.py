@@ -10,7 +10,7 @@ import torch
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.attention.providers import choose_provider
+from fused_tp.schedules.attention.providers import Wanted, choose_provider
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype
@@ -161,7 +161,9 @@ def _explain(
     provider = None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        chosen, reason = choose_provider(device_type, dtype, q[-1], v[-1])
+        single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
+        chosen, reason = choose_provider(wanted)
         provider = Provider(chosen.name, reason)
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"

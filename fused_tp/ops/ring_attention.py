@@ -206,7 +206,7 @@ def _prepare(
     slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
     keywords, group = Keywords(*how), group_by_name(group_name)
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    provider = provider_for(q, v, scores, grad_lse=grad_lse)
+    provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1)
     call = RingCall(ring_plan(mask, group.size, keywords.layout), group.rank, provider, scores, sinks)
     words = in_words(keywords, mask, alibi_slopes=slopes is not None, sinks=sinks is not None)
     dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
@@ -251,7 +251,7 @@ def _backward_op(
     ring, call, dims, words = _prepare(q, k, v, rest, grad_lse=grad_lse is not None)
     grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out
     kv_grad_dtype = k.dtype
-    grad_out, q, k, v = _as_kernels_take_them(grad_out, q, k, v)
+    q, k, v, grad_out = _as_kernels_take_them(q, k, v, grad_out)
     saved = Saved(q, k, v, out, lse, grad_out, grad_lse, kv_grad_dtype)
     with (
         span(f"ring_attention backward ({ring.name}, {call.provider.name})"),

@@ -123,19 +123,21 @@ def test_every_public_op_is_known() -> None:
     assert set(ARGUMENTS) == ops - rearranged - composed - {"explain"}
 
 
-def step_provider(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[str, str | None]:
+def step_provider(group: dist.ProcessGroup, op: str, dtype: torch.dtype) -> tuple[str, str]:
     """The provider in the name of the op's span, and the one explained."""
-    call, tensors = call_of("ring_attention", dtype, None)
+    call, tensors = call_of(op, dtype, None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call(*tensors, group=group)
     (span,) = {event.key for event in profile.key_averages() if event.key.startswith("ring_attention (")}
-    explanation = fused_tp.explain("ring_attention", *(tuple(t.shape) for t in tensors), dtype=dtype, group=group)
+    explanation = fused_tp.explain(op, *(tuple(t.shape) for t in tensors), dtype=dtype, group=group)
     assert explanation.forward is not None and explanation.provider is not None
-    return span, f"ring_attention ({explanation.forward.schedule}, {explanation.provider.name})"
+    schedule = explanation.forward.schedule if op == "ring_attention" else "local"  # all tokens are there by then
+    return span, f"ring_attention ({schedule}, {explanation.provider.name})"
 
 
-def test_the_provider_of_the_ring_is_the_one_that_runs() -> None:
-    for ran, explained in run_ranks(2, step_provider, torch.float16, env={"FUSED_TP_SCHEDULE": None}):
+@pytest.mark.parametrize("op", ["ring_attention", "ulysses_attention"])
+def test_the_provider_of_the_ring_is_the_one_that_runs(op: str) -> None:
+    for ran, explained in run_ranks(2, step_provider, op, torch.float16, env={"FUSED_TP_SCHEDULE": None}):
         assert ran == explained
 
 

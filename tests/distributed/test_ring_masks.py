@@ -20,6 +20,7 @@ from tests.attention_cases import (
     Case,
     any_case,
     case,
+    check,
     cut,
     inputs,
     keywords,
@@ -41,6 +42,24 @@ def test_features(world_size: int, route: str) -> None:
 @ON_EVERY_ROUTE
 def test_features_on_three_ranks(route: str) -> None:
     run(3, [one for name, one in FEATURES.items() if "cross" in name or "documents" in name], route)
+
+
+def on_ranks_in_parts(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fused_tp.schedules.attention.ring._FEWEST_ROWS_OF_A_PART", 2)
+    patch.setattr("fused_tp.schedules.attention.ring._MOST_PARTS", 5)
+    try:
+        return on_ranks(group, cases)
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(3, "one_sided"), (4, "pipelined")])
+def test_backwards_in_parts(world_size: int, route: str) -> None:
+    cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
+    results = run_ranks(world_size, on_ranks_in_parts, cases, env=ROUTES[route])
+    for index, one in enumerate(cases):
+        check(one, whole(one, [rank[index] for rank in results]))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
