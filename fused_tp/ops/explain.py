@@ -159,9 +159,10 @@ def _explain(
         return None if query is None else ask(query[0], moved, *query[1:])
 
     provider = None
-    if op == "ring_attention":
+    if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=size == 1)
+        single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
         chosen, reason = choose_provider(wanted)
         provider = Provider(chosen.name, reason)
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
