@@ -141,7 +141,7 @@ class HeadsResult:
     def put(self, index: int, source: int, part: Tensor) -> None:
         """What `source` has of this rank's heads: [B, rows of `source`, heads, D]."""
         out, places = self.outs[index], self._exchange.shares[index].places[source]
-        if len(places) > _MOST_PIECES:
+        if by_index(len(places)):
             out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
             return
         for here, there in pieces(places):
@@ -190,12 +190,17 @@ class SequenceResult:
 
 def take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
     """out = the rows of `whole` at these places, or out += them."""
-    if len(places) > _MOST_PIECES:
+    if by_index(len(places)):
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
     for here, there in pieces(places):
         out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
+
+
+def by_index(count: int) -> bool:
+    """Whether rows in so many pieces move by index."""
+    return count > _MOST_PIECES
 
 
 def pieces(places: Places) -> Iterator[tuple[slice, slice]]:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, pieces
+from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, by_index, pieces
 from fused_tp.transport.shm import ShmTransport, Workspace
 
 _ALIGNMENT = 64  # a cache line
 _READABLE = 1
-_MOST_PIECES = 16
 
 
 class OneSidedAllToAll:
@@ -71,7 +70,7 @@ class OneSidedAllToAll:
 def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int) -> None:
     """What this rank takes of its own it need not write, but many small copies cost more than one large one."""
     others = [there for peer, own in enumerate(places) if peer != rank for _, there in pieces(own)]
-    if len(others) > _MOST_PIECES:
+    if by_index(len(others)):
         mine.copy_(x)
         return
     for there in others:
