@@ -8,7 +8,7 @@ than of them; on the way back they are summed, in fp32 and in the order of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -128,13 +128,21 @@ class AllToAll(Protocol):
         ...
 
 
-class HeadsResult:
-    """Results of `to_heads`, to be filled rank by rank."""
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+
+def _like(x: Tensor) -> Empty:
+    return lambda shape, dtype: x.new_empty(tuple(shape), dtype=dtype)
+
+
+class HeadsResult:
+    """Results of `to_heads`, to be filled rank by rank; `empty` makes them."""
+
+    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+        empty = empty or _like(xs[0])
         self._exchange = exchange
         self.outs = [
-            x.new_empty((x.shape[0], share.length, len(share.heads[exchange.rank]), x.shape[3]), dtype=dtype)
+            empty((x.shape[0], share.length, len(share.heads[exchange.rank]), x.shape[3]), dtype)
             for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True)
         ]
 
@@ -151,15 +159,14 @@ class HeadsResult:
 class SequenceResult:
     """Results of `to_sequence`; where heads are repeated, parts must come in the order of the ranks."""
 
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+        empty = empty or _like(xs[0])
         self._exchange = exchange
         self._sums = []
         for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True):
             shape = (x.shape[0], share.rows[exchange.rank], share.all_heads, x.shape[3])
             repeated = share.repeated
-            self._sums.append(
-                x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if repeated else x.new_empty(shape, dtype=dtype)
-            )
+            self._sums.append(x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if repeated else empty(shape, dtype))
 
     @property
     def order(self) -> list[int]:

@@ -1,4 +1,7 @@
-"""All-to-all on shared memory: every rank writes once what others want, and they read it straight to its place."""
+"""All-to-all on shared memory: every rank writes once what others want, and they read it straight to its place.
+
+Results lie in memory of the pool, whose pages are there already.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class OneSidedAllToAll:
         self._transport = transport
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, HeadsResult(exchange, xs)
+        rank, result = exchange.rank, HeadsResult(exchange, xs, self._transport.empty)
 
         def shapes(of: int) -> list[tuple[int, ...]]:
             return [(x.shape[0], s.rows[of], s.all_heads, x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
@@ -44,7 +47,7 @@ class OneSidedAllToAll:
         return result.outs
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, SequenceResult(exchange, xs)
+        rank, result = exchange.rank, SequenceResult(exchange, xs, self._transport.empty)
 
         def shapes(of: int) -> list[tuple[int, ...]]:
             return [
