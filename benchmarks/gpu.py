@@ -33,6 +33,7 @@ ROUNDS, QUICK_ROUNDS = 25, 7
 
 def cases(quick: bool) -> list[Case]:
     """All cases, those that say most first: minutes may run out."""
+    from . import gpu_attention as attention
     from . import gpu_collectives as collectives
     from . import gpu_fused, gpu_gemm, gpu_overhead
 
@@ -45,6 +46,8 @@ def cases(quick: bool) -> list[Case]:
             *collectives.norm_cases(2, [128]),
             *gpu_overhead.cases(),
             *fused,
+            *attention.cases(quick),
+            *attention.ring_cases(quick),
         ]
     small, large = (
         [n for n in collectives.SIZES if (n >= collectives.LARGE) == is_large] for is_large in (False, True)
@@ -55,6 +58,8 @@ def cases(quick: bool) -> list[Case]:
         *collectives.norm_cases(2),
         *gpu_overhead.cases(),
         *fused,
+        *attention.cases(quick),
+        *attention.ring_cases(quick),
         *collectives.exchange_cases(2, small),
         *gpu_fused.rank_cases(4, quick),
         *collectives.latency_cases(4),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .case import Case
+from .gpu_attention import TOKENS, WIDTH
 from .machine import this_machine, versions
 from .race import Times
 from .ratios import MEASURES
@@ -31,11 +32,20 @@ def gpu_records(case: Case, times: Times, machine: Machine, found: Mapping[str, 
 
 
 def _rate(p: Mapping[str, Any], world_size: int, ms: float) -> str:
+    if "head_dim" in p:
+        return f"{_attention_flops(p) / ms / 1e9:.0f} TFLOP/s"
     if "traffic" in p:
         return f"{p['traffic'] / ms / 1e6:.0f} GB/s"
     if "m" in p:
         return f"{2.0 * p['m'] * p['n'] * p['k'] * world_size / ms / 1e9:.0f} TFLOP/s"
     return f"{1e3 * ms:.2f} us"
+
+
+def _attention_flops(p: Mapping[str, Any]) -> float:
+    """Of its matmuls: two forward, five backward, half of each where the mask is causal."""
+    rows = max(TOKENS, p["seq"]) if "causal" in p else p["seq"]
+    pairs = rows * p["seq"] * (0.5 if p.get("causal", True) else 1.0)
+    return (5 if p["backward"] else 2) * 2.0 * pairs * WIDTH
 
 
 def gpu_machine(device: torch.device) -> Machine:

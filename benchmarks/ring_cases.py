@@ -1,8 +1,10 @@
-"""Ring attention: how much of W times the speed W ranks give on one long causal sequence."""
+"""Ring attention: how much of W times the speed W ranks give, on a long sequence, on documents, in a window."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,67 +15,151 @@ from .case import DTYPES, OURS, Case, Contestant, Maker, Rival, assert_close
 from .ranks import RankContext
 from .ratios import EFFICIENCY
 
-SEQ, HEADS, HEAD_DIM = 8192, 8, 64
-WHOLE = "whole on one rank"
+HEADS, HEAD_DIM = 8, 64
+SEQ, DOCUMENTS_SEQ, WINDOW_SEQ = 8192, 16384, 16384
+DOCUMENTS, WINDOW = 32, 1024
+TORCH = "torch on one rank"
 # The cores of a machine share caches, memory and clock. With all at work on a whole sequence each, a core gets no more
 # of them than under the ring.
-WHOLE_ON_ALL = "whole on every rank"
+TORCH_ON_ALL = "torch on every rank"
+ALONE = "fused_tp on one rank"
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cases() -> list[Case]:
     """All of this file."""
-    rivals = {WHOLE: Rival(EFFICIENCY, bar=0.93, aim=0.98), WHOLE_ON_ALL: Rival(EFFICIENCY)}
+    causal = {
+        TORCH: Rival(EFFICIENCY, bar=0.95, aim=0.98),
+        TORCH_ON_ALL: Rival(EFFICIENCY),
+        ALONE: Rival(EFFICIENCY, bar=0.95, aim=0.98),
+    }
+    masked = {ALONE: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH: Rival(EFFICIENCY)}
+    messages = {TORCH: Rival(EFFICIENCY, bar=0.80, aim=0.95), ALONE: Rival(EFFICIENCY, bar=0.80, aim=0.95)}
+    kinds: list[tuple[str, dict[str, Any], dict[str, Rival], float]] = [
+        ("ring_attention", {"seq": SEQ}, causal, 20.0),
+        ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "documents": DOCUMENTS}, masked, 15.0),
+        ("ring_attention_window", {"seq": WINDOW_SEQ, "window": WINDOW}, masked, 15.0),
+        ("ring_attention_gloo", {"seq": SEQ, "shared_memory": False}, messages, 20.0),
+    ]
     return [
         Case(
-            f"ring_attention/{dtype}/{'forward+backward' if backward else 'forward'}",
+            f"{name}/{dtype}/{'forward+backward' if backward else 'forward'}",
             ring_attention,
-            {"dtype": dtype, "backward": backward},
+            {"dtype": dtype, "backward": backward, **parameters},
             rivals,
-            seconds=45.0 if backward else 20.0,
+            seconds=2.25 * seconds if backward else seconds,
         )
+        for name, parameters, rivals, seconds in kinds
         for dtype in DTYPES
         for backward in (False, True)
     ]
 
 
-def ring_attention(context: RankContext, dtype: str, backward: bool, seq: int = SEQ) -> dict[str, Maker]:
-    """Causal, zigzag, [1, seq, heads, head_dim] before sharding."""
+def zipf_lengths(documents: int, total: int) -> list[int]:
+    """Lengths in proportion to 1 / rank that add up to `total`, in an order that has no pattern."""
+    shares = [1 / rank for rank in range(1, documents + 1)]
+    lengths = [max(1, int(total * share / sum(shares))) for share in shares]
+    lengths[0] += total - sum(lengths)
+    order = torch.randperm(documents, generator=torch.Generator().manual_seed(0)).tolist()
+    return [lengths[i] for i in order]
+
+
+def ring_attention(
+    context: RankContext,
+    dtype: str,
+    backward: bool,
+    seq: int = SEQ,
+    documents: int = 0,
+    window: int = 0,
+    shared_memory: bool = True,
+) -> dict[str, Maker]:
+    """Causal, [1, seq, heads, head_dim] before sharding; one sequence zigzag, packed documents balanced."""
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
-    whole = _runner(_attention, q, k, v, d_out, backward)
+    lengths = zipf_lengths(documents, seq) if documents else [seq]
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    how: dict[str, Any] = {"causal": True}
+    if documents:
+        how |= {"cu_seqlens": torch.tensor(bounds), "layout": "balanced"}
+    if window:
+        how["window"] = (window - 1, 0)
+
+    def whole() -> Callable[[], list[Tensor]]:
+        from fused_tp.ops.ring_attention import attention_over
+        from fused_tp.runtime.group import SINGLE_NAME
+
+        alone = {"layout": "zigzag", "scale": None, "window": None, "softcap": 0.0, "dropout_p": 0.0}
+        alone |= dict.fromkeys(("alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv"))
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention_over(q, k, v, SINGLE_NAME, 1, 0, **{**alone, **how})[0]
+
+        return _runner(attention, q, k, v, d_out, backward)
 
     def ours() -> Contestant:
         from fused_tp import ring_attention, shard_sequence
 
+        where = {name: how[name] for name in ("layout", "cu_seqlens") if name in how}
+
         def cut(tensor: Tensor) -> Tensor:
-            return shard_sequence(tensor, 1, group=None)
+            return shard_sequence(tensor, 1, group=None, **where)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = ring_attention(q, k, v, group=None, causal=True)
+            out: Tensor = ring_attention(q, k, v, group=None, seq_len=seq, **how)
             return out
 
         run = _runner(attention, cut(q), cut(k), cut(v), cut(d_out), backward)
+        run = run if shared_memory else _without_shared_memory(run)
 
         def check() -> None:
-            for actual, expected in zip(run(), whole(), strict=True):
+            reference = whole() if window else _runner(_torch(bounds), q, k, v, d_out, backward)
+            for actual, expected in zip(run(), reference(), strict=True):
                 assert_close(actual, cut(expected))
 
         return Contestant(run, check)
 
-    def on_one() -> Contestant:
-        return Contestant(whole if context.rank == 0 else lambda: None)
+    def on_one(run: Callable[[], Any]) -> Contestant:
+        return Contestant(run if context.rank == 0 else lambda: None)
 
-    return {OURS: ours, WHOLE: on_one, WHOLE_ON_ALL: lambda: Contestant(whole)}
+    makers: dict[str, Maker] = {OURS: ours, ALONE: lambda: on_one(whole())}
+    if not window:  # torch has no window but by a mask of seq x seq
+        by_torch = _runner(_torch(bounds), q, k, v, d_out, backward)
+        makers |= {TORCH: lambda: on_one(by_torch), TORCH_ON_ALL: lambda: Contestant(by_torch)}
+    return makers
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-    return out.transpose(1, 2)
+def _torch(bounds: list[int]) -> Attention:
+    """Document by document, the best that torch has on CPUs."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for start, stop in pairwise(bounds):
+            queries, keys, values = (t[:, start:stop].transpose(1, 2) for t in (q, k, v))
+            outs.append(F.scaled_dot_product_attention(queries, keys, values, is_causal=True))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2)
+
+    return attention
+
+
+def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
+    def by_messages() -> Any:
+        before = os.environ.get("FUSED_TP_SHM")
+        os.environ["FUSED_TP_SHM"] = "0"
+        try:
+            return run()
+        finally:
+            if before is None:
+                del os.environ["FUSED_TP_SHM"]
+            else:
+                os.environ["FUSED_TP_SHM"] = before
+
+    return by_messages
 
 
 def _runner(
-    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, backward: bool
-) -> Callable[[], Any]:
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, backward: bool
+) -> Callable[[], list[Tensor]]:
     """A function that gives [out], or [out, dq, dk, dv] with `backward`."""
 
     def forward() -> list[Tensor]:

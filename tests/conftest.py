@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests import beside, workers
+from tests import beside, native_build, workers
 from tests.beside import outcome as outcome  # a fixture
 
 torch.set_num_threads(1)
@@ -28,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < needed:
             reason = f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, this machine has {found or 'none'}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly:
+        native_build.start_prebuilding(
+            {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
+        )
 
 
 def pytest_sessionfinish() -> None:

@@ -4,7 +4,10 @@
     program = build_program("stress", [...], [...])                                  # an executable
 
 An object is made again when its source, a header that it includes, the compiler or the flags have changed; the same for
-what is linked of them. Several processes may build at once: one does, the others wait for it.
+what is linked of them. Several processes may build at once: one does, the others wait for it. What takes long is built
+while other tests wait:
+
+    prebuild(lambda: stress_program("thread"))                                       # in the test file
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,6 +49,30 @@ def compiler() -> str:
     if found is None:
         pytest.skip("needs a C++ compiler (g++)")
     return found
+
+
+_prebuilt: list[Callable[[], object]] = []
+_low_priority = threading.local()
+
+
+def prebuild(build: Callable[[], object]) -> None:
+    """For a test file, as it is imported: `build()` is run while other tests wait, by the time this file's come."""
+    _prebuilt.append(build)
+
+
+def start_prebuilding(modules: Container[str]) -> None:
+    """Runs in a thread of its own what test files of these names have asked for, compilers at a low priority."""
+    wanted = [build for build in _prebuilt if build.__module__ in modules]
+
+    def run() -> None:
+        _low_priority.on = True
+        for build in wanted:
+            # What goes wrong is told by the test that needs it, be it that it is skipped for want of a compiler.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                build()
+
+    if wanted:
+        threading.Thread(target=run, name="prebuilding", daemon=True).start()
 
 
 def build_shared(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> Path:
@@ -91,17 +119,18 @@ def require_sanitizer(sanitizer: str) -> None:
 
 def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: list[str]) -> Path:
     command = [compiler(), *COMMON_FLAGS, *flags]
-    with _locked(_cache() / f"{file_name}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compile(command, REPOSITORY / source), sources))
+    jobs, nice = (1, ["nice", "-n", "10"]) if getattr(_low_priority, "on", False) else (os.cpu_count(), [])
+    with _locked(_cache() / f"{file_name}.lock"), ThreadPoolExecutor(jobs) as pool:
+        objects = list(pool.map(lambda source: _compile(nice, command, (REPOSITORY / source).resolve()), sources))
         digest = _digest([*command, *link_flags, *(made.name for made in objects)])
         target = _cache() / digest / file_name
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
-            _run([*command, *link_flags, *map(str, objects), "-ldl"], target)
+            _run([*nice, *command, *link_flags, *map(str, objects), "-ldl"], target)
     return target
 
 
-def _compile(command: list[str], source: Path) -> Path:
+def _compile(nice: list[str], command: list[str], source: Path) -> Path:
     """The object of a source. Beside it lies what it was made of: which files, and a digest of their contents."""
     language = ["-x", "c++"] if source.suffix == ".cu" else []
     stem = f"{source.stem}-{_digest([*command, str(source)])}"
@@ -111,13 +140,18 @@ def _compile(command: list[str], source: Path) -> Path:
         made = _cache() / f"{stem}-{_digest_of_files(files)}.o"
         if made.exists():
             return made
-    made = _cache() / f"{stem}-new.o"
+    # Programs may have a source in common, each under a lock of its own.
+    mine = f"{os.getpid()}-{threading.get_ident()}"
+    made = _cache() / f"{stem}-{mine}.o"
     needs = made.with_suffix(".d")
-    _run([*command, "-MMD", "-MF", str(needs), *language, "-c", str(source)], made)
+    _run([*nice, *command, "-MMD", "-MF", str(needs), *language, "-c", str(source)], made)
     files = needs.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     final = _cache() / f"{stem}-{_digest_of_files(files)}.o"
     made.replace(final)
-    record.write_text(json.dumps(files))
+    needs.unlink()
+    unfinished = record.with_suffix(f".{mine}")
+    unfinished.write_text(json.dumps(files))
+    unfinished.replace(record)
     return final
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import COLUMNS as TILE_COLUMNS
+from .tiles import halves
 
 COLUMNS = tl.constexpr(TILE_COLUMNS)
 
@@ -49,7 +50,9 @@ def block_pointers(base, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.conste
     rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, PADDED)[None, :]
     pointers = base + tl.cast(row, tl.int64) * stride + (rows * stride + columns)
-    mask = (row + rows < end) & (columns < WIDTH)
+    mask = row + rows < end
+    if WIDTH != PADDED:
+        mask = mask & (columns < WIDTH)
     return pointers, mask
 
 
@@ -100,6 +103,23 @@ def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_block(base, values, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Adds `values` [BLOCK, PADDED] to the rows from `row` on, before `end`; no other program adds to them."""
-    pointers, mask = block_pointers(base, row, end, stride, WIDTH, BLOCK, PADDED)
+    """Adds `values` [BLOCK, PADDED] to the rows from `row` on, before `end`; no other program adds to them.
+
+    By halves of the columns: what was there takes as many registers as what is added.
+    """
+    if PADDED >= 64:
+        left, right = halves(values)
+        add_columns(base, left, row, end, stride, 0, WIDTH, BLOCK, PADDED // 2)
+        add_columns(base, right, row, end, stride, PADDED // 2, WIDTH, BLOCK, PADDED // 2)
+    else:
+        add_columns(base, values, row, end, stride, 0, WIDTH, BLOCK, PADDED)
+
+
+@triton.jit
+def add_columns(
+    base, values, row, end, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """`add_block` of columns [FIRST, FIRST + COUNT)."""
+    LEFT: tl.constexpr = WIDTH - FIRST if WIDTH - FIRST < COUNT else COUNT
+    pointers, mask = block_pointers(base + FIRST, row, end, stride, LEFT, BLOCK, COUNT)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)

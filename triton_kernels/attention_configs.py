@@ -43,87 +43,65 @@ class AttentionConfig:
 INTERPRETED = AttentionConfig(32, 32, num_warps=4, num_stages=1)
 
 _C = AttentionConfig
+_HOPPER = {
+    "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 64, 8, 2, True)},
+    "queries": {64: _C(128, 64, 8, 3, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+    "keys": {64: _C(128, 64, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+}
+_BLACKWELL = {
+    "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(128, 64, 8, 2, True)},
+    "queries": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+    "keys": {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+}
+_AMPERE = {
+    "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(64, 32, 8, 2)},
+    "queries": {64: _C(128, 64, 8, 2), 128: _C(64, 64, 8, 2), 256: _C(64, 32, 8, 1)},
+    "keys": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+}
+_PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
+# A cap and random numbers take registers too.
+_RICH_HOPPER = {
+    "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
+    "keys": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
+}
+_RICH_BLACKWELL = _RICH_HOPPER | {
+    "forward": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+}
+_RICH_AMPERE = {
+    "forward": {64: _C(64, 64, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+    "queries": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+    "keys": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+}
+_RICH = {80: _RICH_AMPERE, 90: _RICH_HOPPER, 100: _RICH_BLACKWELL}
+_TF32 = {
+    "forward": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 16, 8, 1)},
+    "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
+    "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
+}
+# On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
-    "forward": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 2), 256: _C(32, 16, 4, 1)},
-    "queries": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 1), 256: _C(16, 16, 4, 1)},
-    "keys": {64: _C(32, 32, 4, 2), 128: _C(32, 32, 4, 1), 256: _C(16, 16, 4, 1)},
-}
-_CONFIGS: dict[int, dict[str, dict[str, dict[int, AttentionConfig]]]] = {
-    80: {
-        "16": {
-            "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(128, 32, 8, 2)},
-            "queries": {64: _C(128, 64, 8, 2), 128: _C(128, 32, 8, 2), 256: _C(64, 32, 8, 1)},
-            "keys": {64: _C(128, 64, 8, 2), 128: _C(64, 64, 8, 2), 256: _C(64, 16, 8, 1)},
-        },
-        "tf32": {
-            "forward": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
-            "queries": {64: _C(64, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 16, 8, 1)},
-            "keys": {64: _C(64, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 16, 8, 1)},
-        },
-    },
-    90: {
-        "16": {
-            "forward": {
-                64: _C(128, 128, 8, 3, tma=True),
-                128: _C(128, 128, 8, 2, tma=True),
-                256: _C(128, 64, 8, 2, tma=True),
-            },
-            "queries": {
-                64: _C(128, 64, 8, 3, tma=True),
-                128: _C(128, 64, 8, 2, tma=True),
-                256: _C(64, 64, 8, 2, tma=True),
-            },
-            "keys": {
-                64: _C(128, 64, 8, 3, tma=True),
-                128: _C(128, 64, 8, 2, tma=True),
-                256: _C(64, 64, 8, 1, tma=True),
-            },
-        },
-        "tf32": {
-            "forward": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(64, 32, 8, 1)},
-            "queries": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
-            "keys": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
-        },
-    },
-    100: {
-        "16": {
-            "forward": {
-                64: _C(128, 128, 8, 3, tma=True),
-                128: _C(128, 128, 8, 2, tma=True),
-                256: _C(128, 64, 8, 2, tma=True),
-            },
-            "queries": {
-                64: _C(128, 64, 8, 2, tma=True),
-                128: _C(128, 64, 8, 2, tma=True),
-                256: _C(128, 32, 8, 1, tma=True),
-            },
-            "keys": {
-                64: _C(128, 64, 8, 2, tma=True),
-                128: _C(128, 64, 8, 2, tma=True),
-                256: _C(64, 64, 8, 1, tma=True),
-            },
-        },
-        "tf32": {
-            "forward": {64: _C(128, 64, 8, 2), 128: _C(128, 32, 8, 2), 256: _C(64, 32, 8, 1)},
-            "queries": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 32, 8, 1)},
-            "keys": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 32, 8, 1)},
-        },
-    },
+    "forward": {64: _C(32, 32, 8, 1), 128: _C(16, 32, 8, 1), 256: _C(16, 16, 8, 1)},
+    "queries": {64: _C(16, 32, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
+    "keys": {64: _C(16, 32, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
 
 
-def attention_config(kernel: str, arch: int, kind: str, head_dim: int) -> AttentionConfig:
+def attention_config(kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True) -> AttentionConfig:
     """The config of `kernel` (KERNELS) for numbers of `kind` (KINDS) and the larger head dim of q and v, on `arch`:
-    80, 90 or 100, or 0 for the interpreter.
+    80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout.
 
     Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
     """
     if not arch:
         return INTERPRETED
-    wide = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
-    if kind == "ieee":
-        return _IEEE[kernel][wide]
-    return _CONFIGS[arch]["tf32" if kind == "tf32" else "16"][kernel][wide]
+    if kind in ("ieee", "tf32"):
+        table = _IEEE if kind == "ieee" else _TF32
+    elif plain:
+        table = _PLAIN[arch]
+    else:
+        table = _RICH[arch]
+    return table[kernel][64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM]
 
 
 def padded(head_dim: int) -> int:

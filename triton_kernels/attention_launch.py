@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_configs import KERNELS, MAX_HEAD_DIM, AttentionConfig, attention_config
+from .attention_configs import MAX_HEAD_DIM, AttentionConfig, attention_config
 from .attention_tiles import Seen
 from .operands import arch_of, check_current
 from .tiles import INTERPRETED
@@ -38,7 +38,13 @@ class Terms:
     slopes: Tensor | None = None
     dropout: Dropout | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a score is scale * q.k and nothing is dropped."""
+        return self.softcap == 0.0 and self.slopes is None and not (self.dropout and self.dropout.p > 0)
+
     def arguments(self) -> dict[str, Any]:
+        """Of every kernel."""
         drop = self.dropout or Dropout(0.0, 0)
         return {
             "slopes": self.slopes,
@@ -102,10 +108,10 @@ def kind_of(dtype: torch.dtype, precision: str) -> str:
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
-def config_for(kernel: str, q: Tensor, v: Tensor, precision: str) -> AttentionConfig:
-    """The shipped config of `kernel`."""
-    assert kernel in KERNELS
-    return attention_config(kernel, arch_of(q.device), kind_of(q.dtype, precision), max(q.shape[-1], v.shape[-1]))
+def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
+    """The shipped config of `kernel` (`attention_configs.KERNELS`)."""
+    widest = max(q.shape[-1], v.shape[-1])
+    return attention_config(kernel, arch_of(q.device), kind_of(q.dtype, precision), widest, plain=terms.plain)
 
 
 def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:

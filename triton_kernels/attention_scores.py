@@ -67,28 +67,19 @@ def kept(q_indices, k_indices, head, batch, seed_low, seed_high, dropped_below):
 
 
 @triton.jit
-def gradient_of_scores(
+def probabilities(
     products,
-    gradient,
     lse,
-    sums,
     seen,
     distance,
-    keep,
     slope,
     scale,
     softcap,
-    keep_scale,
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr,
 ):
-    """(p after dropout, gradient of the score, derivative of the cap) of a block of products, either side first.
-
-    `gradient` is that of p after dropout; lse, in base 2, and sums broadcast against it:
-
-        dscore = p * (dropped(gradient) - sums)
+    """(p = exp(score - lse), derivative of the cap) of a block of products; lse, in base 2, broadcasts against it.
 
     What is not `seen` gives 0, whatever it holds: selected, not multiplied, or its infinities would show.
     """
@@ -96,11 +87,22 @@ def gradient_of_scores(
     p = tl.exp2(s * factor_of(scale, CAPPED, ALIBI) - lse)
     if MASKED:
         p = tl.where(seen, p, 0.0)
-    dropped = p
+    return p, slant
+
+
+@triton.jit
+def dropped(values, keep, keep_scale, DROPOUT: tl.constexpr):
+    """What dropout makes of probabilities, and of the gradients of what it makes of them."""
     if DROPOUT:
-        dropped = tl.where(keep, p * keep_scale, 0.0)
-        gradient = tl.where(keep, gradient * keep_scale, 0.0)
+        return tl.where(keep, values * keep_scale, 0.0)
+    else:
+        return values
+
+
+@triton.jit
+def gradient_of_scores(p, gradient, sums, seen, MASKED: tl.constexpr):
+    """p * (gradient - sums), 0 where not `seen`; `gradient` is that of p, of dropout too."""
     ds = p * (gradient - sums)
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    return dropped, ds, slant
+    return ds

@@ -114,7 +114,7 @@ def _launch(
 ) -> None:
     if q.numel() == 0:
         return
-    config = config or config_for("forward", q, v, precision)
+    config = config or config_for("forward", q, v, terms, precision)
     tiles = query_tiles(seen, config.rows, config.block, q.device)
     vectors = seen.on(q.device)
     weighted, highest, total = state or (None, None, None)
@@ -207,7 +207,7 @@ def flash_backward(
         **terms.arguments(),
     }
 
-    config = queries_config or config_for("queries", q, v, precision)
+    config = queries_config or config_for("queries", q, v, terms, precision)
     tiles = query_tiles(seen, config.rows, config.block, q.device)
     tma = config.tma and fits_tma(k) and fits_tma(v)
     grid = programs(q, k, v, tiles, of_keys=False)
@@ -231,7 +231,7 @@ def flash_backward(
     if d_slopes is not None and of_tiles is not None:
         d_slopes += of_tiles.sum((0, 1))
 
-    config = keys_config or config_for("keys", q, v, precision)
+    config = keys_config or config_for("keys", q, v, terms, precision)
     tiles = key_tiles(seen, config.rows, config.block, q.device)
     tma = config.tma and fits_tma(q) and fits_tma(grad_out)
     grid = programs(q, k, v, tiles, of_keys=True)

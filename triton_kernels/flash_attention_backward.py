@@ -13,6 +13,8 @@ Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
@@ -27,11 +29,13 @@ from .attention_blocks import (
     program_tile,
     row_of,
 )
-from .attention_scores import LOG2_E, gradient_of_scores, kept
+from .attention_scores import LOG2_E, dropped, gradient_of_scores, kept, probabilities
+from .attention_variants import ODD, attention_shapes
+from .resources import Variant
 from .tiles import dot, rounded
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "dropped_below", "first_head"])
+@triton.jit(do_not_specialize=ODD)
 def queries_kernel(
     q,
     k,
@@ -163,7 +167,6 @@ def add_keys(
 ):
     """dq / scale, and the sums of ds * distance, with the keys of one block in them."""
     products = dot(queries, keys.T, None, PRECISION)
-    gradient = dot(grads, values.T, None, PRECISION)
     columns = key + tl.arange(0, BLOCK)[None, :]
     index = columns
     distance = products
@@ -177,10 +180,9 @@ def add_keys(
         keep = kept(query[:, None], index, head, batch, seed_low, seed_high, dropped_below)
     if MASKED:
         seen = (columns >= first_key[:, None]) & (columns < last_key[:, None])
-    _, ds, slant = gradient_of_scores(
-        products, gradient, lse[:, None], sums[:, None], seen, distance, keep, slope, scale, softcap, keep_scale,
-        MASKED, CAPPED, ALIBI, DROPOUT,
-    )  # fmt: skip
+    p, slant = probabilities(products, lse[:, None], seen, distance, slope, scale, softcap, MASKED, CAPPED, ALIBI)
+    gradient = dropped(dot(grads, values.T, None, PRECISION), keep, keep_scale, DROPOUT)
+    ds = gradient_of_scores(p, gradient, sums[:, None], seen, MASKED)
     if ALIBI:
         slanted += tl.sum(ds * distance, 1)
     if CAPPED:
@@ -188,7 +190,7 @@ def add_keys(
     return dot(rounded(ds, keys.dtype), keys, total, PRECISION), slanted
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "dropped_below", "first_head"])
+@triton.jit(do_not_specialize=ODD)
 def keys_kernel(
     q,
     k,
@@ -253,31 +255,35 @@ def keys_kernel(
 
     dk_sum = tl.zeros((ROWS, PADDED_D), tl.float32)
     dv_sum = tl.zeros((ROWS, PADDED_DV), tl.float32)
-    for head in tl.range(kv_head * shared, kv_head * shared + shared):
+    # One loop over the blocks of all heads, not one in another: loads run on from head to head, registers are saved.
+    whole = (full_end - full_begin) // BLOCK
+    for index in tl.range(0, whole * shared):
+        head = kv_head * shared + index // whole
+        query = full_begin + index % whole * BLOCK
         q_base = base_of(q, batch, head, q_strides)
         grad_base = base_of(grad_out, batch, head, grad_strides)
-        lse_base = row_of(lse, batch, head, lse_strides)
-        sums_base = row_of(sums, batch, head, sums_strides)
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes + head)
-        for query in tl.range(full_begin, full_end, BLOCK):
-            queries = load_whole(q_tma, q_base, batch, head, query, q_strides[1], D, BLOCK, PADDED_D, TMA)
-            grads = load_whole(grad_tma, grad_base, batch, head, query, grad_strides[1], DV, BLOCK, PADDED_DV, TMA)
-            dk_sum, dv_sum = add_queries(
-                dk_sum, dv_sum, keys, values, queries, grads, query, end, lse_base, sums_base, first_query, last_query,
-                key_index, places, q_indices, slope, scale, softcap, keep_scale, head + first_head, batch, seed_low,
-                seed_high, dropped_below, False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
-            )  # fmt: skip
-        for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK)):
-            query = masked_block(index, begin, full_begin, full_end, BLOCK)
-            queries = load_block(q_base, query, end, q_strides[1], D, BLOCK, PADDED_D)
-            grads = load_block(grad_base, query, end, grad_strides[1], DV, BLOCK, PADDED_DV)
-            dk_sum, dv_sum = add_queries(
-                dk_sum, dv_sum, keys, values, queries, grads, query, end, lse_base, sums_base, first_query, last_query,
-                key_index, places, q_indices, slope, scale, softcap, keep_scale, head + first_head, batch, seed_low,
-                seed_high, dropped_below, True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
-            )  # fmt: skip
+        queries = load_whole(q_tma, q_base, batch, head, query, q_strides[1], D, BLOCK, PADDED_D, TMA)
+        grads = load_whole(grad_tma, grad_base, batch, head, query, grad_strides[1], DV, BLOCK, PADDED_DV, TMA)
+        dk_sum, dv_sum = add_queries(
+            dk_sum, dv_sum, keys, values, queries, grads, query, end, row_of(lse, batch, head, lse_strides),
+            row_of(sums, batch, head, sums_strides), first_query, last_query, key_index, places, q_indices, slopes,
+            scale, softcap, keep_scale, head, first_head, batch, seed_low, seed_high, dropped_below,
+            False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+        )  # fmt: skip
+    partial = masked_blocks(begin, end, full_begin, full_end, BLOCK)
+    for index in tl.range(0, partial * shared):
+        head = kv_head * shared + index // partial
+        query = masked_block(index % partial, begin, full_begin, full_end, BLOCK)
+        queries = load_block(base_of(q, batch, head, q_strides), query, end, q_strides[1], D, BLOCK, PADDED_D)
+        grads = load_block(
+            base_of(grad_out, batch, head, grad_strides), query, end, grad_strides[1], DV, BLOCK, PADDED_DV
+        )
+        dk_sum, dv_sum = add_queries(
+            dk_sum, dv_sum, keys, values, queries, grads, query, end, row_of(lse, batch, head, lse_strides),
+            row_of(sums, batch, head, sums_strides), first_query, last_query, key_index, places, q_indices, slopes,
+            scale, softcap, keep_scale, head, first_head, batch, seed_low, seed_high, dropped_below,
+            True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+        )  # fmt: skip
 
     base = base_of(dk, batch, kv_head, dk_strides)
     add_block(base, dk_sum * scale, row, row_end, dk_strides[1], D, ROWS, PADDED_D)
@@ -302,11 +308,12 @@ def add_queries(
     key_index,
     places,
     q_indices,
-    slope,
+    slopes,
     scale,
     softcap,
     keep_scale,
     head,
+    first_head,
     batch,
     seed_low,
     seed_high,
@@ -319,26 +326,58 @@ def add_queries(
     BLOCK: tl.constexpr,
 ):
     """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here."""
+    # What is loaded where it is first needed takes no registers before.
     lse_rows = load_rows(lse, query, end, BLOCK, float("inf")) * LOG2_E
-    sums_rows = load_rows(sums, query, end, BLOCK, 0.0)
     products = dot(keys, queries.T, None, PRECISION)
-    gradient = dot(values, grads.T, None, PRECISION)
     columns = query + tl.arange(0, BLOCK)[None, :]
     distance = products
     keep = products
     seen = products
+    slope = 0.0
     if ALIBI:
+        slope = tl.load(slopes + head)
         distance = tl.abs(load_rows(places, query, end, BLOCK, 0)[None, :] - key_index[:, None]).to(tl.float32)
     if DROPOUT:
         q_index = load_rows(q_indices, query, end, BLOCK, 0)[None, :]
-        keep = kept(q_index, key_index[:, None], head, batch, seed_low, seed_high, dropped_below)
+        keep = kept(q_index, key_index[:, None], head + first_head, batch, seed_low, seed_high, dropped_below)
     if MASKED:
         seen = (columns >= first_query[:, None]) & (columns < last_query[:, None])
-    dropped, ds, slant = gradient_of_scores(
-        products, gradient, lse_rows[None, :], sums_rows[None, :], seen, distance, keep, slope, scale, softcap,
-        keep_scale, MASKED, CAPPED, ALIBI, DROPOUT,
-    )  # fmt: skip
-    dv_sum = dot(rounded(dropped, grads.dtype), grads, dv_sum, PRECISION)
+    p, slant = probabilities(products, lse_rows[None, :], seen, distance, slope, scale, softcap, MASKED, CAPPED, ALIBI)
+    dv_sum = dot(rounded(dropped(p, keep, keep_scale, DROPOUT), grads.dtype), grads, dv_sum, PRECISION)
+    sums_rows = load_rows(sums, query, end, BLOCK, 0.0)
+    gradient = dropped(dot(values, grads.T, None, PRECISION), keep, keep_scale, DROPOUT)
+    ds = gradient_of_scores(p, gradient, sums_rows[None, :], seen, MASKED)
     if CAPPED:
         ds *= slant
-    return dot(rounded(ds, queries.dtype), queries, dk_sum, PRECISION), dv_sum
+    dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, PRECISION)
+    return dk_sum, dv_sum
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Both kernels, as `attention_variants` says."""
+    for shape in attention_shapes("queries", arch):
+        yield shape.variant(
+            queries_kernel,
+            {
+                **shape.sums(),
+                "k_tma": shape.descriptor(shape.head_dim),
+                "v_tma": shape.descriptor(shape.v_head_dim),
+                "dq": "*fp32",
+                "d_slopes": "*fp32" if shape.rich else None,
+                "starts": "*i32",
+                "stops": "*i32",
+                "dq_strides": ("i32",) * 3,
+            },
+        )
+    for shape in attention_shapes("keys", arch):
+        yield shape.variant(
+            keys_kernel,
+            {
+                **shape.sums(),
+                "q_tma": shape.descriptor(shape.head_dim),
+                "grad_tma": shape.descriptor(shape.v_head_dim),
+                **dict.fromkeys(("dk", "dv"), "*fp32"),
+                **dict.fromkeys(("first", "last"), "*i32"),
+                **dict.fromkeys(("dk_strides", "dv_strides"), ("i32",) * 3),
+            },
+        )

@@ -18,6 +18,8 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
@@ -33,10 +35,12 @@ from .attention_blocks import (
     row_of,
 )
 from .attention_scores import LN_2, LOG2_E, factor_of, kept, scores_of
+from .attention_variants import ODD, attention_shapes
+from .resources import Variant
 from .tiles import dot, rounded
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "dropped_below", "first_head"])
+@triton.jit(do_not_specialize=ODD)
 def forward_kernel(
     q,
     k,
@@ -245,3 +249,24 @@ def add_sink(n, sums, values, sink):
     base = tl.where(now == float("-inf"), 0.0, now)
     before = tl.exp2(n - base)
     return now, sums * before + tl.exp2(sink - base), values * before[:, None]
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """The kernel as `attention_variants` says: plain ones from and to a state, the others from none to out and lse."""
+    for shape in attention_shapes("forward", arch):
+        ends = shape.rich
+        yield shape.variant(
+            forward_kernel,
+            {
+                "k_tma": shape.descriptor(shape.head_dim),
+                "v_tma": shape.descriptor(shape.v_head_dim),
+                **dict.fromkeys(("weighted", "highest", "total"), None if ends else "*fp32"),
+                "out": f"*{shape.dtype}" if ends else None,
+                "lse": "*fp32" if ends else None,
+                "sinks": f"*{shape.dtype}" if ends else None,
+                **dict.fromkeys(("starts", "stops"), "*i32"),
+                **dict.fromkeys(("weighted_strides", "out_strides"), ("i32",) * 3),
+                **dict.fromkeys(("state_strides", "lse_strides"), ("i32",) * 2),
+            },
+            {"FIRST": ends},
+        )

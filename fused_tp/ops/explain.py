@@ -10,7 +10,7 @@ import torch
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.attention.providers import choose_provider
+from fused_tp.schedules.attention.providers import Wanted, choose_provider
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype
@@ -152,16 +152,19 @@ def _explain(
     ask: Callable[..., Decision],
 ) -> Explanation:
     forward, backward = queries(op, shapes, dim, size)
-    # The loss moves statistics of the logits, which have the dtype of its arithmetic.
-    moved = accumulate_dtype(dtype) if op == "vocab_parallel_cross_entropy" else dtype
+    # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
+    exact = ("vocab_parallel_cross_entropy", "context_parallel_decode")
+    moved = accumulate_dtype(dtype) if op in exact else dtype
 
     def answer(query: Query | None) -> Decision | None:
         return None if query is None else ask(query[0], moved, *query[1:])
 
     provider = None
-    if op == "ring_attention":
+    if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        chosen, reason = choose_provider(device_type, dtype, q[-1], v[-1])
+        single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
+        chosen, reason = choose_provider(wanted)
         provider = Provider(chosen.name, reason)
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"

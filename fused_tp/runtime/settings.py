@@ -9,9 +9,9 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 # The dict behind `os.environ`, where there is one. After a matmul has swept the caches every Python frame costs
 # microseconds, and `os.environ.get` runs through several: what every op call asks is looked up here.
 RAW = getattr(os.environ, "_data", os.environ)
-_SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN = (
+_SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN, _ATTENTION = (
     getattr(os.environ, "encodekey", str)(f"FUSED_TP_{name}")
-    for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN")
+    for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN", "ATTENTION")
 )
 # What every op call asks is parsed once for each text.
 _parsed_timeout: tuple[object, float] = None, DEFAULT_TIMEOUT_SECONDS
@@ -68,6 +68,12 @@ def shared_memory_allowed() -> bool:
 def forced_schedule() -> str | None:
     """The schedule that every op must use (`FUSED_TP_SCHEDULE`), or None to let the dispatch table choose."""
     return os.environ.get("FUSED_TP_SCHEDULE") or None
+
+
+def forced_attention() -> str | None:
+    """The provider that must compute the steps of attention (`FUSED_TP_ATTENTION`), or None for the best there is."""
+    raw = RAW.get(_ATTENTION)
+    return None if raw is None else os.environ.get("FUSED_TP_ATTENTION") or None
 
 
 def sm_margin() -> int:

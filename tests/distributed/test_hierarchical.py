@@ -24,8 +24,9 @@ from fused_tp.transport import hosts as hosts_module
 from fused_tp.transport.hosts import ranks_per_host
 from fused_tp.transport.levels import in_ranks_of_group
 from fused_tp.transport.torch_dist import TorchDist
+from tests.beside import beside
 from tests.reference import assert_within_dtype_error
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import Outcome, fresh_ranks, run_ranks
 
 pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -410,8 +411,9 @@ def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group() -> None:
-    outcomes = [one.unwrap() for one in fresh_ranks(4, failing_one_after_the_other, env=FORCED, expect_deaths=True)]
+@beside(lambda: fresh_ranks(4, failing_one_after_the_other, env=FORCED, expect_deaths=True))
+def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[Outcome]) -> None:
+    outcomes = [one.unwrap() for one in outcome]
     for rank, (parts, memory, raised) in enumerate(outcomes):
         if rank < 3:
             assert parts.startswith("CollectiveTimeoutError: ")
@@ -444,11 +446,11 @@ def stalled_then_killed(_: Any) -> list[tuple[str, str, str, float]]:
     return found
 
 
-def test_a_rank_that_stalls_or_dies_ends_the_group_on_all_levels() -> None:
-    outcomes = fresh_ranks(4, stalled_then_killed, env=FORCED, expect_deaths=True)
-    assert outcomes[3].exit_code == 7
-    for rank, outcome in enumerate(outcomes[:3]):
-        stalled, killed = outcome.unwrap()
+@beside(lambda: fresh_ranks(4, stalled_then_killed, env=FORCED, expect_deaths=True))
+def test_a_rank_that_stalls_or_dies_ends_the_group_on_all_levels(outcome: list[Outcome]) -> None:
+    assert outcome[3].exit_code == 7
+    for rank, one in enumerate(outcome[:3]):
+        stalled, killed = one.unwrap()
         name, error, again, seconds = stalled
         assert error.startswith("CollectiveTimeoutError: ") and f"of group {name!r}) on rank {rank} of 4" in error
         assert "waited 1.5 s (FUSED_TP_TIMEOUT) for rank 3, which had not arrived" in error, error

@@ -24,8 +24,10 @@ from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.chunk_plans import gather_plan
+from tests.beside import beside
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
 from tests.native.doubles.libraries import cuda_knobs, load_doubles
+from tests.workers import Outcome
 
 pytestmark = [
     pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
@@ -110,10 +112,10 @@ def killed_case(group: Any) -> list[tuple[str, str, float]]:
     return found
 
 
-def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
-    outcomes = fresh_nccl_ranks(3, killed_case, expect_deaths=True, FUSED_TP_TIMEOUT="30")
-    assert [outcome.died for outcome in outcomes] == [False, True, True]
-    found = outcomes[0].unwrap()
+@beside(lambda: fresh_nccl_ranks(3, killed_case, expect_deaths=True, FUSED_TP_TIMEOUT="30"))
+def test_a_killed_rank_is_lost_to_all_others_and_they_go_on(outcome: list[Outcome]) -> None:
+    assert [one.died for one in outcome] == [False, True, True]
+    found = outcome[0].unwrap()
     for (kind, message, seconds), victim, op in zip(found, (2, 1), KILLED_IN, strict=True):
         assert kind == PeerLostError.__name__, message
         assert f"lost rank {victim}" in message and op in message and "rank 0 of" in message
@@ -226,13 +228,13 @@ def stalled_case(group: Any) -> list[tuple[str, str, float]]:
     return found
 
 
-def test_a_rank_that_stalls_is_a_timeout_that_names_it() -> None:
-    outcomes = fresh_nccl_ranks(3, stalled_case, FUSED_TP_TIMEOUT=str(DEADLINE))
-    for outcome in outcomes:
-        for (kind, message, seconds), op in zip(outcome.unwrap(), OPS, strict=True):
+@beside(lambda: fresh_nccl_ranks(3, stalled_case, FUSED_TP_TIMEOUT=str(DEADLINE)))
+def test_a_rank_that_stalls_is_a_timeout_that_names_it(outcome: list[Outcome]) -> None:
+    for one in outcome:
+        for (kind, message, seconds), op in zip(one.unwrap(), OPS, strict=True):
             assert kind == CollectiveTimeoutError.__name__, message
-            assert op in message and f"rank {outcome.rank} of 3" in message and "(FUSED_TP_TIMEOUT)" in message
-            if outcome.rank != 1:
+            assert op in message and f"rank {one.rank} of 3" in message and "(FUSED_TP_TIMEOUT)" in message
+            if one.rank != 1:
                 assert seconds < DEADLINE + NOTICE_SECONDS, message
                 assert re.search(
                     r"for ranks? (\d \(last[^)]*\) and )?1( \(last[^)]*\))?.* which had not arrived", message
@@ -273,9 +275,10 @@ def half_way_case(group: Any) -> list[tuple[str, float]]:
     return found
 
 
-def test_an_op_that_raises_half_way_gives_the_group_up() -> None:
-    for rank, outcome in enumerate(fresh_nccl_ranks(3, half_way_case, FUSED_TP_TIMEOUT="30")):
-        for message, seconds in outcome.unwrap():
+@beside(lambda: fresh_nccl_ranks(3, half_way_case, FUSED_TP_TIMEOUT="30"))
+def test_an_op_that_raises_half_way_gives_the_group_up(outcome: list[Outcome]) -> None:
+    for rank, one in enumerate(outcome):
+        for message, seconds in one.unwrap():
             assert "on rank 0 of 3 raised OutOfMemory half-way" in message
             assert rank == 0 or "rank 0 has given the group up" in message
             assert seconds < NOTICE_SECONDS
@@ -316,8 +319,9 @@ def told_case(group: Any) -> tuple[str, str, float]:
     return type(error).__name__, str(error), seconds
 
 
-def test_a_rank_that_gives_up_tells_the_others() -> None:
-    first, *others = (outcome.unwrap() for outcome in fresh_nccl_ranks(3, told_case, FUSED_TP_TIMEOUT="30"))
+@beside(lambda: fresh_nccl_ranks(3, told_case, FUSED_TP_TIMEOUT="30"))
+def test_a_rank_that_gives_up_tells_the_others(outcome: list[Outcome]) -> None:
+    first, *others = (one.unwrap() for one in outcome)
     assert first[0] == CollectiveTimeoutError.__name__ and first[2] < 1 + NOTICE_SECONDS
     for kind, message, seconds in others:
         assert kind == CollectiveTimeoutError.__name__, message

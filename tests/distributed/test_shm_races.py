@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.workers import REPOSITORY
+from tests.native_build import build_program, prebuild, require_sanitizer
 
-HERE = Path(__file__).parent / "native"
+HERE = Path("tests", "distributed", "native")
 CORE = [f"csrc/shm/{name}.cpp" for name in ("collectives", "group", "heap", "kernels", "kernels_plain")]
-FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-Icsrc"]
 
 
-def build(folder: Path, sanitizer: str) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    empty = folder / "empty.cpp"
-    empty.write_text("int main() {}\n")
-    flags = [*FLAGS, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    made = subprocess.run([compiler, *flags, str(empty), "-o", str(folder / "empty")], cwd=REPOSITORY)
-    if made.returncode or subprocess.run([folder / "empty"]).returncode:
-        pytest.skip(f"{compiler} has no -fsanitize={sanitizer} that works here")
-    sources = [str(HERE / "threads_stress.cpp"), str(HERE / "segment_threads.cpp"), *CORE]
-    subprocess.run([compiler, *flags, *sources, "-o", str(folder / "stress")], cwd=REPOSITORY, check=True)
-    return folder / "stress"
+def stress_program(sanitizer: str) -> Path:
+    flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    sources: list[str | Path] = [HERE / "threads_stress.cpp", HERE / "segment_threads.cpp", *CORE]
+    return build_program(f"shm_stress_{re.sub(',', '_', sanitizer)}", sources, flags)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_races_and_no_stray_access(sanitizer: str, tmp_path: Path) -> None:
-    ran = subprocess.run([build(tmp_path, sanitizer), "80"], capture_output=True, text=True, timeout=240)
+SANITIZERS = ("thread", "address,undefined")
+prebuild(lambda: [stress_program(sanitizer) for sanitizer in SANITIZERS])
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_no_races_and_no_stray_access(sanitizer: str) -> None:
+    require_sanitizer(sanitizer)
+    ran = subprocess.run([stress_program(sanitizer), "80"], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0 and ran.stdout.strip() == "no race", ran.stderr[-5000:]

@@ -5,7 +5,7 @@ Tiles are 16 x 16 where nothing else is said, so that short sequences have sever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,11 @@ def case(
     )
 
 
+def alone(fn: Callable[..., None], *args: Any) -> None:
+    """On one rank that interprets; the time is that of a machine with much else to do."""
+    interpreted_ranks(1, fn, *args, timeout=300)
+
+
 def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
     from triton_kernels.attention_configs import AttentionConfig
 
@@ -195,11 +200,11 @@ def masks(_group: dist.ProcessGroup, names: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("part", range(2))
 def test_masks(part: int) -> None:
-    interpreted_ranks(1, masks, list(MASKS)[part::2])
+    alone(masks, list(MASKS)[part::2])
 
 
 def test_rows_that_see_nothing() -> None:
-    interpreted_ranks(1, rows_that_see_nothing)
+    alone(rows_that_see_nothing)
 
 
 def rows_that_see_nothing(_group: dist.ProcessGroup) -> None:
@@ -218,7 +223,7 @@ def scores_of(_group: dist.ProcessGroup, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str) -> None:
-    interpreted_ranks(1, scores_of, name)
+    alone(scores_of, name)
 
 
 def dtypes(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -231,7 +236,7 @@ def dtypes(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
-    interpreted_ranks(1, dtypes, dtype)
+    alone(dtypes, dtype)
 
 
 def head_dims(_group: dist.ProcessGroup) -> None:
@@ -243,7 +248,7 @@ def head_dims(_group: dist.ProcessGroup) -> None:
 
 
 def test_head_dims() -> None:
-    interpreted_ranks(1, head_dims)
+    alone(head_dims)
 
 
 def dropout_bits(_group: dist.ProcessGroup) -> None:
@@ -260,7 +265,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
 
 
 def test_dropout_draws_the_bits_of_philox() -> None:
-    interpreted_ranks(1, dropout_bits)
+    alone(dropout_bits)
 
 
 def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
@@ -324,7 +329,7 @@ def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
 def test_steps_of_a_ring_by_the_provider(world_size: int, dtype: torch.dtype) -> None:
-    interpreted_ranks(1, ring, world_size, dtype)
+    alone(ring, world_size, dtype)
 
 
 def states(_group: dist.ProcessGroup) -> None:
@@ -358,7 +363,7 @@ def states(_group: dist.ProcessGroup) -> None:
 
 
 def test_states() -> None:
-    interpreted_ranks(1, states)
+    alone(states)
 
 
 def leaks(_group: dist.ProcessGroup) -> None:
@@ -412,7 +417,7 @@ def run(c: Case, of: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_no_leaks() -> None:
-    interpreted_ranks(1, leaks)
+    alone(leaks)
 
 
 def strides(_group: dist.ProcessGroup) -> None:
@@ -434,7 +439,7 @@ def strides(_group: dist.ProcessGroup) -> None:
 
 
 def test_strides_and_same_bits() -> None:
-    interpreted_ranks(1, strides)
+    alone(strides)
 
 
 def errors(_group: dist.ProcessGroup) -> None:
@@ -459,7 +464,7 @@ def errors(_group: dist.ProcessGroup) -> None:
 
 
 def test_errors() -> None:
-    interpreted_ranks(1, errors)
+    alone(errors)
 
 
 @pytest.mark.parametrize("seed", range(4))

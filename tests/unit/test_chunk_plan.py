@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.native.doubles import libraries
-from tests.native_build import build_program, require_sanitizer
+from tests.native_build import build_program, prebuild, require_sanitizer
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -115,15 +116,22 @@ def test_bad_arguments_are_named(arguments: tuple[Any, ...], said: str) -> None:
             getattr(core, make)(*arguments)
 
 
-def test_pipelines_have_no_races() -> None:
-    """Sizes and cuts by chance. Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
-    require_sanitizer("thread")
+def pipelines_program() -> tuple[Path, Path, Path]:
+    """And the doubles that it loads."""
     sanitizer = "-fsanitize=thread"
     # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
     flags = (sanitizer, "-ftls-model=initial-exec")
     doubles = libraries.cuda_double(*flags), libraries.nccl_double(*flags)
     folders = ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator", "nccl/pipeline")
     sources = ["tests/native/doubles/pipelines.cpp", *(f"csrc/{name}.cpp" for name in folders)]
-    program = build_program("pipelines", sources, ["-Icsrc", "-O1", sanitizer])
-    done = subprocess.run([program, *doubles], capture_output=True, text=True, timeout=120, check=False)
+    return build_program("pipelines", sources, ["-Icsrc", "-O1", sanitizer]), *doubles
+
+
+prebuild(pipelines_program)
+
+
+def test_pipelines_have_no_races() -> None:
+    """Sizes and cuts by chance. Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
+    require_sanitizer("thread")
+    done = subprocess.run(pipelines_program(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "no race", done.stdout + done.stderr[-5000:]

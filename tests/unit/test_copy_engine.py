@@ -17,11 +17,12 @@ from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport import copy_engine
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
 from fused_tp.transport.local import LocalGroup, LocalRank, run_local
-from tests.native_build import build_program, build_shared, require_sanitizer
+from tests.native_build import build_program, build_shared, prebuild, require_sanitizer
 
 NATIVE = Path("tests/native/copy_engine")
 NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 CPU = torch.device("cpu")
+THREADS, ADDRESSES = ("-fsanitize=thread",), ("-fsanitize=address",)
 
 
 def double(*flags: str) -> str:
@@ -84,13 +85,19 @@ def test_the_model_finds_what_is_wrong(fault: str, calls: str, givers: int, wron
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
+def stress_program(*flags: str) -> Path:
     sources = [NATIVE / "stress.cpp"]
     for folder in ("copy_engine", "driver"):
         sources += sorted(Path(__file__).parents[2].joinpath("csrc", folder).glob("*.cpp"))
     name = "_".join(["copy_engine_stress", *(flag.split("=")[-1] for flag in flags)])
-    program = build_program(name, sources, ["-Icsrc", "-O1", *flags])
-    command = [str(program), double(*flags), str(world), str(rounds), str(seed), str(int(trouble))]
+    return build_program(name, sources, ["-Icsrc", "-O1", *flags])
+
+
+prebuild(lambda: [(stress_program(*flags), double(*flags)) for flags in ((), THREADS, ADDRESSES)])
+
+
+def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
+    command = [str(stress_program(*flags)), double(*flags), str(world), str(rounds), str(seed), str(int(trouble))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return done.stdout
@@ -106,13 +113,13 @@ def test_streams_under_thread_sanitizer(tmp_path: Path) -> None:
     # Of the dynamic linker, which frees what ended threads of a loaded library had.
     suppressions = tmp_path / "suppressions"
     suppressions.write_text("race:_dl_deallocate_tls\n")
-    stress(3, 4, 1, False, "-fsanitize=thread", TSAN_OPTIONS=f"halt_on_error=1:suppressions={suppressions}")
+    stress(3, 4, 1, False, *THREADS, TSAN_OPTIONS=f"halt_on_error=1:suppressions={suppressions}")
 
 
 def test_streams_under_address_sanitizer() -> None:
     require_sanitizer("address")
     # What calls of the double enqueue in place of kernels is never freed: a graph may do it again.
-    stress(2, 4, 2, True, "-fsanitize=address", ASAN_OPTIONS="detect_leaks=0")
+    stress(2, 4, 2, True, *ADDRESSES, ASAN_OPTIONS="detect_leaks=0")
 
 
 # ---- the transport -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.transport.shm import dtype_number
-from tests.native_build import GPU_ON_CPU, GPU_ON_CPU_FLAGS, build_program, device_sources, require_sanitizer
+from tests.native_build import (
+    GPU_ON_CPU,
+    GPU_ON_CPU_FLAGS,
+    build_program,
+    device_sources,
+    prebuild,
+    require_sanitizer,
+)
 from tests.reference import assert_within_dtype_error, seeded
 from tests.unit.device_ranks import (
     FP8_ROW_SCALE,
@@ -590,14 +598,22 @@ def test_bad_arguments_are_refused_before_anything_is_launched() -> None:
     assert not ranks.memories[1].any() and not rank.state.any()
 
 
-STRESS = [*device_sources(), GPU_ON_CPU / "stress.cpp"]
+SANITIZERS = ("thread", "address,undefined")
 
 
-@pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
+def stress_program(sanitizer: str) -> Path:
+    flags = [*GPU_ON_CPU_FLAGS, "-O0", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    sources = [*device_sources(), GPU_ON_CPU / "stress.cpp"]
+    return build_program(f"device_stress_{re.sub(',', '_', sanitizer)}", sources, flags)
+
+
+prebuild(lambda: [stress_program(sanitizer) for sanitizer in SANITIZERS])
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_no_races_and_no_stray_accesses(sanitizer: str) -> None:
     """Fibers are threads to ThreadSanitizer, so this covers threads of a block as well as ranks."""
     require_sanitizer(sanitizer)
-    flags = [*GPU_ON_CPU_FLAGS, "-O0", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    program = build_program(f"device_stress_{re.sub(',', '_', sanitizer)}", STRESS, flags)
+    program = stress_program(sanitizer)
     ran = subprocess.run([program, "40"], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0 and ran.stdout.strip() == "no error", ran.stderr[-5000:]

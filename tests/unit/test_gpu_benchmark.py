@@ -298,6 +298,26 @@ def test_matmul_cases(dtype: str) -> None:
     assert names[:2] == [OURS, "torch.mm"] and len(names) == 3 and names[2].startswith("config 32x32x32")
 
 
+def attention_case(_group: dist.ProcessGroup, maker: str, parameters: dict[str, Any]) -> tuple[list[str], list[str]]:
+    from benchmarks import gpu_attention
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gpu_attention, "WIDTH", 32)
+    patch.setattr(gpu_attention, "TOKENS", 24)
+    with pretended_gpu() as context:
+        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_attention, maker), parameters))
+    patch.undo()
+    return list(times.seconds), list(times.skipped)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_cases(backward: bool) -> None:
+    shape = {"seq": 24, "head_dim": 16, "backward": backward}
+    ((ran, left_out),) = interpreted_ranks(1, attention_case, "alone", {**shape, "causal": backward})
+    assert ran == [OURS, "torch's FlashAttention"] and left_out == ["cuDNN"]
+    assert interpreted_ranks(1, attention_case, "ring", {**shape, "ranks": 3}) == [([OURS, "the whole at once"], [])]
+
+
 # -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------
 
 

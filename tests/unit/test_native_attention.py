@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from csrc.native_build import X86_FLAGS
+from benchmarks.cuda_resources import native_build
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens
 from fused_tp.schedules.attention.masks import AttentionMask
 from fused_tp.schedules.attention.native import NativeCpu
@@ -505,7 +505,7 @@ def test_under_sanitizers(sanitizer: str) -> None:
     flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DFUSED_TP_X86=0"]
     if sanitizer != "thread" and core.attention_isa(0).startswith("avx512"):  # threads do not differ between these
         sources = sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp"))
-        flags[-1:] = ["-DFUSED_TP_X86=1", "-Wno-error", *X86_FLAGS["_avx512"]]
+        flags[-1:] = ["-DFUSED_TP_X86=1", "-Wno-error", *native_build().X86_FLAGS["_avx512"]]
     program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
     done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

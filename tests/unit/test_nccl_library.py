@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.doubles import libraries
-from tests.native_build import build_program, require_sanitizer
+from tests.native_build import build_program, prebuild, require_sanitizer
 from tests.workers import REPOSITORY
 
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
@@ -161,14 +161,21 @@ def test_deadlines_without_clocks_or_threads() -> None:
     assert done.returncode == 0 and done.stdout.strip() == "all as expected", done.stdout + done.stderr
 
 
-def test_watchdog_and_communicators_have_no_races() -> None:
-    """Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
-    require_sanitizer("thread")
+def communicators_program() -> tuple[Path, Path, Path]:
+    """And the doubles that it loads."""
     sanitizer = "-fsanitize=thread"
     # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
     flags = (sanitizer, "-ftls-model=initial-exec")
     doubles = libraries.cuda_double(*flags), libraries.nccl_double(*flags)
     sources = ["tests/native/doubles/communicators.cpp", *CORE]
-    program = build_program("communicators", sources, ["-Icsrc", "-O1", sanitizer])
-    done = subprocess.run([program, *doubles], capture_output=True, text=True, timeout=120, check=False)
+    return build_program("communicators", sources, ["-Icsrc", "-O1", sanitizer]), *doubles
+
+
+prebuild(communicators_program)
+
+
+def test_watchdog_and_communicators_have_no_races() -> None:
+    """Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
+    require_sanitizer("thread")
+    done = subprocess.run(communicators_program(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "no race", done.stdout + done.stderr[-5000:]

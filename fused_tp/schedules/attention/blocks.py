@@ -80,6 +80,11 @@ class Blocks:
             weighted = (p if of_block.kept is None else p * of_block.kept) @ _keys_first(v[:, block.keys], p.dtype)
             rows.weighted.mul_(_heads_last(before.unsqueeze(-1))).add_(_heads_last(weighted))
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
+
     def backward(
         self,
         step: Step,

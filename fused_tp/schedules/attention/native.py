@@ -69,6 +69,11 @@ class NativeCpu:
             self.isa,
         )
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
+
     def backward(
         self,
         step: Step,
@@ -83,6 +88,7 @@ class NativeCpu:
         dk: Tensor,
         dv: Tensor,
         d_slopes: Tensor | None,
+        out: Tensor | None = None,
     ) -> None:
         # Autograd may give gradients that are expanded, or of another dtype.
         grad_out = grad_out.to(q.dtype)

@@ -240,3 +240,14 @@ def part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: in
         tuple(b - q_start for b in step.q_breaks if q_start < b < q_stop),
         tuple(b - k_start for b in step.k_breaks if k_start < b < k_stop),
     )
+
+
+def of_keys(step: Step, k_start: int, k_stop: int) -> Step:
+    """A step against some of its source's keys only (numbered as `Step.k_start`), with the rows that see any."""
+    first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
+    if last - first == step.keys:
+        return step
+    seeing = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
+    if last <= first or not len(seeing):
+        return part_of_step(step, 0, 0, 0, 0)
+    return part_of_step(step, int(seeing[0]), int(seeing[-1]) + 1, first, last)

@@ -26,6 +26,13 @@ class AttentionProvider(Protocol):
         """Fold these keys into `state`."""
         ...
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) as `SoftmaxState.result` gives them, of a call that is this step and no other; None where the
+        provider has no faster way than a state."""
+        ...
+
     def backward(
         self,
         step: Step,

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.plan import RingPlan
+from fused_tp.schedules.attention.plan import RingPlan, of_keys
 from fused_tp.schedules.attention.provider import AttentionProvider
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.attention.state import SoftmaxState, row_sums, sink_gradient
 from fused_tp.transport.base import accumulate_dtype
+
+# In bf16 a part's gradients, in fp32, are three times under way, its keys twice: all as much as one shard's K/V.
+_MOST_PARTS = 8
+_FEWEST_ROWS_OF_A_PART = 2048
+
+
+class Round(NamedTuple):
+    """A part of step t: rows of the source's keys that come here, and rows of this rank's that go to `reader(t)`."""
+
+    t: int
+    needs: range
+    gives: range
+
+
+def _part(rows: range, part: int, size: int) -> range:
+    start = min(rows.start + part * size, rows.stop)
+    return range(start, min(start + size, rows.stop))
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,24 @@ class RingCall:
     def needs(self, t: int) -> range:
         """Rows of its keys that the source of step t gives this rank."""
         return self.plan.needed(self.rank, self.plan.source(self.rank, t))
+
+    @property
+    def rows_of_a_part(self) -> int:
+        """Rows of keys in a part at most; the same on all ranks."""
+        longest = max(tokens.length for tokens in self.plan.keys)
+        return max(_FEWEST_ROWS_OF_A_PART, -(-longest // _MOST_PARTS))
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """The steps behind step 0, each in parts: what a backward keeps of other ranks' keys and their gradients is a
+        few parts, not a few shards. Every rank has the same number of them."""
+        longest, size = max(tokens.length for tokens in self.plan.keys), self.rows_of_a_part
+        parts = max(1, -(-longest // size))
+        return tuple(
+            Round(t, _part(self.needs(t), part, size), _part(self.gives(t), part, size))
+            for t in self.steps
+            for part in range(parts)
+        )
 
     def reader(self, t: int) -> int:
         """Who looks at this rank's keys in step t."""
@@ -68,13 +104,14 @@ class Saved:
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
+    kv_grad_dtype: torch.dtype | None = None  # None: that of k and v
 
     def of_heads(self, heads: slice, kv_heads: slice) -> Saved:
         """The same for some of the query heads and their key heads."""
         q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
         k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
-        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse)
+        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse, self.kv_grad_dtype)
 
 
 @dataclass(frozen=True)
@@ -134,9 +171,10 @@ class Backward:
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
 
     def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first: int = 0) -> None:
-        """Step t: adds to dk and dv, which like k and v have the source's rows from `first` on."""
+        """Step t, or that part of it whose keys are given: adds to dk and dv, which like k and v have rows of the
+        source from `first` on."""
         call, saved = self._call, self._saved
-        step = call.plan.step(call.rank, t)
+        step = of_keys(call.plan.step(call.rank, t), first, first + k.shape[1])
         if step.empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
@@ -162,7 +200,8 @@ class Backward:
         saved, slopes, sinks = self._saved, self._call.scores.alibi_slopes, self._call.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
         d_slopes = None if self._d_slopes is None or slopes is None else self._d_slopes.to(slopes.dtype)
-        return Gradients(self._dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), d_slopes, d_sinks)
+        kv_dtype = saved.kv_grad_dtype or saved.k.dtype
+        return Gradients(self._dq.to(saved.q.dtype), dk.to(kv_dtype), dv.to(kv_dtype), d_slopes, d_sinks)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ group travel while one is computed with (Llama 3's context parallelism, arXiv:24
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,17 +31,13 @@ class CollectiveRing:
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
-        groups = _head_groups(call, q, k, v)
-        arriving = self._gather(call, k, v, groups[0][1])
-        results = []
-        for index, (heads, kv_heads) in enumerate(groups):
-            everyone = arriving.wait()
-            if index + 1 < len(groups):
-                arriving = self._gather(call, k, v, groups[index + 1][1])
-            state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
-            for t in range(call.plan.world_size):
-                state.attend(t, *_keys_of(call, everyone, t, k))
-            results.append(state.result())
+        groups, results = _head_groups(call, q, k, v), []
+        with self._transport.several("ring_attention"):
+            for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
+                state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
+                for t in range(call.plan.world_size):
+                    state.attend(t, *_keys_of(call, everyone, t, k))
+                results.append(state.result())
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
@@ -49,14 +46,23 @@ class CollectiveRing:
         k, v = saved.k, saved.v
         self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
         groups = _head_groups(call, saved.q, k, v)
+        with self._transport.several("ring_attention_backward"):
+            parts = [
+                self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
+                for heads, kv_heads, everyone in self._gathered(call, groups, k, v)
+            ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _gathered(
+        self, call: RingCall, groups: list[tuple[slice, slice]], k: Tensor, v: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(query heads, key heads, their K/V of all ranks) group by group; the next one is under way meanwhile."""
         arriving = self._gather(call, k, v, groups[0][1])
-        parts = []
         for index, (heads, kv_heads) in enumerate(groups):
             everyone = arriving.wait()
             if index + 1 < len(groups):
                 arriving = self._gather(call, k, v, groups[index + 1][1])
-            parts.append(self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+            yield heads, kv_heads, everyone
 
     def _gradients(self, call: RingCall, saved: Saved, everyone: Tensor) -> Gradients:
         """Of one group of heads."""

@@ -3,11 +3,11 @@
 Each rank writes the K/V rows that others look at into its workspace once, says so, and reads those of its peers in
 place, one peer per step in the order of the ring so that not all ranks read the same memory at once.
 
-Backward, stages of a rank: 1 K/V are readable; 2t its term for step t is readable; 2t + 3 it has added the term that
-others found for it in step t. Terms of dK/dV lie in two slots, used in turn: before step t overwrites that of step
-t - 2, its reader must have reached stage 2(t - 2) + 3. A reader gets there after its own step t - 1, so ranks may drift
-apart by a step before anyone waits, and memory does not grow with W. Owners add terms in the order of the steps: the
-same bits in every run.
+Backward, in rounds n = 1, 2, ..., parts of the steps behind step 0 (`RingCall.rounds`). Stages of a rank: 1 K/V are
+readable; 2n its term of round n is readable; 2n + 3 it has added the term that others found for it in round n. Terms of
+dK/dV lie in two slots, used in turn: before round n overwrites that of round n - 2, its reader must have reached stage
+2(n - 2) + 3. A reader gets there after its own round n - 1, so ranks may drift apart by a round before anyone waits,
+and memory does not grow with W. Owners add terms in the order of the rounds: the same bits in every run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.plan import RingPlan
 from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, from_wire, zeros_like
 from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.shm import ShmTransport, Workspace
@@ -32,7 +31,8 @@ _Region = tuple[Sequence[int], torch.dtype, int]
 class _Regions:
     """Where everything lies in the workspace of one rank, as every rank can work out."""
 
-    def __init__(self, plan: RingPlan, rank: int, k: Tensor, v: Tensor, *, slots: int) -> None:
+    def __init__(self, call: RingCall, rank: int, k: Tensor, v: Tensor, *, slots: int) -> None:
+        plan = call.plan
         self.rank = rank
         self._offset = 0
         others = [other for other in range(plan.world_size) if other != rank]
@@ -40,14 +40,14 @@ class _Regions:
         # What nobody looks at is not written.
         self.rows = range(min(r.start for r in given), max(r.stop for r in given)) if given else range(0)
         self.keys = [self._region(x, len(self.rows), x.dtype) for x in (k, v)]
-        most = max((len(plan.needed(rank, other)) for other in others), default=0)
+        most = min(call.rows_of_a_part, max((len(plan.needed(rank, other)) for other in others), default=0))
         self._slots = [
             [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)] for _ in range(min(slots, len(others)))
         ]
         self.nbytes = self._offset
 
-    def terms(self, t: int) -> list[_Region]:
-        return self._slots[t % len(self._slots)]
+    def terms(self, number: int) -> list[_Region]:
+        return self._slots[number % len(self._slots)]
 
     def _region(self, like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
         shape = (rows, like.shape[0], *like.shape[2:])
@@ -74,13 +74,13 @@ class _Exchange:
         k, v = (self._view(source, region) for region in regions.keys)
         return k, v, regions.rows.start
 
-    def terms(self, rank: int, t: int, rows: int) -> tuple[Tensor, Tensor]:
-        """dK and dV that `rank` finds in step t, for this many rows."""
-        dk, dv = (self._view(rank, region)[:, :rows] for region in self._regions(rank).terms(t))
+    def terms(self, rank: int, number: int, rows: int) -> tuple[Tensor, Tensor]:
+        """dK and dV that `rank` finds in that round, for this many rows."""
+        dk, dv = (self._view(rank, region)[:, :rows] for region in self._regions(rank).terms(number))
         return dk, dv
 
     def _regions(self, rank: int) -> _Regions:
-        return _Regions(self._call.plan, rank, self._k, self._v, slots=self._count)
+        return _Regions(self._call, rank, self._k, self._v, slots=self._count)
 
     def _view(self, rank: int, region: _Region) -> Tensor:
         shape, dtype, offset = region
@@ -106,46 +106,46 @@ class OneSidedRing:
         return state.result()
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
-        k, v, last = saved.k, saved.v, call.plan.world_size - 1
+        k, v, rounds = saved.k, saved.v, call.rounds
         state, own = Backward(call, saved), (zeros_like(k), zeros_like(v))
         with self._begin("ring_attention_backward", call, k, v, dims, slots=2) as workspace:
             exchange = _Exchange(workspace, call, k, v, slots=2)
             state.attend(0, k, v, *own)
-            for t in call.steps:
-                if rows := call.needs(t):
-                    keys, values, first = exchange.keys(t)
-                    if t > 2:
-                        workspace.wait(call.plan.source(call.rank, t - 2), _added(t - 2))
+            for n, one in enumerate(rounds, start=1):
+                if rows := one.needs:
+                    keys, values, first = exchange.keys(one.t)
+                    if n > 2:
+                        workspace.wait(call.plan.source(call.rank, rounds[n - 3].t), _added(n - 2))
                     here = slice(rows.start - first, rows.stop - first)
-                    terms = exchange.terms(call.rank, t, len(rows))
+                    terms = exchange.terms(call.rank, n, len(rows))
                     for term in terms:
                         term.zero_()
-                    state.attend(t, keys[:, here], values[:, here], *terms, rows.start)
-                workspace.signal(_written(t))
-                if t > 1:
-                    _add(exchange, call, t - 1, own)
-                    workspace.signal(_added(t - 1))
-            if last > 0:
-                _add(exchange, call, last, own)
+                    state.attend(one.t, keys[:, here], values[:, here], *terms, rows.start)
+                workspace.signal(_written(n))
+                if n > 1:
+                    _add(exchange, call, n - 1, own)
+                    workspace.signal(_added(n - 1))
+            if rounds:
+                _add(exchange, call, len(rounds), own)
         return state.result(*own)
 
     def _begin(self, op: str, call: RingCall, k: Tensor, v: Tensor, dims: tuple[int, ...], slots: int) -> Workspace:
-        nbytes = _Regions(call.plan, call.rank, k, v, slots=slots).nbytes
+        nbytes = _Regions(call, call.rank, k, v, slots=slots).nbytes
         return self._transport.begin(op, dims, k.dtype, nbytes)
 
 
-def _add(exchange: _Exchange, call: RingCall, t: int, own: tuple[Tensor, Tensor]) -> None:
-    """Add what the rank that looks at our keys in step t found."""
-    rows, other = call.gives(t), call.reader(t)
+def _add(exchange: _Exchange, call: RingCall, n: int, own: tuple[Tensor, Tensor]) -> None:
+    """Add what the rank that looks at our keys in round n found."""
+    t, _, rows = call.rounds[n - 1]
     if rows:
-        exchange.workspace.wait(other, _written(t))
-        for total, term in zip(own, exchange.terms(other, t, len(rows)), strict=True):
+        exchange.workspace.wait(call.reader(t), _written(n))
+        for total, term in zip(own, exchange.terms(call.reader(t), n, len(rows)), strict=True):
             total[:, rows.start : rows.stop] += term
 
 
-def _written(t: int) -> int:
-    return 2 * t
+def _written(n: int) -> int:
+    return 2 * n
 
 
-def _added(t: int) -> int:
-    return 2 * t + 3
+def _added(n: int) -> int:
+    return 2 * n + 3

@@ -43,6 +43,16 @@ class TorchFlash(ABC):
             out, lse = turn(out[..., : v.shape[-1]].transpose(1, 2)), turn(lse.transpose(1, 2)).transpose(1, 2)
             part.add(out, lse)
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        shapes = {piece.shape for piece in pieces(step)}
+        if sinks is not None or len(pieces(step)) > 1 or not shapes <= {Shape.FULL, Shape.LOWER}:
+            return None
+        queries, keys, values = (self._ready(x, q, v) for x in (q, k, v))
+        out, lse = self._forward(queries, keys, values, Shape.LOWER in shapes, scores.scale)
+        return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
+
     def backward(
         self,
         step: Step,

@@ -72,6 +72,16 @@ class TritonFlash:
             q, k, v, step, _terms(scores), sinks=sinks, state=sums, out=out, lse=lse, precision=self.precision
         )
 
+    def alone(
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = (
+            q.new_empty((*q.shape[:3], v.shape[3])),
+            q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+        )
+        self.last(step, scores, q, k, v, None, out, lse, sinks)
+        return out, lse
+
     def backward(
         self,
         step: Step,

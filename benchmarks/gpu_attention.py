@@ -1,0 +1,238 @@
+"""Attention on a GPU: the Triton kernels against torch's providers, and a ring's steps against the whole.
+
+Cases attention/... are forward, and backward, of one rank, as `ring_attention` runs them; attention-ring/... all steps
+of all W ranks of a causal zigzag ring, one after the other, against the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.plan import ring_plan
+from fused_tp.schedules.attention.ring import Backward, Forward, RingCall, Saved, zeros_like
+from fused_tp.schedules.attention.ring_local import LocalRing
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.triton import TRITON
+
+from .case import OURS, Case, Contestant, Rival, Unavailable
+from .gpu_ranks import normal
+from .gpu_timing import GpuContext, assert_near
+from .ratios import SPEEDUP
+
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBackend.FLASH_ATTENTION}
+WHOLE = "the whole at once"
+DTYPE = torch.bfloat16
+WIDTH = 2048  # heads * head_dim
+TOKENS = 32768  # of all batch rows together
+LENGTHS = (4096, 8192, 16384, 32768)
+FORWARD_BAR, FORWARD_AIM, BACKWARD_BAR, BACKWARD_AIM = 0.70, 0.90, 0.65, 0.85
+RING_BAR = 0.92
+Makers = dict[str, Callable[[], Contestant]]
+CHUNK = 2048  # queries at a time, of the fp64 reference
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for head_dim in (128,) if quick else (128, 64):
+        for causal in (True,) if quick else (True, False):
+            for seq in LENGTHS[:1] if quick else LENGTHS:
+                for backward in (False, True):
+                    bar, aim = (BACKWARD_BAR, BACKWARD_AIM) if backward else (FORWARD_BAR, FORWARD_AIM)
+                    name = "/".join(
+                        ["attention", "backward" if backward else "forward", f"D={head_dim}", _mask(causal), f"S={seq}"]
+                    )
+                    yield Case(
+                        name,
+                        alone,
+                        {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
+                        {backend: Rival(SPEEDUP, bar, aim) for backend in BACKENDS},
+                        seconds=1.75,
+                    )
+
+
+def ring_cases(quick: bool) -> Iterator[Case]:
+    for ranks, seq in ((8, 16384),) if quick else ((8, 16384), (8, 32768)):
+        for backward in (False, True):
+            way = "backward" if backward else "forward"
+            yield Case(
+                f"attention-ring/{way}/W={ranks}/S={seq}",
+                ring,
+                {"seq": seq, "head_dim": 128, "ranks": ranks, "backward": backward},
+                {WHOLE: Rival(SPEEDUP, RING_BAR)},
+                seconds=3.0,
+            )
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+class Inputs:
+    """q, k, v and the gradient of the output: [B, S, H, D] in bf16, made on the device."""
+
+    def __init__(self, context: GpuContext, seq: int, head_dim: int, batch: int) -> None:
+        shape = (batch, seq, WIDTH // head_dim, head_dim)
+        self.q, self.k, self.v, self.grad = (
+            normal(*shape, dtype=DTYPE, device=context.device, seed=seed) for seed in range(4)
+        )
+
+    def check(self, got: Sequence[Tensor], causal: bool) -> None:
+        """Against fp64: the last head of the last batch row, of out or of dq, dk, dv."""
+        q, k, v, grad = (x[-1, :, -1].double() for x in (self.q, self.k, self.v, self.grad))
+        expected = reference(q, k, v, grad, causal)
+        wanted = expected[:1] if len(got) == 1 else expected[1:]
+        for name, one, other in zip(("out",) if len(got) == 1 else ("dq", "dk", "dv"), got, wanted, strict=True):
+            # P, dP and out, which enter dq and dk, are rounded too, and partly cancel.
+            assert_near(one[-1, :, -1], other, name)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
+    """[out, dq, dk, dv] of one head [S, D] in fp64, CHUNK queries at a time."""
+    scale, out, dq = q.shape[1] ** -0.5, torch.empty_like(v), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, len(q), CHUNK):
+        rows = slice(start, start + CHUNK)
+        scores = q[rows] @ k.t() * scale
+        if causal:
+            places = torch.arange(len(k), device=k.device)
+            scores.masked_fill_(places > places[rows, None], -torch.inf)
+        p = torch.softmax(scores, -1)
+        out[rows] = p @ v
+        dv += p.t() @ grad[rows]
+        dp = grad[rows] @ v.t()
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        dq[rows] = ds @ k
+        dk += ds.t() @ q[rows]
+    return [out, dq, dk, dv]
+
+
+def alone(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: bool) -> Makers:
+    inputs = Inputs(context, seq, head_dim, max(1, TOKENS // seq))
+    made: Makers = {
+        OURS: partial(_contestant, context, inputs, causal, lambda: _whole_by_ours(inputs, causal, backward))
+    }
+    for name, backend in BACKENDS.items():
+        made[name] = partial(
+            _contestant, context, inputs, causal, partial(_whole_by_torch, inputs, causal, backward, backend)
+        )
+    return made
+
+
+def ring(
+    context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool
+) -> dict[str, Callable[[], Contestant]]:
+    """The ring's contestant computes what W ranks would, one rank after the other; nothing moves."""
+    inputs = Inputs(context, seq, head_dim, 1)
+    return {
+        OURS: lambda: _contestant(context, inputs, True, lambda: _ring_by_ours(inputs, ranks, backward)),
+        WHOLE: lambda: _contestant(context, inputs, True, lambda: _whole_by_ours(inputs, True, backward)),
+    }
+
+
+def _contestant(
+    context: GpuContext, inputs: Inputs, causal: bool, make: Callable[[], Callable[[], Sequence[Tensor]]]
+) -> Contestant:
+    """`make` prepares a function that gives [out], or [dq, dk, dv]."""
+    (stream,) = context.streams(1)
+    torch.cuda.synchronize(context.device)
+    with torch.cuda.stream(stream):
+        compute = make()
+        compute()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            compute()
+
+    def check() -> None:
+        with torch.cuda.stream(stream):
+            got = compute()
+            inputs.check(got, causal)
+
+    return Contestant(run, check)
+
+
+def _whole_by_torch(
+    inputs: Inputs, causal: bool, backward: bool, backend: SDPBackend
+) -> Callable[[], Sequence[Tensor]]:
+    leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
+    grad = inputs.grad.transpose(1, 2)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal)
+
+    try:
+        out = forward()
+    except RuntimeError as error:
+        raise Unavailable(str(error).splitlines()[0]) from error
+    if not backward:
+        return lambda: [forward().transpose(1, 2)]
+    return lambda: [g.transpose(1, 2) for g in torch.autograd.grad(out, leaves, grad, retain_graph=True)]
+
+
+def _whole_by_ours(inputs: Inputs, causal: bool, backward: bool) -> Callable[[], Sequence[Tensor]]:
+    call, local = _call(inputs, 1, 0, causal), LocalRing()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return local.forward(call, inputs.q, inputs.k, inputs.v, ())
+
+    if not backward:
+        return lambda: [forward()[0]]
+    saved = Saved(inputs.q, inputs.k, inputs.v, *forward(), inputs.grad, None)
+
+    def gradients() -> Sequence[Tensor]:
+        found = local.backward(call, saved, ())
+        return [found.dq, found.dk, found.dv]
+
+    return gradients
+
+
+def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Sequence[Tensor]]:
+    calls = [_call(inputs, ranks, rank, True) for rank in range(ranks)]
+    where = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
+    q, k, v, grad = ([x[:, tokens] for tokens in where] for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+
+    def forward() -> list[tuple[Tensor, Tensor]]:
+        results = []
+        for rank, call in enumerate(calls):
+            state = Forward(call, q[rank], v[rank])
+            for t in range(ranks):
+                source = call.plan.source(rank, t)
+                state.attend(t, k[source], v[source])
+            results.append(state.result())
+        return results
+
+    def whole(parts: Sequence[Tensor]) -> Tensor:
+        result = torch.empty_like(inputs.q)
+        for tokens, part in zip(where, parts, strict=True):
+            result[:, tokens] = part
+        return result
+
+    if not backward:
+        return lambda: [whole([out for out, _ in forward()])]
+    outs = forward()
+
+    def gradients() -> Sequence[Tensor]:
+        dk, dv = [zeros_like(x) for x in k], [zeros_like(x) for x in v]
+        dq = []
+        for rank, call in enumerate(calls):
+            state = Backward(call, Saved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
+            for t in range(ranks):
+                source = call.plan.source(rank, t)
+                state.attend(t, k[source], v[source], dk[source], dv[source])
+            dq.append(state.result(dk[rank], dv[rank]).dq)
+        return [whole(dq), *(whole([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
+
+    return gradients
+
+
+def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
+    seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
+    plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, "zigzag")
+    return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5), None)
