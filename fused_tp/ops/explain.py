@@ -152,8 +152,9 @@ def _explain(
     ask: Callable[..., Decision],
 ) -> Explanation:
     forward, backward = queries(op, shapes, dim, size)
-    # The loss moves statistics of the logits, which have the dtype of its arithmetic.
-    moved = accumulate_dtype(dtype) if op == "vocab_parallel_cross_entropy" else dtype
+    # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
+    exact = ("vocab_parallel_cross_entropy", "context_parallel_decode")
+    moved = accumulate_dtype(dtype) if op in exact else dtype
 
     def answer(query: Query | None) -> Decision | None:
         return None if query is None else ask(query[0], moved, *query[1:])

@@ -12,6 +12,7 @@ from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
 from fused_tp.schedules.attention import ring_select
+from fused_tp.schedules.attention.decode import numbers_given
 from fused_tp.schedules.ways import ALL_TO_ALL
 
 Shape = Sequence[int]
@@ -26,6 +27,7 @@ ARGUMENTS = {
     "all_reduce": ("x",),
     "all_reduce_rms_norm": ("partial",),
     "column_parallel_matmul": _X_WEIGHT,
+    "context_parallel_decode": ("q", "k_cache_shard", "v_cache_shard"),
     "copy_to_group": ("x",),
     "gather": ("x_shard",),
     "matmul_all_reduce": _X_WEIGHT,
@@ -83,6 +85,8 @@ def queries(op: str, shapes: Sequence[Any], dim: Any, size: int) -> Both:
         return _of_ring(shapes, size)
     if op == "ulysses_attention":
         return _of_ulysses(shapes, size)
+    if op == "context_parallel_decode":
+        return _of_decode(shapes, size)
     if names[-1] == "weight":
         return _of_matmul(op, shapes, size)
     # The loss gathers statistics, 4 numbers for each token, and not logits.
@@ -132,6 +136,16 @@ def _of_ulysses(shapes: Sequence[Shape], size: int) -> Both:
     check_shared(q[2], size)
     query = (ALL_TO_ALL, q[0] * q[1] * size, None, moved_columns(q, k, v))
     return query, query
+
+
+def _of_decode(shapes: Sequence[Shape], size: int) -> Both:
+    q, k, v = shapes
+    if not len(q) == len(k) == len(v) == 4 or k[:3] != v[:3] or k[3] != q[3] or k[2] == 0 or q[2] % k[2]:
+        raise ValueError(
+            f"q, k_cache_shard and v_cache_shard are {tuple(q)}, {tuple(k)} and {tuple(v)}; they must be [batch, new, "
+            "heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
+        )
+    return ("all_gather", size, None, numbers_given(q, v)), None
 
 
 def _meta(names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, torch.Tensor]:

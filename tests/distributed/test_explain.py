@@ -35,6 +35,10 @@ def call_of(op: str, dtype: torch.dtype, dim: int | None) -> tuple[Callable[...,
     names = ARGUMENTS[op]
     if op in ("ring_attention", "ulysses_attention"):
         return run, [leaf(1, 4, 4, 8, dtype=dtype), leaf(1, 4, 2, 8, dtype=dtype), leaf(1, 4, 2, 16, dtype=dtype)]
+    if op == "context_parallel_decode":
+        shapes = (2, 1, 4, 8), (2, 9, 2, 8), (2, 9, 2, 16)
+        tensors = [leaf(*shape, dtype=dtype).detach() for shape in shapes]
+        return partial(run, cache_seqlens=torch.tensor([9, 4])), tensors
     if names[-1] == "weight":
         norm = {"residual": torch.ones(2, M, N, dtype=dtype), "norm_weight": torch.ones(N, dtype=dtype), "eps": 1e-5}
         more = norm if op == "matmul_all_reduce_rms_norm" else {}
@@ -73,7 +77,8 @@ def compare(group: dist.ProcessGroup, op: str, dtype: torch.dtype, dim: int | No
         out = call(*tensors, group=group)
     out = out[0] if isinstance(out, tuple) else out
     with asked() as backward:
-        out.float().sum().backward()
+        if out.requires_grad:
+            out.float().sum().backward()
     with asked() as explained:
         shapes = [tuple(t.shape) for t in tensors]
         explanation = fused_tp.explain(op, *shapes, dtype=dtype, group=group, dim=dim)

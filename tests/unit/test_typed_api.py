@@ -54,6 +54,15 @@ def test_ring_attention() -> None:
     assert isinstance(out, Tensor) and isinstance(lse, Tensor)
 
 
+def test_context_parallel_decode() -> None:
+    q, lengths = torch.ones(1, 4, 2, 8), torch.tensor([4])
+    one = assert_type(fused_tp.context_parallel_decode(q, q, q, group=None, cache_seqlens=lengths), Tensor)
+    assert isinstance(one, Tensor)
+    both = fused_tp.context_parallel_decode(q, q, q, group=None, cache_seqlens=lengths, return_lse=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    assert isinstance(both, tuple)
+
+
 def test_ulysses_attention() -> None:
     q = torch.ones(1, 4, 2, 8)
     assert isinstance(assert_type(fused_tp.ulysses_attention(q, q, q, group=None, causal=True), Tensor), Tensor)
