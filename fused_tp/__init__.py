@@ -13,6 +13,7 @@ from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from fused_tp.ops.collectives import all_gather, all_reduce, copy_to_group, gather, reduce_scatter, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.ops.explain import explain
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -21,6 +22,7 @@ from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.ops.sequence_balance import sequence_balance
+from fused_tp.ops.ulysses_attention import ulysses_attention
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
@@ -46,6 +48,8 @@ __all__ = [
     "matmul_all_reduce_rms_norm",
     "vocab_parallel_cross_entropy",
     "ring_attention",
+    "ulysses_attention",
+    "context_parallel_attention",
     "context_parallel_decode",
     "shard_sequence",
     "unshard_sequence",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,16 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
     if (rows, keys) != (seen.rows, seen.keys):
         raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
     check_current(q.device)
+
+
+def check_sums(sums: Mapping[str, Tensor | None], *, alike: Sequence[str] = ()) -> None:
+    """Raises ValueError unless these are fp32 with a dense last dim, and those of `alike` lie alike."""
+    for name, x in sums.items():
+        if x is not None and (x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1)):
+            raise ValueError(f"{name} must be fp32 with a dense last dim; got {x.dtype} with strides {x.stride()}.")
+    strides = {x.stride() for name in alike if (x := sums[name]) is not None}
+    if len(strides) > 1:
+        raise ValueError(f"{' and '.join(alike)} must have the same strides; they have {sorted(strides)}.")
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:

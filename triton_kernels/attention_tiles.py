@@ -31,16 +31,23 @@ class Seen(Protocol):
     and k_indices; the tiles are kept in the same dict.
     """
 
-    q_breaks: tuple[int, ...]
-    k_breaks: tuple[int, ...]
-    starts: Any
-    stops: Any
-
     @property
     def rows(self) -> int: ...
 
     @property
     def keys(self) -> int: ...
+
+    @property
+    def q_breaks(self) -> tuple[int, ...]: ...
+
+    @property
+    def k_breaks(self) -> tuple[int, ...]: ...
+
+    @property
+    def starts(self) -> Any: ...
+
+    @property
+    def stops(self) -> Any: ...
 
     @property
     def seen_by(self) -> tuple[Any, Any]: ...

@@ -21,6 +21,7 @@ from .attention_launch import (
     Dropout,
     Terms,
     check,
+    check_sums,
     config_for,
     descriptor,
     fits_tma,
@@ -118,6 +119,8 @@ def _launch(
     tiles = query_tiles(seen, config.rows, config.block, q.device)
     vectors = seen.on(q.device)
     weighted, highest, total = state or (None, None, None)
+    sums = {"weighted": weighted, "highest": highest, "total": total, "lse": lse}
+    check_sums(sums, alike=("highest", "total"))
     tma = config.tma and fits_tma(k) and fits_tma(v)
     grid = programs(q, k, v, tiles, of_keys=False)
     names = ("starts", "stops", "places", "q_indices", "k_indices")
@@ -184,6 +187,7 @@ def flash_backward(
         raise ValueError(
             f"grad_out must be {[*q.shape[:3], v.shape[3]]} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}."
         )
+    check_sums({"dq": dq, "dk": dk, "dv": dv, "d_slopes": d_slopes})
     if q.numel() == 0 or k.numel() == 0:
         return
     if grad_out.stride(-1) != 1:

@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KERNEL_MODULES = ("gemm", "all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+KERNEL_MODULES = (
+    "gemm",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
+    "flash_attention_forward",
+    "flash_attention_backward",
+)
 
 # What multiplies matrices on each architecture, in PTX.
 MATRIX_INSTRUCTIONS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}

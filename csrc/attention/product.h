@@ -7,6 +7,13 @@
 
 #include <cstdint>
 
+// Loops over what lies in registers must be gone before the compiler decides what does.
+#if defined(__clang__)
+#define FUSED_TP_UNROLL _Pragma("unroll")
+#else
+#define FUSED_TP_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace fused_tp::attention {
 namespace {
 
@@ -14,18 +21,27 @@ template <class L, int kVectors, bool kAdd>
 inline void tile(const typename L::Operand* a, int64_t a_row, const typename L::Operand* b, int64_t b_step,
                  int64_t steps, typename L::Real* c, int64_t c_row) {
   typename L::Vector sums[L::kRows][kVectors];
-  for (int r = 0; r < L::kRows; ++r)
+  FUSED_TP_UNROLL
+  for (int r = 0; r < L::kRows; ++r) {
+    FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) sums[r][v] = kAdd ? L::load(c + r * c_row + v * L::kWidth) : L::zero();
+  }
   for (int64_t s = 0; s < steps; ++s) {
     typename L::Operands of_b[kVectors];
+    FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) of_b[v] = L::load_operand(b + s * b_step + v * L::kWidth * L::kPair);
+    FUSED_TP_UNROLL
     for (int r = 0; r < L::kRows; ++r) {
       const typename L::Operands of_a = L::broadcast_operand(a + r * a_row + s * L::kPair);
+      FUSED_TP_UNROLL
       for (int v = 0; v < kVectors; ++v) sums[r][v] = L::product(of_a, of_b[v], sums[r][v]);
     }
   }
-  for (int r = 0; r < L::kRows; ++r)
+  FUSED_TP_UNROLL
+  for (int r = 0; r < L::kRows; ++r) {
+    FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) L::store(c + r * c_row + v * L::kWidth, sums[r][v]);
+  }
 }
 
 template <class L, int kVectors, bool kAdd>

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
+from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.schedules.attention.layouts import LAYOUTS, check_layout, local_length
 from fused_tp.schedules.attention.masks import UNLIMITED, AttentionMask
 from fused_tp.schedules.attention.scores import Dropout, Scores
@@ -65,6 +69,33 @@ HOW = (
     "bool causal, int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, "
     "SymInt seq_len, SymInt seq_len_kv"
 )
+
+
+def in_words(keywords: Keywords, mask: AttentionMask, **given: bool) -> str:
+    """What ranks must agree on besides shapes; `given`: which other arguments there are.
+
+    What they compare are at most eight numbers (those of shared memory): all of this is one of them, its checksum.
+    """
+    bounds = mask.cu_seqlens, mask.cu_seqlens_kv
+    documents = f"checksum {zlib.crc32(repr(bounds).encode())}" if any(bounds) else "one length"
+    return ", ".join(
+        [str(keywords), *(f"{name}={value}" for name, value in given.items()), f"documents of {documents}"]
+    )
+
+
+def checksum(words: str) -> int:
+    return zlib.crc32(words.encode())
+
+
+@contextmanager
+def explained(op: str, rank: int, words: str) -> Iterator[None]:
+    """Each rank that hears of a disagreement says what its checksum stands for."""
+    try:
+        yield
+    except RankMismatchError as error:
+        raise RankMismatchError(
+            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum; on rank {rank} it stands for {words}."
+        ) from error
 
 
 @dataclass(frozen=True)

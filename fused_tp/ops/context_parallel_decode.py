@@ -17,7 +17,7 @@ from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.attention.cache_rows import CacheRows, DenseRows, PagedRows
 from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.schedules.attention.decode import CacheCall, attend, merge
+from fused_tp.schedules.attention.decode import CacheCall, attend, merge, numbers_given
 from fused_tp.schedules.attention.providers import provider_for
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.base import Schedule
@@ -337,7 +337,7 @@ def _everyone(mine: Tensor, words: str, schedule: Schedule, numbers: int, rank: 
 def _parts_schedule(q: Tensor, v: Tensor, group: str) -> tuple[Schedule, int]:
     """What moves the parts, and how many numbers each rank gives."""
     known = group_by_name(group)
-    numbers = 1 + q.shape[0] * q.shape[1] * q.shape[2] * (v.shape[3] + 1)
+    numbers = numbers_given(q.shape, v.shape)
     dtype = accumulate_dtype(q.dtype)
     return select_schedule(_OP, known, dtype, q.device, known.size, None, numbers), numbers
 

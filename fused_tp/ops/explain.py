@@ -152,16 +152,18 @@ def _explain(
     ask: Callable[..., Decision],
 ) -> Explanation:
     forward, backward = queries(op, shapes, dim, size)
-    # The loss moves statistics of the logits, which have the dtype of its arithmetic.
-    moved = accumulate_dtype(dtype) if op == "vocab_parallel_cross_entropy" else dtype
+    # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
+    exact = ("vocab_parallel_cross_entropy", "context_parallel_decode")
+    moved = accumulate_dtype(dtype) if op in exact else dtype
 
     def answer(query: Query | None) -> Decision | None:
         return None if query is None else ask(query[0], moved, *query[1:])
 
     provider = None
-    if op == "ring_attention":
+    if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=size == 1)
+        single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
         chosen, reason = choose_provider(wanted)
         provider = Provider(chosen.name, reason)
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))

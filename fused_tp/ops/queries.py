@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
 from fused_tp.schedules.attention import ring_select
+from fused_tp.schedules.attention.decode import numbers_given
+from fused_tp.schedules.ways import ALL_TO_ALL
 
 Shape = Sequence[int]
 # (op, m, k, n) as runtime.dispatch.choose takes them: None for a dim that is cut over the ranks.
@@ -24,6 +27,7 @@ ARGUMENTS = {
     "all_reduce": ("x",),
     "all_reduce_rms_norm": ("partial",),
     "column_parallel_matmul": _X_WEIGHT,
+    "context_parallel_decode": ("q", "k_cache_shard", "v_cache_shard"),
     "copy_to_group": ("x",),
     "gather": ("x_shard",),
     "matmul_all_reduce": _X_WEIGHT,
@@ -32,6 +36,7 @@ ARGUMENTS = {
     "reduce_scatter": ("x",),
     "ring_attention": ("q", "k", "v"),
     "scatter": ("x",),
+    "ulysses_attention": ("q", "k", "v"),
     "vocab_parallel_cross_entropy": ("logits_shard",),
 }
 
@@ -60,6 +65,11 @@ def queries(op: str, shapes: Sequence[Any], dim: Any, size: int) -> Both:
     Raises:
         TypeError, ValueError: shapes or dim do not fit the op.
     """
+    if op == "context_parallel_attention":
+        raise ValueError(
+            "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "
+            "other; ask for these, each with the group of its dim."
+        )
     if op not in ARGUMENTS:
         raise ValueError(f"op is {op!r}; explain knows {', '.join(sorted(ARGUMENTS))}.")
     names = ARGUMENTS[op]
@@ -73,6 +83,10 @@ def queries(op: str, shapes: Sequence[Any], dim: Any, size: int) -> Both:
         return _of_collective(op, shapes[0], 0 if dim is None else dim, size)
     if op == "ring_attention":
         return _of_ring(shapes, size)
+    if op == "ulysses_attention":
+        return _of_ulysses(shapes, size)
+    if op == "context_parallel_decode":
+        return _of_decode(shapes, size)
     if names[-1] == "weight":
         return _of_matmul(op, shapes, size)
     # The loss gathers statistics, 4 numbers for each token, and not logits.
@@ -113,6 +127,25 @@ def _of_ring(shapes: Sequence[Shape], size: int) -> Both:
     q, k, v = shapes
     query = (ring_select.OP, *ring_select.moved(k, v, q[1] * size))
     return query, query
+
+
+def _of_ulysses(shapes: Sequence[Shape], size: int) -> Both:
+    """All exchanges of a call are dispatched by what the first of them moves: q, k and v."""
+    check_heads(*_meta(ARGUMENTS["ulysses_attention"], shapes).values())
+    q, k, v = shapes
+    check_shared(q[2], size)
+    query = (ALL_TO_ALL, q[0] * q[1] * size, None, moved_columns(q, k, v))
+    return query, query
+
+
+def _of_decode(shapes: Sequence[Shape], size: int) -> Both:
+    q, k, v = shapes
+    if not len(q) == len(k) == len(v) == 4 or k[:3] != v[:3] or k[3] != q[3] or k[2] == 0 or q[2] % k[2]:
+        raise ValueError(
+            f"q, k_cache_shard and v_cache_shard are {tuple(q)}, {tuple(k)} and {tuple(v)}; they must be [batch, new, "
+            "heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
+        )
+    return ("all_gather", size, None, numbers_given(q, v)), None
 
 
 def _meta(names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, torch.Tensor]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call
+from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
-from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.attention.plan import ring_plan
@@ -212,42 +208,28 @@ def _prepare(
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
     provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1)
     call = RingCall(ring_plan(mask, group.size, keywords.layout), group.rank, provider, scores, sinks)
-    # What ranks compare are at most eight numbers (those of shared memory): the keywords, of which there are more, are
-    # one of them.
-    words = f"{keywords}, sinks={sinks is not None}, documents of {_checksum(mask.cu_seqlens, mask.cu_seqlens_kv)}"
-    dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], zlib.crc32(words.encode()))
-    return select_ring(group, k, v, keywords.seq_len_kv), call, dims, words
-
-
-def _checksum(*bounds: tuple[int, ...]) -> str:
-    return f"checksum {zlib.crc32(repr(bounds).encode())}" if any(bounds) else "one length"
+    words = in_words(keywords, mask, alibi_slopes=slopes is not None, sinks=sinks is not None)
+    dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
+    return select_ring(group, q, k, v, keywords.seq_len_kv), call, dims, words
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
-    return select_ring(group_by_name(rest[-1]), k, v, Keywords(*rest[_TENSORS:-1]).seq_len_kv)
+    return select_ring(group_by_name(rest[-1]), q, k, v, Keywords(*rest[_TENSORS:-1]).seq_len_kv)
 
 
-@contextmanager
-def _keywords_in_words(rank: int, words: str) -> Iterator[None]:
-    """Each rank that hears of a disagreement says what its checksum of the keywords stands for."""
-    try:
-        yield
-    except RankMismatchError as error:
-        raise RankMismatchError(
-            f"{str(error).rstrip('.')}. The last number of a ring_attention is a checksum; on rank {rank} it stands "
-            f"for {words}."
-        ) from error
+def _as_kernels_take_them(*tensors: Tensor) -> list[Tensor]:
+    """Any strides but that of the last dim, and one dtype: that of the first.
 
-
-def _dense_last(*tensors: Tensor) -> list[Tensor]:
-    """Kernels take any strides but that of the last dim."""
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    Callers inside of fused_tp may give k and v, rounded to the dtype of q, in fp32: so their gradients are not rounded.
+    """
+    dtype = tensors[0].dtype
+    return [t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous() for t in tensors]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     ring, call, dims, words = _prepare(q, k, v, rest)
-    q, k, v = _dense_last(q, k, v)
-    with span(f"ring_attention ({ring.name}, {call.provider.name})"), _keywords_in_words(call.rank, words):
+    q, k, v = _as_kernels_take_them(q, k, v)
+    with span(f"ring_attention ({ring.name}, {call.provider.name})"), explained("ring_attention", call.rank, words):
         return ring.forward(call, q, k, v, dims)
 
 
@@ -268,9 +250,13 @@ def _backward_op(
 ) -> list[Tensor]:
     ring, call, dims, words = _prepare(q, k, v, rest, grad_lse=grad_lse is not None)
     grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out
-    grad_out, q, k, v = _dense_last(grad_out, q, k, v)
-    saved = Saved(q, k, v, out, lse, grad_out, grad_lse)
-    with span(f"ring_attention backward ({ring.name}, {call.provider.name})"), _keywords_in_words(call.rank, words):
+    kv_grad_dtype = k.dtype
+    q, k, v, grad_out = _as_kernels_take_them(q, k, v, grad_out)
+    saved = Saved(q, k, v, out, lse, grad_out, grad_lse, kv_grad_dtype)
+    with (
+        span(f"ring_attention backward ({ring.name}, {call.provider.name})"),
+        explained("ring_attention", call.rank, words),
+    ):
         grads = ring.backward(call, saved, dims)
     return [g for g in (grads.dq, grads.dk, grads.dv, grads.d_slopes, grads.d_sinks) if g is not None]
 

@@ -34,6 +34,7 @@ from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
 RING = "ring_attention"
+ALL_TO_ALL = "all_to_all"
 MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
 
 
@@ -63,7 +64,7 @@ def _lacks_nothing(op: str, dtype: torch.dtype) -> None:
 
 
 def _no_ring(op: str, dtype: torch.dtype) -> str | None:
-    return f"it has no {RING}" if op == RING else None
+    return f"it has no {op}" if op in (RING, ALL_TO_ALL) else None
 
 
 def _everywhere(group: Group, device: torch.device) -> None:
@@ -168,7 +169,7 @@ def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Sch
 def _no_device_kernel_of(op: str, dtype: torch.dtype) -> str | None:
     if op == RING:
         return f"there is no device kernel of {RING}"
-    if dtype not in SUMMED_DTYPES:
+    if dtype not in SUMMED_DTYPES and op != ALL_TO_ALL:
         return f"device kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     return None
 
@@ -210,7 +211,8 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
 # -- copy_engine: over symmetric memory too ---------------------------------------------------------------------------
 
 
-_NO_COPY_ENGINE_FORM = ("all_reduce", "all_reduce_rms_norm", RING)  # sums, and no matmul to hide them behind
+# Sums, and no matmul to hide them behind.
+_NO_COPY_ENGINE_FORM = ("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL)
 
 
 def _no_copy_engine_form(op: str, dtype: torch.dtype) -> str | None:

@@ -338,6 +338,47 @@ def test_generation_with_a_cache_cut_over_ranks(tp: int) -> None:
     run_ranks(4, sharded_generation, tp)
 
 
+class Writer(nn.Module):
+    """The smallest model that writes: an embedding, attention twice, and a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        rope, self.words = RotaryEmbedding(8), nn.Embedding(50, 32, dtype=torch.float64)
+        self.head = nn.Linear(32, 50, bias=False, dtype=torch.float64)
+        self.layers = nn.ModuleList(
+            ParallelAttention(32, 4, 2, causal=True, rope=rope, dtype=torch.float64, **options, **how)
+            for how in ({"window": (6, 0), "sinks": True}, {"softcap": 5.0})
+        )
+
+    def write(self, ids: Tensor, caches: list[Any], count: int) -> Tensor:
+        new, draws = ids, torch.Generator().manual_seed(6)
+        for _ in range(count):
+            x = self.words(new)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = 0.1 * x + 5 * layer(x, kv_cache=cache)
+            new = torch.multinomial(self.head(x[:, -1]).softmax(-1), 1, generator=draws)
+            ids = torch.cat([ids, new], 1)
+        return ids
+
+
+def written(group: dist.ProcessGroup) -> Tensor:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    ids = torch.arange(26).view(2, 13)
+    with torch.no_grad():
+        wanted = Writer(mesh=mesh["tp"]).write(ids, [KVCache(), KVCache()], 12)
+        cut = Writer(mesh=mesh["tp"], cp_group=mesh["cp"])
+        got = cut.write(ids, [ContextKVCache(mesh["cp"], block=4) for _ in range(2)], 12)
+    assert torch.equal(got, wanted)
+    return got
+
+
+def test_a_model_writes_the_same_text_with_a_sharded_cache() -> None:
+    texts = run_ranks(4, written)
+    assert len(set(texts[0][0, 13:].tolist())) > 3  # not one word over and over
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
 def dropped_over_sequences(group: dist.ProcessGroup, cp: int) -> list[Tensor]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (cp, group.size() // cp), mesh_dim_names=("cp", "tp"))
     full = Attention(4, True, False, None, True)

@@ -71,8 +71,9 @@ def whole_step(mask: AttentionMask) -> Step:
     """All queries and all keys, those that see nothing and that nobody sees too."""
     queries, keys = np.arange(mask.seq_len), np.arange(mask.seq_len_kv)
     places, starts, stops = mask.seen(queries)
-    starts, stops = starts.astype(np.int32), stops.astype(np.int32)
-    return Step(0, len(queries), 0, len(keys), starts, stops, places, queries, keys, (), ())
+    return Step(
+        0, len(queries), 0, len(keys), starts.astype(np.int32), stops.astype(np.int32), places, queries, keys, (), ()
+    )
 
 
 def attention64(
@@ -121,9 +122,8 @@ def case(
     if sinks:
         leaves["sinks"] = seeded(heads[0], seed=5)
     leaves64 = {name: x.double().requires_grad_() for name, x in leaves.items()}
-    out, lse = attention64(
-        step, replace(scores, alibi_slopes=leaves64.get("slopes")), *(leaves64[n] for n in "qkv"), leaves64.get("sinks")
-    )
+    scores64 = replace(scores, alibi_slopes=leaves64.get("slopes"))
+    out, lse = attention64(step, scores64, leaves64["q"], leaves64["k"], leaves64["v"], leaves64.get("sinks"))
     gradients = torch.autograd.grad(out, list(leaves64.values()), grad_out.double())
     return Case(
         step,
@@ -456,6 +456,13 @@ def errors(_group: dist.ProcessGroup) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             flash.flash_attention(*arguments)
+    state = SoftmaxState.empty(c.q, 16)
+    for sums, said in (
+        ((state.weighted.double(), state.highest, state.total), "weighted must be fp32"),
+        ((state.weighted, torch.zeros(1, 4, 40)[..., :20], state.total), "same strides"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flash.flash_forward(c.q, c.k, c.v, c.step, own, sums)
     from fused_tp.schedules.attention.triton import obstacle
 
     cpu = torch.device("cpu")

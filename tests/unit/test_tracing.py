@@ -13,7 +13,7 @@ import fused_tp
 from fused_tp.ops import all_gather_matmul, collectives, column_parallel_matmul, matmul_all_reduce
 from fused_tp.runtime import tracing
 from fused_tp.runtime.tracing import label, span
-from tests.workers import run_ranks
+from tests.workers import device_mesh, run_ranks
 
 
 class Told:
@@ -147,12 +147,14 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
     partial, residual, norm_weight, logits = leaf(4, 6), leaf(4, 6), leaf(6), leaf(4, 5)
     target = torch.arange(4)
     q, k, v = (leaf(1, 4, 2, 8) for _ in range(3))
+    mesh = device_mesh(group)
     calls: dict[str, Any] = {
         "all_gather": lambda: collectives.all_gather(x_shard, 0, group=group),
         "all_gather_matmul": lambda: fused_tp.all_gather_matmul(x_shard, [w, w], group=group),
         "all_reduce": lambda: collectives.all_reduce(x, group=group),
         "all_reduce_rms_norm": lambda: fused_tp.all_reduce_rms_norm(partial, residual, norm_weight, 1e-6, group=group),
         "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
+        "context_parallel_attention": lambda: fused_tp.context_parallel_attention(q, k, v, mesh=mesh),
         "copy_to_group": lambda: collectives.copy_to_group(x, group=group),
         "gather": lambda: collectives.gather(x_shard, 0, group=group),
         "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(x, w, group=group),
@@ -164,6 +166,7 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
         "ring_attention": lambda: fused_tp.ring_attention(q, k, v, group=group, causal=True),
         "scatter": lambda: collectives.scatter(x, 0, group=group),
         "shard_sequence": lambda: fused_tp.shard_sequence(x, 0, group=group),
+        "ulysses_attention": lambda: fused_tp.ulysses_attention(q, k, v, group=group, causal=True),
         "unshard_sequence": lambda: fused_tp.unshard_sequence(x_shard, 0, group=group),
         "vocab_parallel_cross_entropy": lambda: fused_tp.vocab_parallel_cross_entropy(logits, target, group=group),
     }
@@ -183,6 +186,10 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
 
 # What the ops show of themselves on two ranks that send messages, in order; chunks and steps apart.
 GRADS = "all_gather_matmul_backward [8, 6]x[8, 6]x[4, 8]x[6, 8]x[6, 8] f32"
+RING = [
+    "ring_attention [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
+    "ring_attention_backward " + "x".join(["[1, 4, 2, 8]"] * 5 + ["[1, 2, 4]"]) + " f32 {}",
+]
 EXPECTED = {
     "all_gather": ["all_gather [4, 8] f32 {}", "reduce_scatter [8, 8] f32 {}"],
     "all_gather_matmul": ["all_gather_matmul [4, 8]x[6, 8]x[6, 8] f32 {}", GRADS + " {}"],
@@ -192,6 +199,7 @@ EXPECTED = {
         "column_parallel_matmul [4, 8]x[6, 8] f32",
         "column_parallel_matmul_backward [4, 6]x[4, 8]x[6, 8] f32 {}",
     ],
+    "context_parallel_attention": RING,  # over a mesh of one dim
     "copy_to_group": ["all_reduce [4, 8] f32 {}"],
     "gather": ["all_gather [4, 8] f32 {}"],
     "matmul_all_reduce": ["matmul_all_reduce [4, 8]x[6, 8] f32 {}"],
@@ -201,12 +209,15 @@ EXPECTED = {
         "matmul_reduce_scatter_backward [2, 6]x[4, 8]x[6, 8] f32 {}",
     ],
     "reduce_scatter": ["reduce_scatter [4, 8] f32 {}", "all_gather [2, 8] f32 {}"],
-    "ring_attention": [
-        "ring_attention [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
-        "ring_attention_backward " + "x".join(["[1, 4, 2, 8]"] * 5 + ["[1, 2, 4]"]) + " f32 {}",
-    ],
+    "ring_attention": RING,
     "scatter": ["all_gather [2, 8] f32 {}"],
     "shard_sequence": ["shard_sequence [4, 8] f32", "unshard_sequence [2, 8] f32 {}"],
+    "ulysses_attention": [
+        "sequence_to_heads [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
+        "heads_to_sequence [1, 8, 1, 8] f32 {}",
+        "sequence_to_heads [1, 4, 2, 8] f32 {}",
+        "heads_to_sequence [1, 8, 1, 8]x[1, 8, 1, 8]x[1, 8, 1, 8] f32 {}",
+    ],
     "unshard_sequence": ["unshard_sequence [4, 8] f32 {}", "shard_sequence [8, 8] f32"],
     "vocab_parallel_cross_entropy": ["vocab_parallel_cross_entropy [4, 5] f32 {}"],
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import assert_type
 
 import fused_tp
@@ -51,6 +52,30 @@ def test_ring_attention() -> None:
     assert isinstance(assert_type(fused_tp.ring_attention(q, q, q, group=None, causal=True), Tensor), Tensor)
     out, lse = assert_type(fused_tp.ring_attention(q, q, q, group=None, return_lse=True), tuple[Tensor, Tensor])
     assert isinstance(out, Tensor) and isinstance(lse, Tensor)
+
+
+def test_context_parallel_decode() -> None:
+    q, lengths = torch.ones(1, 4, 2, 8), torch.tensor([4])
+    one = assert_type(fused_tp.context_parallel_decode(q, q, q, group=None, cache_seqlens=lengths), Tensor)
+    assert isinstance(one, Tensor)
+    both = fused_tp.context_parallel_decode(q, q, q, group=None, cache_seqlens=lengths, return_lse=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    assert isinstance(both, tuple)
+
+
+def test_ulysses_attention() -> None:
+    q = torch.ones(1, 4, 2, 8)
+    assert isinstance(assert_type(fused_tp.ulysses_attention(q, q, q, group=None, causal=True), Tensor), Tensor)
+    out, lse = assert_type(fused_tp.ulysses_attention(q, q, q, group=None, return_lse=True), tuple[Tensor, Tensor])
+    assert isinstance(out, Tensor) and isinstance(lse, Tensor)
+
+
+def types_of_context_parallel_attention(mesh: DeviceMesh, flag: bool) -> None:
+    """Never called: a mesh needs ranks."""
+    assert_type(fused_tp.context_parallel_attention(X, X, X, mesh=mesh, ulysses_dim="heads"), Tensor)
+    assert_type(fused_tp.context_parallel_attention(X, X, X, mesh=mesh, return_lse=True), tuple[Tensor, Tensor])
+    both = fused_tp.context_parallel_attention(X, X, X, mesh=mesh, return_lse=flag)
+    assert_type(both, Tensor | tuple[Tensor, Tensor])
 
 
 def test_the_other_ops() -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -51,6 +52,11 @@ class CacheCall:
     limits: tuple[int, int]
     provider: AttentionProvider
     paged: bool
+
+
+def numbers_given(q_shape: Sequence[int], v_shape: Sequence[int]) -> int:
+    """How many numbers a rank gives the others: `attend`'s, and one that says what it was called with."""
+    return 1 + prod(q_shape[:3]) * (v_shape[3] + 1)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:

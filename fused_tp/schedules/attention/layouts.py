@@ -4,6 +4,9 @@
 into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which
 is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
 arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
+
+Inside of fused_tp a rank may stand for several, whose tokens it has together (`joint_layout`): "zigzag/4" is zigzag
+over 4W, of which rank r holds what 4r to 4r + 3 would, and "zigzag%4" what r, r + W, r + 2W and r + 3W would.
 """
 
 from __future__ import annotations
@@ -92,6 +95,17 @@ def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
     return seq_len // chunks + (1 if index < seq_len % chunks else 0)
 
 
+def joint_layout(layout: str, ranks: int, *, strided: bool = False) -> str:
+    """Of ranks that each have the tokens of `ranks` ranks of `layout`: neighbours, or W apart."""
+    return f"{layout}{'%' if strided else '/'}{ranks}"
+
+
+def _joint(tokens: tuple[Tokens, ...], ranks: int, strided: bool) -> tuple[Tokens, ...]:
+    count = len(tokens) // ranks
+    held = [tokens[rank::count] if strided else tokens[rank * ranks : (rank + 1) * ranks] for rank in range(count)]
+    return tuple(Tokens(merged(r for tokens_of_one in one for r in tokens_of_one.ranges)) for one in held)
+
+
 @lru_cache(maxsize=16)
 def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
     """What each rank holds.
@@ -99,6 +113,11 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
     [(range(0, 5),), (range(5, 10),)]
     """
+    for separator in "/%":
+        layout, joint, ranks = layout.partition(separator)
+        if joint:
+            tokens = all_tokens(seq_len, world_size * int(ranks), layout, cu_seqlens)
+            return _joint(tokens, int(ranks), separator == "%")
     check_layout(layout, cu_seqlens)
     if layout == "balanced":
         return tuple(Tokens(ranges) for ranges in balanced_ranges(cu_seqlens, world_size))

@@ -104,13 +104,14 @@ class Saved:
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
+    kv_grad_dtype: torch.dtype | None = None  # None: that of k and v
 
     def of_heads(self, heads: slice, kv_heads: slice) -> Saved:
         """The same for some of the query heads and their key heads."""
         q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
         k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
-        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse)
+        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse, self.kv_grad_dtype)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class Backward:
         saved, slopes, sinks = self._saved, self._call.scores.alibi_slopes, self._call.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
         d_slopes = None if self._d_slopes is None or slopes is None else self._d_slopes.to(slopes.dtype)
-        return Gradients(self._dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), d_slopes, d_sinks)
+        kv_dtype = saved.kv_grad_dtype or saved.k.dtype
+        return Gradients(self._dq.to(saved.q.dtype), dk.to(kv_dtype), dv.to(kv_dtype), d_slopes, d_sinks)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple
     return seq_len * batch, None, heads * (head_dim + v_shape[3])
 
 
-def select_ring(group: Group, k: Tensor, v: Tensor, seq_len: int) -> Ring:
-    """The ring for one call, by the size of all K/V.
+def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int) -> Ring:
+    """The ring for one call, by the size of all K/V in the dtype of q.
 
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
     """
-    name = select_schedule(OP, group, k.dtype, k.device, *moved(k.shape, v.shape, seq_len)).name
+    name = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len)).name
     if name == "local":
         return LocalRing()
     if name == "one_sided":

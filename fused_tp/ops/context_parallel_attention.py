@@ -1,0 +1,205 @@
+"""Attention over a sequence that is cut over a 2-D mesh: heads are shared out in one dim, a ring is in the other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
+from fused_tp.runtime.group import group_identity
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    ulysses_dim: str | int | None = None,
+    ring_dim: str | int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    ulysses_dim: str | int | None = None,
+    ring_dim: str | int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    ulysses_dim: str | int | None = None,
+    ring_dim: str | int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    ulysses_dim: str | int | None = None,
+    ring_dim: str | int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the whole sequence, of which each rank of `mesh` holds what `layout` gives it.
+
+    What `ring_attention` computes over all ranks of the mesh, with the same arguments: the ranks of one mesh dim share
+    the heads out as in `ulysses_attention`, and those of the other pass keys as in `ring_attention`. The first is for
+    ranks with fast links, such as those of a host, the second for the rest. So there may be more ranks than heads, and
+    the ring is as short as can be.
+
+    The sequence is cut over all ranks of the mesh in the mesh's own order, its last dim fastest: that of the group of a
+    mesh flattened, or of a world that the mesh spans. `shard_sequence` and the other helpers with that group and
+    `layout` tell what a rank holds. Ranks that share heads have their tokens together; for "zigzag" these are the ones
+    that zigzag over the ring alone would give (to a token or two), so causal work is equal on all ranks.
+
+    Args:
+        q, k, v: as for `ring_attention`; the size of `ulysses_dim` divides heads.
+        mesh: 2-D DeviceMesh; of a 1-D one all ranks form a ring, or share heads where `ulysses_dim` names its dim.
+        ulysses_dim: mesh dim, by name or number, of ranks that share heads; None is the last.
+        ring_dim: mesh dim of the ranks of a ring; None is the other one.
+        return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
+            `ulysses_attention`.
+        causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
+            seq_len_kv, deterministic: as for `ring_attention`; lengths are those of the whole sequence.
+
+    Returns:
+        As `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+
+    Example:
+        mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("ring", "ulysses"))
+        q, k, v = (shard_sequence(t, 1, group=None) for t in (q, k, v))  # the mesh spans the world
+        out = context_parallel_attention(q, k, v, mesh=mesh, causal=True, seq_len=seq_len)
+
+    Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI",
+    arXiv:2405.07719.
+    """
+    inner, ring = _dims(mesh, ulysses_dim, ring_dim)
+    return attention_by_heads(
+        q,
+        k,
+        v,
+        ALONE if inner is None else Ranks(*group_identity(mesh.get_group(inner))),
+        ALONE if ring is None else Ranks(*group_identity(mesh.get_group(ring))),
+        # The ring's ranks are then neighbours in the mesh's order, and those that share heads are not.
+        strided=inner is not None and ring is not None and ring > inner,
+        return_lse=return_lse,
+        causal=causal,
+        scale=scale,
+        layout=layout,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens_kv,
+        seq_len=seq_len,
+        seq_len_kv=seq_len_kv,
+    )
+
+
+def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
+    """Which mesh dims are for heads and for the ring."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; for a group there is ring_attention.")
+    if mesh.ndim > 2:
+        names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass one or two of them, such as mesh[{names[-2:]!r}].")
+    inner = None if ulysses_dim is None else _dim("ulysses_dim", ulysses_dim, mesh)
+    ring = None if ring_dim is None else _dim("ring_dim", ring_dim, mesh)
+    if inner is not None and inner == ring:
+        raise ValueError(f"ulysses_dim={ulysses_dim!r} and ring_dim={ring_dim!r} are the same dim of mesh.")
+    if mesh.ndim == 1:
+        return (None, 0) if inner is None else (0, None)
+    if inner is None:
+        inner = 1 if ring is None else 1 - ring
+    return inner, 1 - inner
+
+
+def _dim(name: str, dim: Any, mesh: DeviceMesh) -> int:
+    names: tuple[object, ...] = mesh.mesh_dim_names or ()
+    if isinstance(dim, str):
+        if dim not in names:
+            raise ValueError(f"{name} is {dim!r}; the dims of mesh are {names or 'without names'}.")
+        return names.index(dim)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{name} must be the name or number of a dim of mesh, not {type(dim).__name__}.")
+    if not -mesh.ndim <= dim < mesh.ndim:
+        raise ValueError(f"{name}={dim} is out of range for a mesh of {mesh.ndim} dims.")
+    return dim % mesh.ndim

@@ -1,0 +1,241 @@
+"""Attention over a sequence that is cut over the ranks: tokens are exchanged for heads, and each rank attends for some.
+
+An all-to-all makes of some tokens with all heads all tokens with some heads; attention over them is that of one rank;
+a second all-to-all brings its result back. Every element travels once, whatever the number of ranks, and all ranks have
+the same work whatever the mask; but there can be no more ranks than heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
+from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.ops.context import autocast_dtype, cast
+from fused_tp.ops.ring_attention import RING_ATTENTION
+from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
+from fused_tp.schedules.attention.layouts import joint_layout
+
+
+@overload
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: GroupLike,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "zigzag",
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    seq_len: int | None = None,
+    seq_len_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
+
+    What `ring_attention` computes, with the same arguments, in another way: each rank gets all tokens of its share of
+    the heads, attends, and gives the result back. Key heads go to the ranks whose query heads read them, so there may
+    be more ranks than key heads; their gradients then travel and add up in float32, in the order of the ranks. All
+    ranks have the same work, whatever the mask and the layout.
+
+    Args:
+        q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64. Ranks must divide heads.
+        k: [batch, seq_local, kv_heads, head_dim]; heads is a multiple of kv_heads (GQA, MQA): query head h reads key
+            head h // (heads / kv_heads).
+        v: [batch, seq_local, kv_heads, v_head_dim].
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
+            must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
+        causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
+            seq_len_kv, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every rank.
+
+    Returns:
+        out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
+        (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for these tokens.
+        Gradients of alibi_slopes and sinks are zero but for this rank's heads: sum them over the group, like those of
+        any parameter that all its ranks hold.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; raised before anything is sent.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+
+    Example:
+        q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))
+        out = ulysses_attention(q, k, v, group=mesh["cp"], causal=True, seq_len=seq_len)
+
+    Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+    Transformer Models", arXiv:2309.14509.
+    """
+    return attention_by_heads(
+        q,
+        k,
+        v,
+        Ranks(*group_identity(group)),
+        ALONE,
+        return_lse=return_lse,
+        causal=causal,
+        scale=scale,
+        layout=layout,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens_kv,
+        seq_len=seq_len,
+        seq_len_kv=seq_len_kv,
+    )
+
+
+class Ranks(NamedTuple):
+    """A group as `group_identity` tells it."""
+
+    name: str
+    size: int
+    rank: int
+
+
+ALONE = Ranks(SINGLE_NAME, 1, 0)
+
+
+def attention_by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inner: Ranks,
+    ring: Ranks,
+    *,
+    strided: bool = False,
+    return_lse: bool,
+    **keywords: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Heads shared out over `inner`, and of each share a ring over `ring`; the keywords of `checked_call`.
+
+    The rank of number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; where `strided`, part
+    i * ring.size + r.
+    """
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = cast(dtype, q, k, v)
+    first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
+    parts = inner.size * ring.size
+    call = checked_call(q, k, v, size=parts, rank=first + inner.rank * stride, **keywords)
+    check_shared(q.shape[2], inner.size)
+    if inner.size == 1:
+        out, lse = RING_ATTENTION(q, k, v, *call.tensors, *call.keywords.as_tuple(), ring.name)
+        return (out, lse) if return_lse else out
+    heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
+    given = (call.alibi_slopes is not None, call.sinks is not None, bool(return_lse))
+    rest = (
+        *(heads.heads, heads.kv_heads, columns, *given, call.cu_seqlens, call.cu_seqlens_kv),
+        *call.keywords.as_tuple(),
+        *(parts, first, stride, inner.name),
+    )
+    q, k, v = to_heads((q, k, v), "qkk", *rest)
+    k, v = (_one_for_equally_many(x, heads, inner.rank) for x in (k, v))
+    own = heads.of("q", inner.rank)
+    alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in (call.alibi_slopes, call.sinks))
+    layout = joint_layout(call.keywords.layout, inner.size, strided=strided) if ring.size > 1 else "contiguous"
+    how = replace(call.keywords, first_head=own.start, layout=layout)
+    bounds = (call.cu_seqlens, call.cu_seqlens_kv)
+    out, lse = RING_ATTENTION(q, k, v, alibi_slopes, sinks, *bounds, call.seed, *how.as_tuple(), ring.name)
+    if not return_lse:
+        return to_sequence((out,), "q", *rest)[0]
+    out, lse = to_sequence((out, lse.transpose(1, 2).unsqueeze(-1)), "qq", *rest)
+    return out, lse.squeeze(-1).transpose(1, 2).contiguous()
+
+
+def _one_for_equally_many(x: Tensor, heads: Heads, rank: int) -> Tensor:
+    """Key heads of a rank, repeated so that each is read by equally many of its query heads, where it is not so."""
+    own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
+    each = gcd(len(own), per_kv_head)
+    readers = [head // per_kv_head - own.start // per_kv_head for head in range(own.start, own.stop, each)]
+    if readers == list(range(x.shape[2])):
+        return x
+    # Slices, and not an index: their gradients add up in a fixed order on every device.
+    return torch.cat([x[:, :, head : head + 1] for head in readers], 2)

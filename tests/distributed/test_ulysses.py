@@ -1,0 +1,449 @@
+"""Attention by heads, and by heads inside of a ring, on real ranks: every mask and score against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fused_tp.ops.context_parallel_attention import context_parallel_attention
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.ops.sequence import shard_sequence, unshard_sequence
+from fused_tp.ops.ulysses_attention import ulysses_attention
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.schedules.attention.all_to_all import Share, shares
+from fused_tp.schedules.attention.layouts import all_tokens, joint_layout, local_length
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.plan import RingPlan
+from tests.attention_cases import (
+    DOCUMENTS,
+    FEATURES,
+    NAMES,
+    ROUTES,
+    Case,
+    any_case,
+    case,
+    check,
+    on_ranks,
+    reference,
+    run,
+    whole,
+)
+from tests.distributed.device_tools import device_ranks, forced
+from tests.distributed.nccl_tools import nccl_ranks, public_ops_use
+from tests.reference import seeded
+from tests.workers import device_mesh, run_ranks
+
+BOTH_ROUTES = pytest.mark.parametrize("route", ["one_sided", "pipelined"])
+ALL = list(FEATURES.values())
+
+
+# -- heads alone ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (4, "one_sided")])
+def test_features(world_size: int, route: str) -> None:
+    run(world_size, ALL, route, ulysses_attention)
+
+
+HEADS: list[Case] = [
+    {"heads": 3, "kv_heads": 1, "dtype": torch.bfloat16},  # one key head for all
+    {"heads": 6, "kv_heads": 2, "cu_seqlens": DOCUMENTS, "layout": "balanced"},  # rank 1 of 3 reads a half of each
+    {
+        "heads": 12,
+        "kv_heads": 4,
+        "head_dim": 4,
+        "v_head_dim": 6,
+    },  # rank 0 of 3 reads a whole one and a third of another
+    {"heads": 12, "kv_heads": 6, "dtype": torch.float64},
+    {"heads": 3, "kv_heads": 3, "layout": "contiguous"},
+    {"heads": 6, "kv_heads": 2, "alibi": True, "sinks": True, "dropout_p": 0.2, "grad_lse": True, "seq_len_kv": 17},
+]
+
+
+@BOTH_ROUTES
+def test_key_heads_that_several_ranks_read(route: str) -> None:
+    run(3, [case(37, causal=True, batch=2, **heads) for heads in HEADS], route, ulysses_attention)
+
+
+def on_ranks_by_index(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fused_tp.schedules.attention.all_to_all._MOST_PIECES", 1)
+    try:
+        return on_ranks(group, cases, ulysses_attention)
+    finally:
+        patch.undo()
+
+
+@BOTH_ROUTES
+def test_tokens_that_lie_in_many_pieces(route: str) -> None:
+    cases = [case(37, causal=True, batch=2, **heads) for heads in HEADS]
+    results = run_ranks(3, on_ranks_by_index, cases, env=ROUTES[route])
+    for index, one in enumerate(cases):
+        check(one, whole(one, [rank[index] for rank in results]))
+
+
+@BOTH_ROUTES
+def test_lengths(route: str) -> None:
+    """Fewer tokens than ranks, than chunks, primes."""
+    layouts = ("zigzag", "contiguous")
+    run(4, [case(n, causal=True, layout=one) for n in (2, 3, 5, 13) for one in layouts], route, ulysses_attention)
+
+
+def of_nothing(group: dist.ProcessGroup) -> None:
+    q = torch.zeros(2, 0, 4, 8, requires_grad=True)
+    out, lse = ulysses_attention(q, q[:, :, :1], q[:, :, :1], group=group, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 0)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.shape == q.shape
+
+
+@BOTH_ROUTES
+def test_a_sequence_without_tokens(route: str) -> None:
+    run_ranks(2, of_nothing, env=ROUTES[route])
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from([(2, "one_sided"), (4, "plain")]))
+def test_any_mask(cases: list[Case], where: tuple[int, str]) -> None:
+    run(where[0], cases, where[1], ulysses_attention)
+
+
+def test_as_the_ring_and_the_same_bits_on_every_route() -> None:
+    cases = [FEATURES["all scores"], case(37, causal=True, heads=8, kv_heads=1, batch=2, dtype=torch.bfloat16)]
+    by_ring = run_ranks(4, on_ranks, cases, ring_attention, env=ROUTES["one_sided"])
+    by_heads, by_messages = (
+        run_ranks(4, on_ranks, cases, ulysses_attention, env=ROUTES[route]) for route in ("one_sided", "pipelined")
+    )
+    for index, one in enumerate(cases):
+        rings, heads, messages = (
+            whole(one, [rank[index] for rank in ranks]) for ranks in (by_ring, by_heads, by_messages)
+        )
+        for name, ring, a, b in zip(NAMES, rings, heads, messages, strict=True):
+            if ring is not None and a is not None and b is not None:
+                assert torch.equal(a, b), name
+                if one["dtype"] == torch.float32:
+                    torch.testing.assert_close(a, ring, atol=2e-5, rtol=2e-5)
+
+
+def test_gradients_of_shared_key_heads_are_rounded_once() -> None:
+    one = case(64, heads=4, kv_heads=1, head_dim=16, v_head_dim=16, dtype=torch.bfloat16, batch=2)
+    wanted = reference(one)
+    errors = []
+    for size in (1, 4):
+        found = whole(one, [rank[0] for rank in run_ranks(size, on_ranks, [one], ulysses_attention)])
+        pairs = [(a, b) for a, b in zip(found[3:5], wanted[3:5], strict=True) if a is not None and b is not None]
+        got = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+        errors.append(max(got))
+    assert errors[1] <= 1.05 * errors[0]
+
+
+def sent(group: dist.ProcessGroup, one: Case) -> list[int]:
+    """Bytes that this rank gives to each, in each all-to-all of forward and backward."""
+    from fused_tp.transport.torch_dist import TorchDist
+
+    found = []
+    real = TorchDist.all_to_all
+
+    def counting(self: TorchDist, op: str, x: Tensor, send_sizes: Any, recv_sizes: Any) -> Any:
+        found.append(sum(send_sizes))
+        return real(self, op, x, send_sizes, recv_sizes)
+
+    TorchDist.all_to_all = counting  # type: ignore[method-assign]
+    try:
+        on_ranks(group, [one], without_lse)
+    finally:
+        TorchDist.all_to_all = real  # type: ignore[method-assign]
+    return found
+
+
+def without_lse(*tensors: Tensor, return_lse: bool, **keywords: Any) -> tuple[Tensor, Tensor]:
+    out = ulysses_attention(*tensors, **keywords)
+    return out, out.new_zeros(out.shape[0], out.shape[2], out.shape[1])
+
+
+def test_every_element_travels_once_to_who_needs_it() -> None:
+    one = case(16, heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+    head = 4 * 8 * 4  # of a rank's 4 tokens, in fp32
+    # A rank has one query head, and half of the ranks read each key head.
+    q, k, v, out = 3 * head, 3 * head, 3 * head, 3 * head
+    assert run_ranks(4, sent, one, env=ROUTES["pipelined"]) == [[q + k + v, out, out, q + k + v]] * 4
+
+
+# -- under autograd and compilers -------------------------------------------------------------------------------------
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Full tensors in and out, so that every rank perturbs the same element and sees the whole effect."""
+    shards = (shard_sequence(t, 1, group=group) for t in (q, k, v))
+    how: dict[str, Any] = {"group": group, "causal": True, "seq_len": q.shape[1], "softcap": 3.0}
+    out, lse = ulysses_attention(*shards, alibi_slopes=slopes, return_lse=True, **how)
+    lse = lse.transpose(1, 2).unsqueeze(-1)
+    return unshard_sequence(torch.cat([out, lse], -1), 1, group=group, seq_len=q.shape[1])
+
+
+def gradchecked(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)  # fast gradcheck draws directions, which must be those of all ranks
+    size = dist.get_world_size(group)
+    q, k, v = (seeded(1, 5, h, 2, dtype=torch.float64, seed=h).requires_grad_() for h in (2 * size, 2, 2))
+    slopes = torch.full((2 * size,), 0.1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k, v: gathered(q, k, v, slopes, group), (q, k, v), fast_mode=True)
+
+
+@BOTH_ROUTES
+def test_gradcheck(route: str) -> None:
+    run_ranks(3, gradchecked, env=ROUTES[route])
+
+
+def block(x: Tensor, weight: Tensor, group: Any, seq_len: int, bounds: Tensor, lse: bool) -> Tensor:
+    q, k, v = (x @ weight).unflatten(-1, (6, 8)).split([4, 1, 1], dim=2)
+    how: dict[str, Any] = {"causal": True, "cu_seqlens": bounds, "layout": "balanced", "seq_len": seq_len}
+    if isinstance(group, dist.ProcessGroup):
+        out, extra = ulysses_attention(q, k, v, group=group, return_lse=True, **how)
+    else:
+        out, extra = context_parallel_attention(q, k, v, mesh=group, return_lse=True, **how)
+    return out + extra.transpose(1, 2).unsqueeze(-1).exp() if lse else out
+
+
+def compare_compiled(group: Any, shard: Any, lse: bool, lengths: tuple[int, ...]) -> None:
+    """The second length compiles for all lengths."""
+    torch._dynamo.reset()
+    fn = torch.compile(block, fullgraph=True, backend="aot_eager")
+    weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
+    for seq_len in lengths:
+        x = shard(seeded(2, seq_len, 16)).requires_grad_()
+        bounds = torch.tensor([0, 5, seq_len])
+        wanted, got = (run(x, weight, group, seq_len, bounds, lse) for run in (block, fn))
+        torch.testing.assert_close(got, wanted)
+        grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (got, wanted)]
+        for one, two in zip(*grads, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    compare_compiled(group, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), True, (11, 14))
+
+
+def test_compile() -> None:
+    run_ranks(2, compiled, env=ROUTES["pipelined"])
+
+
+def frozen(group: dist.ProcessGroup) -> None:
+    """Only some inputs need a gradient, v on one rank only: messages match all the same."""
+    q, k, v, grad = (shard_sequence(seeded(1, 7, 2, 4, seed=i), 1, group=group) for i in range(4))
+    q.requires_grad_()
+    v.requires_grad_(dist.get_rank(group) == 0)
+    found = []
+    for op in (ring_attention, ulysses_attention):
+        op(q, k, v, group=group, seq_len=7).backward(grad)
+        found.append([t.grad.clone() for t in (q, v) if t.grad is not None])
+        q.grad = v.grad = None
+    for ring, heads in zip(*found, strict=True):
+        torch.testing.assert_close(ring, heads)
+    assert k.grad is None
+
+
+@BOTH_ROUTES
+def test_inputs_without_gradients(route: str) -> None:
+    run_ranks(2, frozen, env=ROUTES[route])
+
+
+def autocasted(group: dist.ProcessGroup) -> None:
+    q, k, v = (shard_sequence(seeded(1, 9, 2, 8, seed=i), 1, group=group).requires_grad_() for i in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = ulysses_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and out.is_contiguous() and lse.is_contiguous()
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
+
+
+def test_autocast() -> None:
+    run_ranks(2, autocasted)
+
+
+# -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
+
+
+def over_nccl(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    with public_ops_use(group, None):
+        return on_ranks(group, cases, ulysses_attention)
+
+
+def test_nccl() -> None:
+    cases = [case(13, causal=True, batch=2, kv_heads=1, dtype=torch.bfloat16, grad_lse=True), case(16)]
+    compare_with_messages(nccl_ranks(2, over_nccl, cases), cases)
+
+
+def compare_with_messages(results: list[list[list[Tensor | None]]], cases: list[Case]) -> None:
+    """The same bits as torch.distributed brings."""
+    wanted = run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"])
+    for got, expected in zip(results, wanted, strict=True):
+        for one, other in zip(got, expected, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    with forced(group, "two_shot"):
+        return on_ranks(group, cases, ulysses_attention)
+
+
+def test_device_kernel() -> None:
+    cases = [
+        case(16, causal=True, layout="contiguous", batch=2),
+        case(16, causal=True, batch=2, grad_lse=True),  # to be sorted on arrival
+        case(16, causal=True, kv_heads=1),  # a key head for two ranks goes by messages
+        case(15, causal=True, dtype=torch.float64),  # and so does all that is not even
+    ]
+    compare_with_messages(device_ranks(2, on_device, cases), cases)
+
+
+# -- a ring around it -------------------------------------------------------------------------------------------------
+
+
+def by_mesh(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    return context_parallel_attention(q, k, v, mesh=mesh, **keywords)
+
+
+def by_mesh_heads_first(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "ring"))
+    return context_parallel_attention(q, k, v, mesh=mesh, ulysses_dim="heads", **keywords)
+
+
+def by_flat_mesh(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+    return context_parallel_attention(q, k, v, mesh=device_mesh(group), ulysses_dim=-1, **keywords)
+
+
+@BOTH_ROUTES
+def test_features_over_a_mesh(route: str) -> None:
+    run(4, ALL, route, by_mesh)
+
+
+def test_features_over_a_mesh_whose_first_dim_shares_heads() -> None:
+    some = [one for name, one in FEATURES.items() if "cross" in name or "documents" in name or "all" in name]
+    run(4, [*some, case(37, causal=True, kv_heads=1, dtype=torch.bfloat16)], "plain", by_mesh_heads_first)
+
+
+def test_meshes_of_one_dim() -> None:
+    for op in (by_flat_mesh, by_flat_ring):
+        run(2, [FEATURES["all scores"]], "one_sided", op)
+
+
+def by_flat_ring(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+    return context_parallel_attention(q, k, v, mesh=device_mesh(group), **keywords)
+
+
+def compiled_over_a_mesh(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), False, (11,))
+
+
+def test_compile_over_a_mesh() -> None:
+    run_ranks(4, compiled_over_a_mesh, env=ROUTES["one_sided"])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_ranks_that_have_their_tokens_together(strided: bool) -> None:
+    """Every token once, and causal work as equal as that of zigzag over the ring alone."""
+    layout = joint_layout("zigzag", 4, strided=strided)
+    held = all_tokens(800, 3, layout)
+    assert sorted(int(i) for tokens in held for i in tokens.indices) == list(range(800))
+    parts = all_tokens(800, 12, "zigzag")
+    for rank, tokens in enumerate(held):
+        members = parts[rank::3] if strided else parts[4 * rank : 4 * rank + 4]
+        assert np.array_equal(tokens.indices, np.sort(np.concatenate([one.indices for one in members])))
+        assert tokens.length == sum(one.length for one in members)
+    plan = RingPlan(AttentionMask(800, 800, causal=True), 3, layout)
+    work = [sum(plan.step(rank, t).work for t in range(3)) for rank in range(3)]
+    assert max(work) <= 1.01 * sum(work) / 3
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    q = torch.zeros(1, 4, 6, 8)
+    k = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="q has 6 heads, which 4 ranks cannot share equally; 1, 2, 3, 6 ranks could"):
+        ulysses_attention(q, k, k, group=group)
+    q, k = q[:, :, :4], k[:, :, :2]
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "end with the 16 tokens"),
+        ({"seq_len": 17}, ValueError, "seq_len=17 in layout 'zigzag' gives rank"),
+        ({"layout": "zigzag/2"}, ValueError, "it must be one of"),
+        ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
+        ({"sinks": torch.zeros(1)}, ValueError, r"sinks has shape \(1,\); it must be \[4\]"),
+        ({"window": 3}, TypeError, "window must be"),
+    ]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    for arguments, kind, message in bad:
+        if arguments.get("seq_len") == 17 and dist.get_rank(group):
+            continue  # the others hold what 17 tokens give them
+        with pytest.raises(kind, match=message):
+            ulysses_attention(q, k, k, group=group, **arguments)
+        with pytest.raises(kind, match=message):
+            context_parallel_attention(q, k, k, mesh=mesh, **arguments)
+    bad_dims: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"ulysses_dim": "cp"}, ValueError, r"ulysses_dim is 'cp'; the dims of mesh are \('ring', 'heads'\)"),
+        ({"ring_dim": 2}, ValueError, "ring_dim=2 is out of range"),
+        ({"ulysses_dim": 0, "ring_dim": "ring"}, ValueError, "are the same dim"),
+        ({"ring_dim": 1.0}, TypeError, "ring_dim must be the name or number"),
+        ({"mesh": group}, TypeError, "mesh must be a DeviceMesh, not ProcessGroup; for a group there is ring_att"),
+        ({"mesh": init_device_mesh("cpu", (1, 2, 2))}, ValueError, "mesh has 3 dims"),
+    ]
+    for arguments, kind, message in bad_dims:
+        with pytest.raises(kind, match=message):
+            context_parallel_attention(q, k, k, **{"mesh": mesh, **arguments})
+    assert ulysses_attention(q, k, k, group=group).shape == q.shape  # nothing was sent before, the ranks are in step
+
+
+def test_bad_arguments() -> None:
+    run_ranks(4, refused, env=ROUTES["one_sided"])
+
+
+DISAGREEMENTS: dict[str, tuple[Any, Any]] = {
+    "causal": (True, False),
+    "layout": ("zigzag", "contiguous"),
+    "softcap": (0.0, 30.0),
+    "return_lse": (True, False),
+    "seq_len_kv": (8, 12),
+}
+
+
+def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
+    rank, said = dist.get_rank(group), {}
+    q = torch.zeros(1, 4, 2, 8)
+    for name, values in DISAGREEMENTS.items():
+        k = torch.zeros(1, 6, 2, 8) if name == "seq_len_kv" and rank else q
+        with pytest.raises(RankMismatchError) as error:
+            ulysses_attention(q, k, k, group=group, **{name: values[rank]})
+        said[name] = str(error.value)
+    ulysses_attention(q, q, q, group=group)  # the ranks are in step again
+    return said
+
+
+@BOTH_ROUTES
+def test_ranks_that_disagree(route: str) -> None:
+    check = {"FUSED_TP_CHECK": None if route == "one_sided" else "1"}
+    for rank, said in enumerate(run_ranks(2, mismatched, env={**ROUTES[route], **check})):
+        for name, values in DISAGREEMENTS.items():
+            assert f"The last number of a ulysses_attention is a checksum; on rank {rank} it stands for" in said[name]
+            assert f"{name}={values[rank]!r}" in said[name]
+
+
+def test_heads_that_only_one_rank_reads() -> None:
+    """They need not be written where others read."""
+    heads = (range(1), range(2), range(1, 2))
+    share = shares(all_tokens(10, 3, "zigzag"), heads, 2)
+    assert [list(share.only(rank)) for rank in range(3)] == [[], [], []] and share.repeated and not share.even
+    share = Share(share.places, (range(2), range(2, 4), range(3, 5)), 5)
+    assert [list(share.only(rank)) for rank in range(3)] == [[0, 1], [2], [4]]
+    assert share.rows == tuple(local_length(10, 3, rank, "zigzag") for rank in range(3)) and share.length == 10
