@@ -18,9 +18,11 @@ from fused_tp.schedules.attention.state import SoftmaxState
 from fused_tp.transport.base import accumulate_dtype
 
 try:
-    from fused_tp import _core
+    import fused_tp._core as _core
+
+    _BUILT = True
 except ImportError:  # a pure Python install
-    _core = None
+    _BUILT = False
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
@@ -41,7 +43,7 @@ class NativeCpu:
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
         """Why it cannot compute with such tensors, in a sentence; None: it can."""
-        if _core is None:
+        if not _BUILT:
             return "The native core is not built."
         if q.device.type != "cpu":
             return f"The native CPU kernels take CPU tensors, not tensors on {q.device}."
@@ -56,7 +58,8 @@ class NativeCpu:
 
     def is_faster(self, dtype: torch.dtype) -> bool:
         """Whether it is faster here than torch's kernels, which use matrix tiles (AMX) where the CPU has them."""
-        return not (dtype == torch.bfloat16 and _core.has_matrix_tiles())
+        tiles: bool = _core.has_matrix_tiles()
+        return not (dtype == torch.bfloat16 and tiles)
 
     def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
         slopes = _slopes(scores, q)
