@@ -5,43 +5,95 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.ring_attention import ring_attention
-
-LAYOUT = "zigzag"  # every rank holds an early and a late piece, so causal attention costs all of them the same
+from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+from fused_tp.runtime.group import group_identity
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that one forward pass attends over, and the length of the whole sequence.
+    """The ranks that one forward pass attends over, and what of the whole sequence each of them holds.
 
-    `padded`: the caller's mask had padding (on the right). Only causal attention may do without the mask then.
+    Attributes:
+        padded: the caller's mask had padding (on the right). Only causal attention may do without the mask then.
+        documents: where the packed documents of each row begin, and the end: (0, ..., seq_len); () for one document.
+        tp_rank: of this rank among those that share the heads.
     """
 
     mesh: DeviceMesh
     seq_len: int
     padded: bool = False
+    documents: tuple[int, ...] = ()
+    tp_rank: int = 0
+
+    @property
+    def layout(self) -> str:
+        """Causal attention costs all ranks the same: each holds an early and a late piece of one document, or its share
+        of the work of many."""
+        return "balanced" if self.documents else "zigzag"
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return torch.tensor(self.documents, device="cpu") if self.documents else None
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Indices in the whole sequence of this rank's tokens."""
+        return sequence_positions(
+            self.seq_len, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens, device=device
+        )
+
+    def shard(self, t: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of `t`."""
+        return shard_sequence(t, dim, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens)
+
+    def unshard(self, t: Tensor, dim: int) -> Tensor:
+        """The whole of what `shard` cut."""
+        return unshard_sequence(
+            t, dim, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens, seq_len=self.seq_len
+        )
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, dropout_p: float, **more: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        heads_cut: bool,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens over all tokens. q, v and the result: [batch, heads, seq, head_dim]."""
-        out = ring_attention(
+        """Attention of this rank's tokens over all tokens. q, v and the result: [batch, heads, seq, head_dim].
+
+        `heads_cut`: the TP ranks hold different heads. Dropout, which is drawn by head, then differs between them also
+        where their random numbers are the same; and it must not where all hold all heads.
+        """
+        out, _ = attention_over(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            group=self.mesh,
+            *group_identity(self.mesh),
             causal=causal,
             scale=scale,
-            layout=LAYOUT,
+            layout=self.layout,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=None,
+            sinks=sinks,
             dropout_p=dropout_p,
+            cu_seqlens=self.cu_seqlens,
+            cu_seqlens_kv=None,
             seq_len=self.seq_len,
-            **more,
+            seq_len_kv=None,
+            first_head=self.tp_rank * q.shape[1] if heads_cut else 0,
         )
         return out.transpose(1, 2)
 
@@ -149,6 +201,7 @@ class Frame:
     call: Call | None
     node: int | None  # where it runs inside of a backward: see `running_node`
     outer: Frame | None
+    cache: object | None = None  # of which each CP rank holds a part, in a forward pass that is not cut
 
 
 # One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
@@ -178,7 +231,7 @@ def current_call() -> Call | None:
     return None if frame is None else frame.call
 
 
-def enter_call(owner: object, call: Call | None) -> None:
+def enter_call(owner: object, call: Call | None, cache: object | None = None) -> None:
     """A forward pass of `owner` begins. It may run inside of one of another model."""
     node, outer = running_node(), current_frame()
     frame = outer
@@ -188,7 +241,7 @@ def enter_call(owner: object, call: Call | None) -> None:
             # KeyboardInterrupt torch runs no hooks that would have said so.
             outer = frame.outer
         frame = frame.outer
-    _current.frame = Frame(owner, call, node, outer)
+    _current.frame = Frame(owner, call, node, outer, cache)
 
 
 def leave_call(owner: object) -> Call | None:

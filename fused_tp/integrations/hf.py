@@ -1,32 +1,33 @@
-"""transformers models: their attention over a ring of ranks, their masks, their loss, the names of their arguments.
+"""transformers models: what of them can be cut, the names of their arguments, their padding and documents, their loss.
 
-transformers looks attention up by name (`AttentionInterface`), so a model is switched by its config, not patched. The
-Ring travels to the attention function as a keyword argument, which transformers' models hand down unread.
+A model's attention is switched by its config, not patched: see `hf_attention`. The Ring travels to the attention
+function as a keyword argument, which transformers' models hand down unread.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.call import Call, Ring, current_call, current_frame
+from fused_tp.integrations.call import Call
+from fused_tp.integrations.documents import take_documents
+from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
+from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import COLUMN, Style
-from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from transformers import PreTrainedModel
 
-RING = "context_parallel"  # the keyword argument that carries the Ring, or None, to the attention function
-# Keyword arguments of attention functions that change the result and that the ring does not compute.
-UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cache")
+# What a model returns next to its logits on demand, of each token or of a mean over tokens.
+EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -55,10 +56,10 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs."
             )
         implementation = model.config._attn_implementation
-        if implementation not in ALL_ATTENTION_FUNCTIONS:
+        if not (has_eager(model) if implementation == "eager" else implementation in ALL_ATTENTION_FUNCTIONS):
             raise ValueError(
-                f"{kind} uses attn_implementation={implementation!r}, which builds masks of its own; {asked} needs it "
-                "loaded with attn_implementation='sdpa' or another one of transformers' AttentionInterface."
+                f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
+                f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
             )
         layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
@@ -120,21 +121,29 @@ class TransformersSequence(SequenceSharding):
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if not self.parallelism.cuts_sequence:
-            return False
-        for name in ("output_hidden_states", "output_attentions"):
+            return Rows()
+        for name in EXTRA_OUTPUTS:
             if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
                     "rank has only a part. Leave it out."
                 )
+        caches = arguments.get("use_cache")
+        makes_cache = bool(getattr(self.config.get_text_config(), "use_cache", False) if caches is None else caches)
         arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
-        mask = arguments.get("attention_mask")
-        if mask is not None and self.parallelism.cp_mesh is not None:
-            arguments["attention_mask"] = None
-            return check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
-        return False
+        if self.parallelism.cp_mesh is None:
+            return Rows()
+        documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
+        mask = arguments.pop("attention_mask", None)
+        padded = mask is not None and check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
+        if padded and documents:
+            raise ValueError(
+                "attention_mask has padding in rows of packed documents; make the padding a document of its own and "
+                "leave the mask out."
+            )
+        return Rows(padded, documents)
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
         base = getattr(model, "base_model", model)
@@ -143,11 +152,36 @@ class TransformersSequence(SequenceSharding):
     def default_positions(self, positions: Tensor) -> Tensor:
         return positions.unsqueeze(0)
 
-    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
+        if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
+            return None
+        if not is_shared(arguments) and not self._may_share_cache(model, arguments):
+            return None
+        assert self.parallelism.cp_mesh is not None  # the caller has made sure
+        return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+
+    def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
+        """Whether attention over a cache in parts would be the model's. It has no gradient, and takes causal masks and
+        windows only; what a tensor of another name may mean for the masks is not known."""
+        text = self.config.get_text_config(decoder=True)
+        kinds = set(getattr(text, "layer_types", None) or ())
+        known = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
+        return not (
+            torch.is_grad_enabled()
+            or model.training
+            or self.config.is_encoder_decoder
+            or kinds - {"full_attention", "sliding_attention"}
+            or getattr(text, "num_kv_shared_layers", None)
+            or arguments.get("is_causal") is not None
+            or arguments.get("output_attentions")
+            or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
+        )
+
+    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
         if not self.parallelism.cuts_sequence:
             return {}
         if call is None or call.ring is None:
-            return {RING: None}
+            return {RING: cache}
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
         ones = torch.ones((call.batch, call.local_len), dtype=torch.bool, device=call.ring.mesh.device_type)
@@ -214,96 +248,3 @@ def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index:
             f"of padding to {ignore_index}."
         )
     return True
-
-
-def register_attention(implementation: str) -> str:
-    """Make "fused_tp_<implementation>" known to transformers and return that name.
-
-    It is ring attention in forward passes that are cut over context parallel ranks, and `implementation` in all others.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = f"fused_tp_{implementation}"
-    if implementation.startswith("fused_tp_"):  # the config of a parallel model, used for another
-        return implementation
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, ALL_ATTENTION_FUNCTIONS[implementation]))
-    own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    if own_mask is not None:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(_mask, own_mask))
-    return name
-
-
-def _attention(
-    own: Callable[..., tuple[Tensor, Tensor | None]],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
-    if current_frame() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
-        return own(module, query, key, value, attention_mask, **kwargs)
-    if RING not in kwargs:
-        raise ValueError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention function, so attention over "
-            "context or sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this "
-            "model."
-        )
-    ring: Ring | None = kwargs.pop(RING)
-    if ring is None:
-        return own(module, query, key, value, attention_mask, **kwargs)
-    for name in UNSERVED:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} asks for {name}, which attention over context parallel ranks does not do."
-            )
-    window = kwargs.get("sliding_window")
-    if window is not None and window < ring.seq_len:
-        raise ValueError(
-            f"{type(module).__name__} has a sliding window of {window} tokens and the sequence {ring.seq_len}; "
-            "attention over context parallel ranks sees all earlier tokens. Use sequences that fit the window, or no "
-            "cp_dim."
-        )
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if ring.padded and not causal:
-        raise ValueError(
-            f"{type(module).__name__} is not causal, so its tokens would attend to the padding in attention_mask, "
-            "which context parallel ranks do not mask. Use rows of equal length, or no cp_dim."
-        )
-    out = ring.attention(
-        query,
-        key,
-        value,
-        causal=causal,
-        scale=kwargs.get("scaling"),
-        dropout_p=kwargs.get("dropout", 0.0),
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """transformers' mask function, called with keywords: nothing for a ring, else `own` for the whole sequence."""
-    call = current_call()
-    if call is None:
-        return own(*args, **kwargs)
-    if call.ring is not None:
-        # Only a mask over all ranks' tokens would mean anything, and it would be seq x seq. What is not plainly causal
-        # (or bidirectional) comes with use_vmap.
-        if kwargs.get("use_vmap"):
-            raise ValueError(
-                "The model adds a mask of its own to attention, which context parallel ranks do not serve."
-            )
-        window = kwargs.get("local_size")  # not every model tells its attention function, too
-        if window is not None and window < call.seq_len:
-            raise ValueError(
-                f"The model has a sliding window of {window} tokens, or chunks, and the sequence {call.seq_len}; "
-                "attention over context parallel ranks sees all earlier tokens. Use sequences that fit, or no cp_dim."
-            )
-        return None
-    # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
-    kwargs["q_length"] = kwargs["kv_length"] = call.seq_len
-    return own(*args, **kwargs)

@@ -12,13 +12,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.call import LayerState
-from fused_tp.integrations.plan import COLUMN, EMBEDDING, GATHERS_OUTPUT, HEAD_PROJECTIONS, ROW, SPLITS_INPUT, Style
+from fused_tp.integrations.plan import (
+    COLUMN,
+    EMBEDDING,
+    GATHERS_OUTPUT,
+    HEAD_PROJECTIONS,
+    ROW,
+    SPLITS_INPUT,
+    Style,
+    embedding_scale,
+)
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, share_gather
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import Memo, shard_parameter
@@ -108,11 +118,24 @@ def cut_layers(
             row = RowParallelLinear.from_linear(module, mesh=mesh, input_is_parallel=not split, memo=memo)
             _swap(model, module, row)
         elif style in EMBEDDING:
-            _swap(model, module, VocabParallelEmbedding.from_embedding(module, mesh=mesh, memo=memo))
+            embedding = VocabParallelEmbedding.from_embedding(module, mesh=mesh, memo=memo)
+            scale = embedding_scale(module)
+            if scale is not None:
+                embedding.register_forward_hook(partial(_scale_output, scale))
+            _swap(model, module, embedding)
     attentions = {name.rpartition(".")[0] for name in plan if name.rpartition(".")[2] in HEAD_PROJECTIONS}
     for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
     _share_gathers(model, plan)
+
+
+def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * torch.tensor(scale, dtype=output.dtype).item()  # rounded as transformers rounds it
+
+
+def holds_cut_heads(attention: nn.Module) -> bool:
+    """Whether the TP ranks hold different heads of that attention module."""
+    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.children())
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

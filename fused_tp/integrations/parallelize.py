@@ -44,10 +44,15 @@ def parallelize(
     - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all
       ranks compute alike from them has the right gradients.
     - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
-      `sequence_positions(seq, group=cp, layout="zigzag")`; under `loss_parallel` this rank's part of the vocabulary.
+      `sequence_positions(seq, group=cp)`, of packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
+      under `loss_parallel` this rank's part of the vocabulary.
     - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
       `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the
-      same.
+      same. But an empty transformers `DynamicCache`, given in eval mode under torch.no_grad(), becomes one of which
+      each CP rank holds a part, and attention over it is shared.
+
+    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, next to
+    use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
     same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
@@ -104,7 +109,9 @@ def parallelize(
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
 
     hf = is_transformers_model(model)
-    has_plan = plan != "auto" or bool(getattr(model, "tp_plan", None))
+    # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
+    # that is needed.
+    has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
     check_layers(model, resolved, sequence_parallel=sequence_parallel)
     check_buffers(model, hf=hf)

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_tp.integrations.call import Call, Ring
-from fused_tp.integrations.layers import wrap_forward
+from fused_tp.integrations.layers import holds_cut_heads, wrap_forward
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
-from fused_tp.integrations.sequence import Parallelism, SequenceSharding, map_tensors
+from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
 
 POSITIONS = ("positions", "position_ids")
@@ -90,7 +90,7 @@ class PlainSequence(SequenceSharding):
             # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
             # it.
             for module in _modules_around_attention(model, self.plan):
-                wrap_forward(module, _with_ring_attention, self)
+                wrap_forward(module, _with_ring_attention, self, holds_cut_heads(module))
         if parallelism.computes_loss and self.has_loss:
             own: Any = model.loss_function
             loss = GlobalLoss(
@@ -101,14 +101,20 @@ class PlainSequence(SequenceSharding):
             )
             model.loss_function = loss  # type: ignore[assignment]  # an attribute of the user's class, of any type
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if targets is not None and not self.has_loss:
             raise ValueError(
                 "labels were given, but the model has no loss_function attribute to compute a loss over all ranks "
                 "with. Give it one (see fused_tp.integrations.plain), or compute the loss from the logits: call the "
                 "model without labels."
             )
-        return False
+        given = None if self.positions is None else arguments.get(self.positions)
+        if self.parallelism.cp_mesh is not None and given is not None and bool((given.diff(dim=-1) != 1).any()):
+            raise ValueError(
+                f"{self.positions} does not count up by one: several documents in one row would attend to each other "
+                "across the context parallel ranks. Give each document its own row, or use no cp_dim."
+            )
+        return Rows()
 
     def put_together(self, output: Any, call: Call) -> Any:
         if call.ring is None:
@@ -130,14 +136,16 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
     return [module for module in computes if any(True for _ in module.children())] or [model]
 
 
-def _with_ring_attention(sequence: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_ring_attention(
+    sequence: SequenceSharding, heads_cut: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     ring = sequence.state_now().ring
     # One mode at a time: the ring's own attention calls would be seen by a mode further out.
     if ring is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
     _inside.mode = True
     try:
-        with RingAttentionMode(ring):
+        with RingAttentionMode(ring, heads_cut):
             return forward(*args, **kwargs)
     finally:
         _inside.mode = False
@@ -157,9 +165,10 @@ _inside = threading.local()  # .mode: whether this thread is in a RingAttentionM
 class RingAttentionMode(TorchFunctionMode):
     """Within it, F.scaled_dot_product_attention is attention over the ring."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, heads_cut: bool) -> None:
         super().__init__()
         self.ring = ring
+        self.heads_cut = heads_cut
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -204,4 +213,6 @@ class RingAttentionMode(TorchFunctionMode):
                 f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel "
                 "ranks it must be [batch, heads, seq, head_dim]."
             )
-        return self.ring.attention(query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p)
+        return self.ring.attention(
+            query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_cut=self.heads_cut
+        )

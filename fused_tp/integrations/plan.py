@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -100,10 +100,19 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         )
     wanted = nn.Linear if style in COLUMN | ROW else nn.Embedding if style in EMBEDDING else nn.Module
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
-    if wanted is not nn.Module and type(module) is not wanted:
+    served = type(module) is wanted or (style in EMBEDDING and embedding_scale(module) is not None)
+    if wanted is not nn.Module and not served:
         raise ValueError(
             f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
         )
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """What an embedding of transformers' Gemma family and its like multiplies its rows by; None for other modules."""
+    if not (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")):
+        return None
+    scale: Any = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+    return None if scale is None else float(scale)
 
 
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:

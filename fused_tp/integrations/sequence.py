@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.call import (
-    LAYOUT,
     UNCUT,
     Call,
     LayerState,
@@ -29,7 +28,6 @@ from fused_tp.integrations.grad_sync import GradientSync, scale_gradient
 from fused_tp.integrations.loss import shift
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
-from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,19 @@ class Parallelism:
     def computes_loss(self) -> bool:
         """Whether the model's own loss would see only a part of the tokens or of the vocabulary."""
         return self.loss_parallel or self.cp_mesh is not None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found in the arguments of a forward pass about which tokens see each other.
+
+    Attributes:
+        padded: a mask was taken out that had padding.
+        documents: where packed documents begin, and the end; () for one document. See `Ring`.
+    """
+
+    padded: bool = False
+    documents: tuple[int, ...] = ()
 
 
 class SequenceSharding:
@@ -96,21 +107,23 @@ class SequenceSharding:
         return []
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
-        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it."""
+        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it, but perhaps for
+        attention: see `open_cache`."""
         return any(arguments.get(name) is not None for name in self.caches)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> bool:
-        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour.
-
-        Returns whether a mask was taken out that had padding.
-        """
-        return False
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
+        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
+        return Rows()
 
     def default_positions(self, positions: Tensor) -> Tensor:
         """`positions` [seq] in the shape that the model expects."""
         return positions
 
-    def extra_arguments(self, call: Call | None) -> dict[str, Any]:
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
+        """The cache of this forward pass of `new` tokens, which is not cut, if each CP rank holds a part of it."""
+        return None
+
+    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
         """More keyword arguments for the model's forward."""
         return {}
 
@@ -130,6 +143,7 @@ class SequenceSharding:
         too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
         call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens, own)
+        cache = self.open_cache(model, arguments, tokens.shape[1]) if call is None and cp_mesh is not None else None
         self._computed_alike = call is None and cp_mesh is not None
         if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
@@ -141,8 +155,8 @@ class SequenceSharding:
         if self._noted:
             self._history.note(self._state)
         self._switch_layers(self._state)
-        enter_call(self, call)
-        return (), {**arguments, **self.extra_arguments(call)}
+        enter_call(self, call, cache)
+        return (), {**arguments, **self.extra_arguments(call, cache)}
 
     def _state_of(self, call: Call) -> LayerState:
         logits_cut = self.parallelism.loss_parallel and call.targets is not None
@@ -170,18 +184,18 @@ class SequenceSharding:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
-        padded = self.check(arguments, seq_len, targets)
-        cp_mesh = self.parallelism.cp_mesh
+        rows = self.check(arguments, seq_len, targets)
+        ring = self._ring(seq_len, rows)
         if self.parallelism.cuts_sequence and self.positions is not None:
-            self._set_positions(arguments, tokens, self.positions)
+            self._set_positions(arguments, tokens, self.positions, ring)
         count = None
         if targets is not None:
             count = arguments.get("num_items_in_batch")
             count = (targets != ignore_index).sum() if count is None else count
-        if cp_mesh is not None:
+        if ring is not None:
             self._refuse_other_tensors(arguments, source)
-            tokens = self._cut_tokens(tokens, cp_mesh, own)
-            targets = None if targets is None else shard_sequence(targets, 1, group=cp_mesh, layout=LAYOUT)
+            tokens = self._cut_tokens(tokens, ring, own)
+            targets = None if targets is None else ring.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point():
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
@@ -197,12 +211,19 @@ class SequenceSharding:
             tokens.shape[0],
             seq_len,
             local_len,
-            ring=None if cp_mesh is None else Ring(cp_mesh, seq_len, padded),
+            ring=ring,
             targets=targets,
             target_count=count,
             ignore_index=ignore_index,
             logits_to_keep=keep,
         )
+
+    def _ring(self, seq_len: int, rows: Rows) -> Ring | None:
+        tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
+        if cp_mesh is None:
+            return None
+        tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
+        return Ring(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         """Shifted labels of the whole sequence where we compute the loss."""
@@ -219,36 +240,27 @@ class SequenceSharding:
             )
         return targets
 
-    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str) -> None:
+    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, ring: Ring | None) -> None:
         """Positions of the tokens on this CP rank. The default of a model would count its own part from 0."""
-        cp_mesh, seq_len = self.parallelism.cp_mesh, tokens.shape[1]
+        seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
-            if cp_mesh is None:
-                mine = torch.arange(seq_len, device=tokens.device)
-            else:
-                mine = sequence_positions(seq_len, group=cp_mesh, layout=LAYOUT, device=tokens.device)
+            mine = torch.arange(seq_len, device=tokens.device) if ring is None else ring.positions(tokens.device)
             arguments[name] = self.default_positions(mine)
             return
         if given.shape[-1] != seq_len:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
-        if cp_mesh is not None:
-            if bool((given.diff(dim=-1) != 1).any()):
-                raise ValueError(
-                    f"{name} does not count up by one: several documents in one row would attend to each other across "
-                    "the context parallel ranks. Give each document its own row, or use no cp_dim."
-                )
-            arguments[name] = shard_sequence(given, given.ndim - 1, group=cp_mesh, layout=LAYOUT)
+        if ring is not None:
+            arguments[name] = ring.shard(given, given.ndim - 1)
 
-    def _cut_tokens(self, tokens: Tensor, cp_mesh: DeviceMesh, own: bool) -> Tensor:
+    def _cut_tokens(self, tokens: Tensor, ring: Ring, own: bool) -> Tensor:
         if own:
             # Backward sums the gradients of what they come from over the ranks: here it stays with a rank's own tokens.
-            mine = sequence_positions(tokens.shape[1], group=cp_mesh, layout=LAYOUT, device=tokens.device)
-            return tokens.index_select(1, mine)
+            return tokens.index_select(1, ring.positions(tokens.device))
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
             # Embeddings of the caller's making: their gradient is gathered, so it is complete on every rank already.
-            tokens = scale_gradient(tokens, 1 / cp_mesh.size())
-        return shard_sequence(tokens, 1, group=cp_mesh, layout=LAYOUT)
+            tokens = scale_gradient(tokens, 1 / ring.mesh.size())
+        return ring.shard(tokens, 1)
 
     def _refuse_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
         served = {source, self.positions, self.labels, *self.known}
@@ -334,7 +346,7 @@ class SequenceSharding:
             t = gather(t, 1, group=parallelism.tp_mesh, gather_size=call.local_len)
         if call.ring is None:
             return t
-        t = unshard_sequence(t, 1, group=call.ring.mesh, layout=LAYOUT, seq_len=call.seq_len)
+        t = call.ring.unshard(t, 1)
         # Every rank computes the same from the whole output, so the gradient that comes back is counted once.
         return t if parallelism.grad_sync else scale_gradient(t, call.ring.mesh.size())
 

@@ -30,12 +30,14 @@ from tests.attention_cases import (
     Case,
     any_case,
     case,
+    check,
     on_ranks,
     reference,
     run,
     whole,
 )
 from tests.distributed.device_tools import device_ranks, forced
+from tests.distributed.nccl_tools import nccl_ranks, public_ops_use
 from tests.reference import seeded
 from tests.workers import device_mesh, run_ranks
 
@@ -69,6 +71,23 @@ HEADS: list[Case] = [
 @BOTH_ROUTES
 def test_key_heads_that_several_ranks_read(route: str) -> None:
     run(3, [case(37, causal=True, batch=2, **heads) for heads in HEADS], route, ulysses_attention)
+
+
+def on_ranks_by_index(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fused_tp.schedules.attention.all_to_all._MOST_PIECES", 1)
+    try:
+        return on_ranks(group, cases, ulysses_attention)
+    finally:
+        patch.undo()
+
+
+@BOTH_ROUTES
+def test_tokens_that_lie_in_many_pieces(route: str) -> None:
+    cases = [case(37, causal=True, batch=2, **heads) for heads in HEADS]
+    results = run_ranks(3, on_ranks_by_index, cases, env=ROUTES[route])
+    for index, one in enumerate(cases):
+        check(one, whole(one, [rank[index] for rank in results]))
 
 
 @BOTH_ROUTES
@@ -193,12 +212,12 @@ def block(x: Tensor, weight: Tensor, group: Any, seq_len: int, bounds: Tensor, l
     return out + extra.transpose(1, 2).unsqueeze(-1).exp() if lse else out
 
 
-def compare_compiled(group: Any, shard: Any) -> None:
-    """With and without the log-sum-exp, and for another length, which compiles for all lengths."""
+def compare_compiled(group: Any, shard: Any, lse: bool, lengths: tuple[int, ...]) -> None:
+    """The second length compiles for all lengths."""
     torch._dynamo.reset()
     fn = torch.compile(block, fullgraph=True, backend="aot_eager")
     weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
-    for seq_len, lse in ((11, True), (11, False), (14, False)):
+    for seq_len in lengths:
         x = shard(seeded(2, seq_len, 16)).requires_grad_()
         bounds = torch.tensor([0, 5, seq_len])
         wanted, got = (run(x, weight, group, seq_len, bounds, lse) for run in (block, fn))
@@ -209,7 +228,7 @@ def compare_compiled(group: Any, shard: Any) -> None:
 
 
 def compiled(group: dist.ProcessGroup) -> None:
-    compare_compiled(group, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"))
+    compare_compiled(group, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), True, (11, 14))
 
 
 def test_compile() -> None:
@@ -249,7 +268,26 @@ def test_autocast() -> None:
     run_ranks(2, autocasted)
 
 
-# -- the device kernel, in its CPU build ------------------------------------------------------------------------------
+# -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
+
+
+def over_nccl(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    with public_ops_use(group, None):
+        return on_ranks(group, cases, ulysses_attention)
+
+
+def test_nccl() -> None:
+    cases = [case(13, causal=True, batch=2, kv_heads=1, dtype=torch.bfloat16, grad_lse=True), case(16)]
+    compare_with_messages(nccl_ranks(2, over_nccl, cases), cases)
+
+
+def compare_with_messages(results: list[list[list[Tensor | None]]], cases: list[Case]) -> None:
+    """The same bits as torch.distributed brings."""
+    wanted = run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"])
+    for got, expected in zip(results, wanted, strict=True):
+        for one, other in zip(got, expected, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
 
 
 def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
@@ -264,12 +302,7 @@ def test_device_kernel() -> None:
         case(16, causal=True, kv_heads=1),  # a key head for two ranks goes by messages
         case(15, causal=True, dtype=torch.float64),  # and so does all that is not even
     ]
-    results = device_ranks(2, on_device, cases)
-    wanted = run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"])
-    for got, expected in zip(results, wanted, strict=True):
-        for one, other in zip(got, expected, strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+    compare_with_messages(device_ranks(2, on_device, cases), cases)
 
 
 # -- a ring around it -------------------------------------------------------------------------------------------------
@@ -310,7 +343,7 @@ def by_flat_ring(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, *
 
 def compiled_over_a_mesh(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-    compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"))
+    compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), False, (11,))
 
 
 def test_compile_over_a_mesh() -> None:

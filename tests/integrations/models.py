@@ -28,6 +28,33 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma2": "Gemma2",
+    "gpt_oss": "GptOss",
+    "granite_swa": "GraniteSWA",
+}
+# Windows are shorter than the tests' sequences. The numbers of Gemma 2 are such that its caps bend the scores.
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "gemma2": {
+        "attn_implementation": "eager",
+        "sliding_window": 4,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 5,
+    },
+    "gpt_oss": {"attn_implementation": "eager", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {
+        "attn_implementation": "eager",
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
 _meshes: dict[tuple[int, int], DeviceMesh] = {}
 
 
@@ -43,7 +70,7 @@ def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:
 
 
 def make(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """A small model with random weights, the same on every rank. Families: plain, llama, qwen3, mistral."""
+    """A small model with random weights, the same on every rank. Families: plain and FAMILIES."""
     torch.manual_seed(0)
     if family == "plain":
         model: nn.Module = Llama(LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, **changes}))
@@ -59,11 +86,12 @@ def make(family: str, *, tied: bool = False, **changes: Any) -> Any:
 def _transformers_model(family: str, tied: bool, changes: dict[str, Any]) -> nn.Module:
     import transformers
 
-    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    name = FAMILIES[family]
     sizes = {**SIZES, "tie_word_embeddings": tied, "head_dim": 8, "attn_implementation": "sdpa"}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if family == "mistral":
         sizes["sliding_window"] = 64  # longer than the tests' sequences
+    sizes |= OWN_SIZES.get(family, {})
     config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
     return getattr(transformers, f"{name}ForCausalLM")(config)
 

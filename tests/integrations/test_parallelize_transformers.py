@@ -364,7 +364,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
     "dims": ("tp", {}, {"tp_dim": "x", "cp_dim": "y"}, ValueError, "neither 'x' nor 'y'"),
     "same_dims": ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
     "no_tp": ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
-    "eager": ("cp", {"attn_implementation": "eager"}, {}, ValueError, "attn_implementation='eager'"),
     "no_head": (
         "tp",
         {},
@@ -403,9 +402,10 @@ def refused_calls(group: Any) -> None:
     tokens = make_tokens(2, 8)
     model = parallelize(make("mistral", sliding_window=4), mesh)
     calls: dict[str, dict[str, Any]] = {
-        "sliding window of 4 tokens": {"input_ids": tokens},
         "output_hidden_states": {"input_ids": tokens, "output_hidden_states": True},
-        "count up by one": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
+        "start again inside of rows": {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2).view(1, 8)},
+        "shape": {"input_ids": tokens, "attention_mask": torch.ones(2, 1, 8, 8)},
+        "output_router_logits": {"input_ids": tokens, "output_router_logits": True},
         "full labels": {"input_ids": tokens, "labels": tokens[:, :4]},
         "token_weights": {"input_ids": tokens, "token_weights": torch.ones(2, 8)},
         r"\[batch, seq, ...\]": {"input_ids": tokens[0]},
@@ -476,6 +476,9 @@ def mixed_otherwise(group: dist.ProcessGroup) -> None:
     convolution = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(layer_types=layers, **sizes))
     with pytest.raises(ValueError, match="other means than attention"):
         parallelize(convolution, mesh_of(group, 2, 1))
+    gemma = make("gemma2")
+    with pytest.raises(ValueError, match=r"style 'colwise', which needs a plain nn.Linear; it is a Gemma2"):
+        parallelize(gemma, mesh_of(group, 1, 2), plan={"model.embed_tokens": "colwise"})
     # Phi's own plan says nothing of its norms of q and k.
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(qk_layernorm=True, **sizes))
     with pytest.raises(ValueError, match=r"q_layernorm' is not in the plan.*'replicated_with_grad_allreduce'"):

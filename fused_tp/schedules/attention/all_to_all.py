@@ -8,7 +8,7 @@ than of them; on the way back they are summed, in fp32 and in the order of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -128,20 +128,28 @@ class AllToAll(Protocol):
         ...
 
 
-class HeadsResult:
-    """Results of `to_heads`, to be filled rank by rank."""
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+
+def _like(x: Tensor) -> Empty:
+    return lambda shape, dtype: x.new_empty(tuple(shape), dtype=dtype)
+
+
+class HeadsResult:
+    """Results of `to_heads`, to be filled rank by rank; `empty` makes them."""
+
+    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+        empty = empty or _like(xs[0])
         self._exchange = exchange
         self.outs = [
-            x.new_empty((x.shape[0], share.length, len(share.heads[exchange.rank]), x.shape[3]), dtype=dtype)
+            empty((x.shape[0], share.length, len(share.heads[exchange.rank]), x.shape[3]), dtype)
             for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True)
         ]
 
     def put(self, index: int, source: int, part: Tensor) -> None:
         """What `source` has of this rank's heads: [B, rows of `source`, heads, D]."""
         out, places = self.outs[index], self._exchange.shares[index].places[source]
-        if len(places) > _MOST_PIECES:
+        if by_index(len(places)):
             out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
             return
         for here, there in pieces(places):
@@ -151,15 +159,14 @@ class HeadsResult:
 class SequenceResult:
     """Results of `to_sequence`; where heads are repeated, parts must come in the order of the ranks."""
 
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+        empty = empty or _like(xs[0])
         self._exchange = exchange
         self._sums = []
         for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True):
             shape = (x.shape[0], share.rows[exchange.rank], share.all_heads, x.shape[3])
             repeated = share.repeated
-            self._sums.append(
-                x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if repeated else x.new_empty(shape, dtype=dtype)
-            )
+            self._sums.append(x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if repeated else empty(shape, dtype))
 
     @property
     def order(self) -> list[int]:
@@ -190,12 +197,17 @@ class SequenceResult:
 
 def take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
     """out = the rows of `whole` at these places, or out += them."""
-    if len(places) > _MOST_PIECES:
+    if by_index(len(places)):
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
     for here, there in pieces(places):
         out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
+
+
+def by_index(count: int) -> bool:
+    """Whether rows in so many pieces move by index."""
+    return count > _MOST_PIECES
 
 
 def pieces(places: Places) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,7 @@
-"""All-to-all on shared memory: every rank writes once what others want, and they read it straight to its place."""
+"""All-to-all on shared memory: every rank writes once what others want, and they read it straight to its place.
+
+Results lie in memory of the pool, whose pages are there already.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, pieces
+from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, by_index, pieces
 from fused_tp.transport.shm import ShmTransport, Workspace
 
 _ALIGNMENT = 64  # a cache line
 _READABLE = 1
-_MOST_PIECES = 16
 
 
 class OneSidedAllToAll:
@@ -24,7 +26,7 @@ class OneSidedAllToAll:
         self._transport = transport
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, HeadsResult(exchange, xs)
+        rank, result = exchange.rank, HeadsResult(exchange, xs, self._transport.empty)
 
         def shapes(of: int) -> list[tuple[int, ...]]:
             return [(x.shape[0], s.rows[of], s.all_heads, x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
@@ -45,7 +47,7 @@ class OneSidedAllToAll:
         return result.outs
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, SequenceResult(exchange, xs)
+        rank, result = exchange.rank, SequenceResult(exchange, xs, self._transport.empty)
 
         def shapes(of: int) -> list[tuple[int, ...]]:
             return [
@@ -71,7 +73,7 @@ class OneSidedAllToAll:
 def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int) -> None:
     """What this rank takes of its own it need not write, but many small copies cost more than one large one."""
     others = [there for peer, own in enumerate(places) if peer != rank for _, there in pieces(own)]
-    if len(others) > _MOST_PIECES:
+    if by_index(len(others)):
         mine.copy_(x)
         return
     for there in others:

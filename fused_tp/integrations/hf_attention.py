@@ -1,0 +1,174 @@
+"""transformers' attention and mask functions, over the context parallel ranks where a forward pass is cut over them.
+
+transformers looks both up by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would be seq x seq, so there
+is none: what it would have said is said in `Window`, which models hand on to attention in its place, unread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fused_tp.integrations.call import Ring, current_frame
+from fused_tp.integrations.layers import holds_cut_heads
+
+if TYPE_CHECKING:
+    from fused_tp.integrations.hf_cache import CachedPass
+
+# The keyword argument that carries the Ring, or the CachedPass, or None, to the attention function.
+RING = "context_parallel"
+PREFIX = "fused_tp_"
+EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
+# Keyword arguments of attention functions that change the result and that the ring does not compute.
+UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
+
+
+@dataclass(frozen=True)
+class Window:
+    """In the place of a mask: how many keys (before, after) itself a token sees."""
+
+    sides: tuple[int, int]
+
+
+def register_attention(implementation: str) -> str:
+    """Make "fused_tp_<implementation>" known to transformers and return that name.
+
+    It is ring attention in forward passes that are cut over context parallel ranks, and `implementation` in all others.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation.startswith(PREFIX):  # the config of a parallel model, used for another
+        return implementation
+    name = PREFIX + implementation
+    own = _eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, own))
+    own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    if own_mask is not None:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(_mask, own_mask))
+    return name
+
+
+def has_eager(module: nn.Module) -> bool:
+    """Whether `_eager` could find the attention of models in the file that `module` comes from."""
+    return any(hasattr(sys.modules.get(kind.__module__), EAGER) for kind in type(module).__mro__)
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The attention that models run by themselves, which has no entry in AttentionInterface."""
+    for kind in type(module).__mro__:
+        own = getattr(sys.modules.get(kind.__module__), EAGER, None)
+        if own is not None:
+            result: tuple[Tensor, Tensor | None] = own(module, *args, **kwargs)
+            return result
+    raise ValueError(
+        f"attn_implementation='eager': the file that {type(module).__name__} comes from has no {EAGER}. Load the model "
+        "with another attention of transformers."
+    )
+
+
+def _attention(
+    own: Callable[..., tuple[Tensor, Tensor | None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Window | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
+    kind = type(module).__name__
+    if current_frame() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
+        return own(module, query, key, value, attention_mask, **kwargs)
+    if RING not in kwargs:
+        raise ValueError(
+            f"{kind} does not pass keyword arguments on to its attention function, so attention over context or "
+            "sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
+        )
+    over: Ring | CachedPass | None = kwargs.pop(RING)
+    if over is None:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    for name in UNSERVED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{kind} asks for {name}, which attention over context parallel ranks does not do.")
+    if isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"{kind} makes an attention mask of its own {tuple(attention_mask.shape)}; attention over context parallel "
+            "ranks takes no masks but causal ones, sliding windows and packed documents."
+        )
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    how: dict[str, Any] = {
+        "causal": causal,
+        "scale": kwargs.get("scaling"),
+        "window": _window(attention_mask, kwargs.get("sliding_window"), causal),
+        "softcap": kwargs.get("softcap") or 0.0,
+        "sinks": kwargs.get("s_aux"),
+    }
+    if not isinstance(over, Ring):
+        layer_idx: Any = module.layer_idx
+        return over.attention(layer_idx, query, **how).contiguous(), None
+    if over.padded and not causal:
+        raise ValueError(
+            f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "
+            "parallel ranks do not mask. Use rows of equal length, or no cp_dim."
+        )
+    dropout = kwargs.get("dropout", 0.0)
+    out = over.attention(query, key, value, dropout_p=dropout, heads_cut=holds_cut_heads(module), **how)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
+    """The window that the mask stands for. Not all models tell their attention function, too; of those whose attention
+    makes its own masks only that function knows, and they count the token itself."""
+    if mask is not None:
+        return mask.sides
+    if sliding_window is None:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1
+
+
+def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """transformers' mask function, called with keywords: a Window or nothing for a ring, else `own` for the whole
+    sequence."""
+    frame = current_frame()
+    call, cache = (None, None) if frame is None else (frame.call, cast("CachedPass | None", frame.cache))
+    # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
+    ours = cache if cache is not None else None if call is None else call.ring
+    if ours is not None:
+        # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
+        if kwargs.get("use_vmap") or not (
+            kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
+        ):
+            raise ValueError(
+                "The model adds a mask of its own to attention, which context parallel ranks do not serve."
+            )
+        size = kwargs.get("local_size")
+        return None if size is None or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
+    if call is None:
+        return own(*args, **kwargs)
+    # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
+    kwargs["q_length"] = kwargs["kv_length"] = call.seq_len
+    return own(*args, **kwargs)
+
+
+def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
+    """The window of a mask function, sees(batch, head, query, key), of that size."""
+
+    def token_sees(query: int, key: int) -> bool:
+        return bool(sees(*torch.tensor([0, 0, query, key], device="cpu").unbind()))
+
+    if not token_sees(size, 1):  # sees nothing of the `size` tokens before it: a new chunk begins here
+        raise ValueError(
+            f"The model attends within chunks of {size} tokens, shorter than the sequence, which context parallel "
+            "ranks do not serve. Use sequences that fit into a chunk, or no cp_dim."
+        )
+    if token_sees(0, 1):
+        return Window((size, size))  # transformers' bidirectional windows do not count the token itself
+    return Window((size - 1, 0))

@@ -1,0 +1,204 @@
+"""transformers' key/value cache, of which each context parallel rank holds a part: what `generate()` fills.
+
+A `DynamicCache` that comes in empty gets other layers, so whoever made it goes on with it. What these layers could not
+hold stays as it is: then every rank holds all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.integrations.call import current_frame
+from fused_tp.nn.context_cache import ContextKVCache
+from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
+
+BLOCK = DEFAULT_BLOCK
+
+
+class ContextLayer:
+    """One attention layer's keys and values. `update` keeps this rank's part of new ones, of which all ranks have all.
+
+    A sliding window is a matter of masks here: nothing is thrown away. `make_layer` makes it one of transformers'.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()  # of transformers' class
+        self.is_initialized = False
+        self.cache = ContextKVCache(mesh, block=BLOCK)
+        self.columns = 0  # of the batch: the longest text and what it is padded with
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Returns the new ones only: attention finds the others here."""
+        frame = current_frame()
+        running = None if frame is None else frame.cache
+        if not isinstance(running, CachedPass) or self not in running.layers:
+            raise ValueError(
+                "A key/value cache of which each context parallel rank holds a part was given to another module than "
+                "the model that parallelize returned, which has filled it; only that one can read it."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running.new_lengths)
+        self.columns += key_states.shape[2]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # Before transformers 5 it is given the positions of the new tokens.
+        new = query_length if isinstance(query_length, int) else len(query_length)
+        return self.columns + new, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.columns = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens, as rejected drafts are; before transformers 5, a positive number is
+        how many to keep."""
+        if tokens_to_remove == 0 or self.columns == 0:
+            return
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - self.columns, 0)
+        if len(set(self.cache.lengths)) > 1:
+            raise ValueError("crop needs texts that are equally long where context parallel ranks share the cache.")
+        removed = min(abs(tokens_to_remove), self.columns)
+        self.cache.crop(self.cache.length - removed)
+        self.columns -= removed
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.columns:
+            self.cache.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
+
+
+def make_layer(mesh: DeviceMesh) -> ContextLayer:
+    """A ContextLayer for the layers of transformers' Cache."""
+    layer: ContextLayer = _layer_class()(mesh)
+    return layer
+
+
+@lru_cache
+def _layer_class() -> Any:
+    from transformers.cache_utils import CacheLayerMixin
+
+    return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """A forward pass that every rank computes, but for attention, which they share.
+
+    Attributes:
+        layers: of the cache.
+        seq_len: columns of the batch when it is done.
+        new_lengths: how many of the new tokens are no padding, for each text; None for all.
+    """
+
+    layers: tuple[ContextLayer, ...]
+    seq_len: int
+    new_lengths: list[int] | None
+
+    def attention(self, layer_idx: int, q: Tensor, **keywords: Any) -> Tensor:
+        """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
+        out: Tensor = self.layers[layer_idx].cache.attend(q.transpose(1, 2), **keywords)
+        return out
+
+
+def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
+    """What the cache in `arguments` makes of a forward pass of `new` tokens; None where every rank holds all of it.
+
+    The caller has made sure that a cache that is empty now may be shared.
+
+    Raises:
+        ValueError: the mask hides other tokens of the texts than it did before.
+    """
+    from transformers import DynamicCache
+
+    cache = arguments.get("past_key_values")
+    if cache is None:
+        cache = DynamicCache(config=config)
+    if not _is_shared(cache):
+        mask = arguments.get("attention_mask")
+        if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
+            return None
+        text = config.get_text_config(decoder=True)
+        cache.layers = [make_layer(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
+        cache.layer_class_to_replicate = None
+        arguments["past_key_values"] = cache
+    layers = tuple(cache.layers)
+    return CachedPass(layers, layers[0].columns + new, _new_lengths(arguments.get("attention_mask"), layers[0], new))
+
+
+def is_shared(arguments: dict[str, Any]) -> bool:
+    """Whether the ranks share the cache in `arguments` already."""
+    return _is_shared(arguments.get("past_key_values"))
+
+
+def _is_shared(cache: Any) -> bool:
+    return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
+
+
+def _can_be_shared(cache: Any) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        and cache.layer_class_to_replicate in (None, DynamicLayer)
+        and cache.get_seq_length() == 0
+    )
+
+
+def _pads_left(mask: Tensor) -> bool:
+    """Whether `mask` [batch, columns] shows the last so many tokens of each text."""
+    if mask.ndim != 2:
+        return False
+    keep = mask.bool()
+    return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())
+
+
+def _new_lengths(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int] | None:
+    held, columns = layer.cache.lengths, layer.columns
+    if mask is None:
+        shown, counted = [columns] * len(held), None
+    else:
+        if not _pads_left(mask) or mask.shape[1] != columns + new:
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)}; next to a cache of {columns} tokens that context parallel "
+                f"ranks share it must be [batch, {columns + new}], with padding on the left alone."
+            )
+        keep = mask.bool()
+        shown, counted = keep[:, :columns].sum(1).tolist(), keep[:, columns:].sum(1).tolist()
+    if held and shown != held:
+        raise ValueError(
+            f"attention_mask shows {shown} tokens of the texts in the cache, which holds {held}: padding is not kept "
+            "where context parallel ranks share the cache, so the mask must stay what it was."
+        )
+    return counted

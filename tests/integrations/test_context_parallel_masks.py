@@ -1,0 +1,231 @@
+"""transformers models over context parallel ranks: windows, soft caps, sinks, packed documents, dropout."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import (
+    assert_near,
+    assert_same_gradients,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+)
+from tests.workers import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+DOCUMENTS = [7, 1, 11, 4]  # of one row
+
+
+def packed_positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+
+
+def packed_labels(tokens: Tensor, lengths: list[int]) -> Tensor:
+    """No document's last token predicts the next one's first."""
+    labels = tokens.clone()
+    labels[:, [sum(lengths[:i]) for i in range(len(lengths))]] = -100
+    return labels
+
+
+def compare(whole: Any, parallel: Any, tokens: Tensor, labels: Tensor, **more: Any) -> None:
+    """Logits, loss and every gradient of the same call."""
+    with torch.no_grad():
+        assert_near(parallel(tokens, **more).logits, whole(tokens, **more).logits, "logits")
+    losses = [model(tokens, labels=labels, **more).loss for model in (whole, parallel)]
+    assert_near(losses[1], losses[0], "loss")
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
+WINDOWS = [("mistral", {"sliding_window": 4}), ("qwen2", {}), ("gemma2", {}), ("gpt_oss", {}), ("granite_swa", {})]
+
+
+@pytest.mark.parametrize(("family", "changes"), WINDOWS, ids=[family for family, _ in WINDOWS])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_windows_caps_and_sinks(family: str, changes: dict[str, Any], packed: bool) -> None:
+    run_ranks(2, one_call, family, changes, 2, 1, packed, {})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_with_tensor_parallelism(family: str, packed: bool) -> None:
+    run_ranks(4, one_call, family, {}, 2, 2, packed, {"sequence_parallel": True, "loss_parallel": True})
+
+
+def one_call(
+    group: dist.ProcessGroup,
+    family: str,
+    changes: dict[str, Any],
+    cp: int,
+    tp: int,
+    packed: bool,
+    keywords: dict[str, Any],
+) -> None:
+    whole = make(family, **changes)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    if packed:
+        tokens = make_tokens(1, sum(DOCUMENTS))
+        labels = packed_labels(tokens, DOCUMENTS)
+        if family == "gpt_oss":
+            # Its own masks do not look at positions, as its flash attention does: compared with each document alone.
+            logits = parallel(tokens, position_ids=packed_positions(DOCUMENTS), use_cache=False).logits
+            alone = [whole(document).logits for document in tokens.split(DOCUMENTS, 1)]
+            assert_near(logits, torch.cat(alone, 1), "logits")
+            return
+        compare(whole, parallel, tokens, labels, position_ids=packed_positions(DOCUMENTS), use_cache=False)
+    else:
+        tokens = make_tokens(2, 21)
+        compare(whole, parallel, tokens, tokens)
+
+
+def test_windows_under_sequence_parallelism_alone() -> None:
+    run_ranks(2, one_call, "gemma2", {}, 1, 2, True, {"sequence_parallel": True})
+
+
+def test_training_on_packed_documents() -> None:
+    run_ranks(2, train)
+
+
+def train(group: dist.ProcessGroup) -> None:
+    from transformers import DataCollatorWithFlattening
+
+    generator = torch.Generator().manual_seed(2)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    batches = []
+    for lengths in ([5, 9, 3], [20, 2], [1, 1, 6, 8]):
+        rows = [torch.randint(3, 67, (n,), generator=generator).tolist() for n in lengths]
+        batches.append(collate([{"input_ids": row} for row in rows]))
+    whole = make("gemma2")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    losses = []
+    for model in (whole, parallel):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        steps = []
+        for batch in batches:
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(loss.item())
+        losses.append(steps)
+    assert losses[0][0] != losses[0][1] != losses[0][2]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_documents_of_several_rows_and_by_their_bounds() -> None:
+    run_ranks(2, described)
+
+
+def described(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens, positions = make_tokens(2, 23), packed_positions(DOCUMENTS)
+    for rows in (positions, positions.expand(2, -1)):
+        same_logits(whole, parallel, tokens, position_ids=rows, use_cache=False)
+    # Positions may start anywhere, and go on where a document was cut out.
+    same_logits(whole, parallel, tokens, position_ids=positions + 3, use_cache=False)
+    bounds = torch.tensor([0, 7, 8, 8, 19, 23], dtype=torch.int32)
+    by_bounds = parallel(tokens[:1], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=11, max_length_k=11)
+    # The rotary positions go on over the documents then, of which attention sees differences only.
+    expected = whole(tokens[:1], position_ids=positions, use_cache=False)
+    assert_near(by_bounds.logits, expected.logits, "logits", 1e-4)
+
+    mixed = torch.cat([positions, torch.arange(23).unsqueeze(0)])
+    refused: dict[str, dict[str, Any]] = {
+        "at other places in some rows": {"position_ids": mixed},
+        "no attention_mask": {"position_ids": positions, "use_cache": False, "attention_mask": torch.ones_like(tokens)},
+        "Pass use_cache=False": {"position_ids": positions},
+        "the same documents": {"position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 6, 23])},
+        r"cu_seq_lens_q is \(0, 6\)": {"cu_seq_lens_q": torch.tensor([0, 6])},
+        "cu_seq_lens_k differ": {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds[[0, -1]]},
+        r"positions \[batch, seq\]": {"position_ids": positions.expand(3, 2, -1)},
+    }
+    for says, keywords in refused.items():
+        with pytest.raises(ValueError, match=says):
+            parallel(tokens, **keywords)
+    # What padding is counted as does not matter.
+    mask = torch.ones_like(tokens)
+    mask[:, 19:] = 0
+    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    logits = [model(tokens, position_ids=counted, attention_mask=mask).logits[:, :19] for model in (whole, parallel)]
+    assert_near(logits[1], logits[0], "logits")
+
+
+def same_logits(whole: Any, parallel: Any, tokens: Tensor, **keywords: Any) -> None:
+    assert_near(parallel(tokens, **keywords).logits, whole(tokens, **keywords).logits, "logits")
+
+
+def test_windows_that_are_not_causal() -> None:
+    run_ranks(2, both_sides)
+
+
+def both_sides(group: dist.ProcessGroup) -> None:
+    whole = make("mistral", sliding_window=3)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens = make_tokens(2, 13)
+    logits = [model(tokens, is_causal=False).logits for model in (whole, parallel)]
+    assert_near(logits[1], logits[0], "logits")
+    assert (logits[0] - whole(tokens).logits).abs().max() > 1e-2
+
+
+def test_chunks_are_told_from_windows_and_refused() -> None:
+    from transformers.masking_utils import (
+        chunked_causal_mask_function,
+        sliding_window_bidirectional_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    from fused_tp.integrations.hf_attention import Window, _as_window
+
+    with pytest.raises(ValueError, match="chunks of 4 tokens"):
+        _as_window(chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), 4)
+    assert _as_window(sliding_window_causal_mask_function(4), 4) == Window((3, 0))
+    assert _as_window(sliding_window_bidirectional_mask_function(4), 4) == Window((4, 4))
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=["cp2", "cp2_tp2"])
+def test_attention_dropout_is_the_same_on_any_number_of_ranks(layout: tuple[int, int]) -> None:
+    run_ranks(layout[0] * layout[1], dropped, *layout)
+
+
+def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:
+    """Attention with the dropout of ring attention, over one rank."""
+    from fused_tp.ops.ring_attention import attention_over
+
+    none: Any = dict.fromkeys(
+        ("window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv")
+    )
+    how: Any = {"causal": True, "layout": "zigzag", "softcap": 0.0, "scale": keywords["scaling"]}
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, _ = attention_over(q, k, v, "", 1, 0, dropout_p=keywords["dropout"], **how, **none)
+    return out, None
+
+
+def dropped(group: dist.ProcessGroup, cp: int, tp: int) -> None:
+    from transformers import AttentionInterface
+
+    whole = make("llama", attention_dropout=0.3).train()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp))
+    AttentionInterface.register("alone", partial(_alone))
+    whole.config._attn_implementation = "alone"
+    tokens = make_tokens(2, 17)
+    losses = []
+    for model in (whole, parallel):
+        torch.manual_seed(5)
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
+    assert_near(losses[1], losses[0], "loss")
+    assert_same_gradients(parallel, whole)
+    torch.manual_seed(6)
+    assert abs(whole(tokens, labels=tokens).loss.item() - losses[0].item()) > 1e-4

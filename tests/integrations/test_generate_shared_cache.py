@@ -1,0 +1,113 @@
+"""generate() with a cache of which each context parallel rank holds a part: the tokens of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
+from tests.workers import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+PROMPT = 9
+
+
+@contextmanager
+def blocks_of(tokens: int) -> Iterator[None]:
+    """Small ones, so that short texts lie on several ranks."""
+    from fused_tp.integrations import hf_cache
+
+    before, hf_cache.BLOCK = hf_cache.BLOCK, tokens
+    try:
+        yield
+    finally:
+        hf_cache.BLOCK = before
+
+
+def generated(model: Any, tokens: Tensor, **keywords: Any) -> Any:
+    how = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "disable_compile": True}
+    return model.generate(tokens, **{**how, **keywords})
+
+
+def held(cache: Any) -> list[list[int]]:
+    """Tokens of each text and layer on this rank."""
+    return [[layer.cache._dealing.count(n) for n in layer.cache.lengths] for layer in cache.layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_same_tokens(family: str) -> None:
+    run_ranks(2, same_tokens, family, 2, 1)
+
+
+def test_same_tokens_with_tensor_parallelism() -> None:
+    run_ranks(4, same_tokens, "gemma2", 2, 2)
+
+
+def same_tokens(group: dist.ProcessGroup, family: str, cp: int, tp: int) -> None:
+    changes: dict[str, Any] = {"sliding_window": 4} if family == "mistral" else {}
+    whole = make(family, **changes).eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp)).eval()
+    tokens, mask = make_tokens(3, PROMPT), torch.ones(3, PROMPT, dtype=torch.long)
+    mask[1, :5] = 0
+    with blocks_of(3):
+        for how in ({}, {"attention_mask": mask}, {"num_beams": 2, "attention_mask": mask}):
+            expected, actual = generated(whole, tokens, **how), generated(parallel, tokens, **how)
+            assert torch.equal(actual.sequences, expected.sequences), how
+            first = held(actual.past_key_values)[0]
+            assert 0 < first[0] < PROMPT + 6, first
+        # ... and further, from what has been said.
+        told = [generated(model, tokens) for model in (whole, parallel)]
+        more = torch.cat([told[0].sequences, make_tokens(3, 4)], 1)
+        further = [
+            generated(model, more, past_key_values=before.past_key_values)
+            for model, before in zip((whole, parallel), told, strict=True)
+        ]
+        assert torch.equal(further[1].sequences, further[0].sequences)
+
+
+def test_forward_passes_with_a_cache() -> None:
+    run_ranks(2, forward_passes)
+
+
+def forward_passes(group: dist.ProcessGroup) -> None:
+    whole = make("mistral", sliding_window=4).eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
+    tokens = make_tokens(2, 14)
+    with blocks_of(2), torch.no_grad():
+        caches: list[Any] = [None, None]
+        for chunk in tokens.split([8, 1, 5], 1):
+            outputs = [
+                model(chunk, past_key_values=cache, use_cache=True)
+                for model, cache in zip((whole, parallel), caches, strict=True)
+            ]
+            assert_near(outputs[1].logits, outputs[0].logits, "logits")
+            caches = [output.past_key_values for output in outputs]
+        cache = caches[1]
+        assert held(cache)[0] == [[8, 6][group.rank()]] * 2 and cache.get_seq_length() == 14
+        cache.crop(-3)
+        again = parallel(tokens[:, 11:], past_key_values=cache).logits
+        assert_near(again, whole(tokens).logits[:, 11:], "logits")
+        hidden = torch.ones(2, 15, dtype=torch.long)
+        hidden[0, :2] = 0
+        with pytest.raises(ValueError, match="the mask must stay what it was"):
+            parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden)
+        with pytest.raises(ValueError, match="with padding on the left alone"):
+            parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden[:, :9])
+        with pytest.raises(ValueError, match="given to another module"):
+            parallel.model(tokens[:, :1], past_key_values=cache)
+        # What cannot be shared, every rank has whole.
+        padded = torch.ones(2, 6, dtype=torch.long)
+        padded[0, 4:] = 0
+        outputs = [model(tokens[:, :6], attention_mask=padded, use_cache=True) for model in (whole, parallel)]
+        assert_near(outputs[1].logits, outputs[0].logits, "logits")
+        assert outputs[1].past_key_values.layers[0].keys.shape[2] in (3, 6)
+    recorded = parallel(tokens, use_cache=True)
+    assert recorded.past_key_values.layers[0].keys.requires_grad
