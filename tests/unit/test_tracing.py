@@ -148,6 +148,7 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
     target = torch.arange(4)
     q, k, v = (leaf(1, 4, 2, 8) for _ in range(3))
     mesh = device_mesh(group)
+    new, cached, lengths = q.detach()[:, :1], k.detach(), torch.tensor([8])
     calls: dict[str, Any] = {
         "all_gather": lambda: collectives.all_gather(x_shard, 0, group=group),
         "all_gather_matmul": lambda: fused_tp.all_gather_matmul(x_shard, [w, w], group=group),
@@ -155,6 +156,9 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
         "all_reduce_rms_norm": lambda: fused_tp.all_reduce_rms_norm(partial, residual, norm_weight, 1e-6, group=group),
         "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
         "context_parallel_attention": lambda: fused_tp.context_parallel_attention(q, k, v, mesh=mesh),
+        "context_parallel_decode": lambda: fused_tp.context_parallel_decode(
+            new, cached, cached, group=group, cache_seqlens=lengths, block=4
+        ),
         "copy_to_group": lambda: collectives.copy_to_group(x, group=group),
         "gather": lambda: collectives.gather(x_shard, 0, group=group),
         "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(x, w, group=group),
@@ -177,7 +181,8 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 result = run()
                 outputs = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if t.requires_grad]
-                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             if recorded:
                 events = sorted(profile.events(), key=lambda event: event.time_range.start)
                 seen[name] = [event.name for event in events]
@@ -200,6 +205,7 @@ EXPECTED = {
         "column_parallel_matmul_backward [4, 6]x[4, 8]x[6, 8] f32 {}",
     ],
     "context_parallel_attention": RING,  # over a mesh of one dim
+    "context_parallel_decode": ["context_parallel_decode [1, 1, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}"],
     "copy_to_group": ["all_reduce [4, 8] f32 {}"],
     "gather": ["all_gather [4, 8] f32 {}"],
     "matmul_all_reduce": ["matmul_all_reduce [4, 8]x[6, 8] f32 {}"],
