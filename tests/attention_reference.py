@@ -1,4 +1,4 @@
-"""Attention over a whole sequence on one process in fp64, with every mask and score that `ring_attention` has: S x S."""
+"""Attention over a whole sequence on one process in fp64, with every mask and score of `ring_attention`: S x S."""
 
 from __future__ import annotations
 

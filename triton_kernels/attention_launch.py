@@ -61,8 +61,10 @@ class Terms:
         }
 
 
-def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, terms: Terms, device: torch.device) -> str | None:
-    """Why the kernels cannot compute it, or None."""
+def obstacle(
+    dtype: torch.dtype, head_dim: int, v_head_dim: int, terms: Terms, device: torch.device | None
+) -> str | None:
+    """Why the kernels cannot compute it, or None. No device: some GPU that need not be here."""
     if dtype not in DTYPES:
         return f"the Triton kernels of attention compute in bf16, fp16 and fp32, not in {dtype}"
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
@@ -71,6 +73,8 @@ def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, terms: Terms, d
         return f"scale must be a positive number; it is {terms.scale}"
     if terms.dropout and not 0 <= terms.dropout.p < 1:
         return f"the probability of dropout must be at least 0 and less than 1; it is {terms.dropout.p}"
+    if device is None:
+        return None
     if not INTERPRETED.value and device.type != "cuda":
         return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
     if not INTERPRETED.value and not arch_of(device):

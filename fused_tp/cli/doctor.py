@@ -47,6 +47,7 @@ VARIABLES = {
     "FUSED_TP_TIMEOUT": "seconds until a wait for a peer raises CollectiveTimeoutError (600)",
     "FUSED_TP_CHECK": "1: ranks compare op, shapes and dtypes before every op on torch.distributed (0)",
     "FUSED_TP_SCHEDULE": "the schedule that every op must use (the dispatch table chooses)",
+    "FUSED_TP_ATTENTION": "what computes attention: native-cpu, triton, torch-cpu, ... (the best there is)",
     "FUSED_TP_TABLE": "a dispatch table to use in place of the shipped one",
     "FUSED_TP_SM_MARGIN": "multiprocessors that fused kernels leave to what runs beside them (0)",
     "FUSED_TP_SHM": "0: do not use CPU shared memory (1)",
@@ -221,6 +222,7 @@ def _settings() -> Iterator[Finding]:
         "FUSED_TP_SHM": settings.shared_memory_allowed,
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
         "FUSED_TP_SCHEDULE": _forced_schedule,
+        "FUSED_TP_ATTENTION": _forced_provider,
         **{name: partial(_taken, name) for name in _TAKEN},
         **{name: partial(settings.switch, name, True) for name in _SWITCHES},
     }
@@ -247,6 +249,13 @@ def _forced_schedule() -> str | None:
     if name is not None and name not in WAYS:
         raise ValueError(f"There is no such schedule; there are {', '.join(WAYS)}.")
     return name
+
+
+def _forced_provider() -> str | None:
+    # It loads NumPy and the native core, which the rest of doctor does without.
+    from fused_tp.schedules.attention.providers import forced_provider
+
+    return forced_provider()
 
 
 def _taken(name: str) -> None:

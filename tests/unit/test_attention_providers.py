@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fused_tp.schedules.attention import providers
 from fused_tp.schedules.attention.blocks import BLOCKS, Blocks, blocks
 from fused_tp.schedules.attention.layouts import Tokens
 from fused_tp.schedules.attention.masks import AttentionMask
 from fused_tp.schedules.attention.pieces import Piece, Shape, pieces
 from fused_tp.schedules.attention.plan import Step, make_step
 from fused_tp.schedules.attention.provider import AttentionProvider
-from fused_tp.schedules.attention.providers import choose_provider, provider_for
+from fused_tp.schedules.attention.providers import NATIVE, Wanted, choose_provider, provider_for
 from fused_tp.schedules.attention.scores import Dropout, Scores
 from fused_tp.schedules.attention.state import SoftmaxState, row_sums
 from fused_tp.schedules.attention.torch_flash import TORCH_CPU
@@ -27,7 +29,7 @@ from tests.reference import seeded
 
 SCALE = 0.3
 PLAIN = Scores(SCALE)
-PROVIDERS = pytest.mark.parametrize("provider", [TORCH_CPU, BLOCKS], ids=lambda provider: provider.name)
+PROVIDERS = pytest.mark.parametrize("provider", [NATIVE, TORCH_CPU, BLOCKS], ids=lambda provider: provider.name)
 MASKS = {
     "full": AttentionMask(37, 37),
     "causal": AttentionMask(37, 37, causal=True),
@@ -222,16 +224,51 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
         assert all(seen[b.rows, b.keys].any() and b.masked != bool(seen[b.rows, b.keys].all()) for b in found)
 
 
-def test_choice_of_provider() -> None:
+def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
+    native = provider_for(q, q, Scores(1.0, softcap=2.0))
+    assert native.name == "native-cpu" and provider_for(q, q, PLAIN, grad_lse=True, single=False) is native
+    assert provider_for(q.to("meta"), q.to("meta"), PLAIN) is BLOCKS
+
+    cuda = partial(Wanted, torch.device("cuda"), torch.bfloat16, 128, 128)
+    monkeypatch.setattr(providers.triton, "obstacle", lambda *wanted: None)
+    providers._choose.cache_clear()
+    for wanted, name in (
+        (cuda(), "torch-cuda"),  # one step: nothing is rounded twice
+        (cuda(single=False), "triton"),
+        (cuda(plain=False), "triton"),
+        (cuda(grad_lse=True), "triton"),
+    ):
+        assert choose_provider(wanted)[0].name == name
+    monkeypatch.setattr(providers.triton, "obstacle", lambda *wanted: "it is not installed")
+    providers._choose.cache_clear()
+    provider, reason = choose_provider(cuda(single=False))
+    assert provider.name == "torch-cuda" and reason.endswith("; no triton: it is not installed")
+    assert choose_provider(cuda(plain=False))[0] is BLOCKS
+    providers._choose.cache_clear()
+
+
+def test_torch_serves_single_plain_steps_where_the_cpu_has_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers.NATIVE, "is_faster", lambda dtype: False)
+    providers._choose.cache_clear()
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
     assert provider_for(q, q, PLAIN) is TORCH_CPU
-    assert provider_for(q, q, PLAIN, grad_lse=True) is BLOCKS
-    assert provider_for(q, q, Scores(1.0, softcap=2.0)) is BLOCKS
-    assert provider_for(q.to("meta"), q.to("meta"), PLAIN) is BLOCKS
-    provider, reason = choose_provider("cuda", torch.bfloat16, 128, 128)
-    assert provider.name == "torch-cuda" and "FlashAttention" in reason
-    assert choose_provider("cuda", torch.float32, 64, 64)[0] is BLOCKS
-    assert choose_provider("cuda", torch.bfloat16, 512, 64)[0] is BLOCKS
+    assert provider_for(q, q, PLAIN, single=False).name == "native-cpu"
+    assert provider_for(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
+    providers._choose.cache_clear()
+
+
+def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 1, 1, 8)
+    monkeypatch.setenv("FUSED_TP_ATTENTION", "torch-cpu")
+    assert provider_for(q, q, PLAIN) is TORCH_CPU
+    with pytest.raises(
+        ValueError, match="ATTENTION=torch-cpu cannot serve this call: torch's kernels know no"
+    ):
+        provider_for(q, q, Scores(1.0, softcap=2.0))
+    monkeypatch.setenv("FUSED_TP_ATTENTION", "magic")
+    with pytest.raises(ValueError, match="FUSED_TP_ATTENTION names 'magic'; there are native-cpu, triton, torch-cuda"):
+        provider_for(q, q, PLAIN)
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ class Wanted:
         plain: scores are scale * q.k, and nothing is dropped.
         grad_lse: the log-sum-exp has a gradient.
         single: there is one step only, so that what a step rounds is rounded once.
+        rising: scale is above 0.
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class Wanted:
     plain: bool = True
     grad_lse: bool = False
     single: bool = True
+    rising: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,22 +59,32 @@ def choose_provider(wanted: Wanted) -> tuple[AttentionProvider, str]:
     Raises:
         ValueError: FUSED_TP_ATTENTION names none, or one that cannot.
     """
-    return _choose(wanted, settings.forced_attention())
+    return _choose(wanted, forced_provider())
+
+
+def forced_provider() -> str | None:
+    """The name that FUSED_TP_ATTENTION gives, or None.
+
+    Raises:
+        ValueError: there is no such provider.
+    """
+    forced = settings.forced_attention()
+    if forced is not None and forced not in PROVIDERS:
+        raise ValueError(f"FUSED_TP_ATTENTION names {forced!r}; there are {', '.join(PROVIDERS)}.")
+    return forced
 
 
 def provider_for(
     q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True
 ) -> AttentionProvider:
     """The provider for q and v [B, S, H, D]."""
-    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single)
+    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, scores.scale > 0)
     return choose_provider(wanted)[0]
 
 
 @lru_cache(maxsize=256)
 def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
     if forced is not None:
-        if forced not in PROVIDERS:
-            raise ValueError(f"FUSED_TP_ATTENTION names {forced!r}; there are {', '.join(PROVIDERS)}.")
         obstacle = PROVIDERS[forced].obstacle(wanted)
         if obstacle is not None:
             raise ValueError(f"FUSED_TP_ATTENTION={forced} cannot serve this call: {obstacle}.")
@@ -105,7 +117,8 @@ def _torch_has_tiles(wanted: Wanted) -> str | None:
 
 
 def _no_triton(wanted: Wanted) -> str | None:
-    return triton.obstacle(wanted.device, wanted.dtype, wanted.head_dim, wanted.v_head_dim)
+    scores = Scores(1.0 if wanted.rising else -1.0)
+    return triton.obstacle(wanted.device, wanted.dtype, wanted.head_dim, wanted.v_head_dim, scores)
 
 
 def _others_are_better(wanted: Wanted) -> str | None:

@@ -24,7 +24,8 @@ def obstacle(
     """
     if not has_triton():
         return "Triton is not installed"
-    why: str | None = _kernels().obstacle(dtype, head_dim, v_head_dim, _terms(scores or Scores(1.0)), device)
+    here = None if device.type == "cuda" and not torch.cuda.is_available() else device
+    why: str | None = _kernels().obstacle(dtype, head_dim, v_head_dim, _terms(scores or Scores(1.0)), here)
     return why
 
 
