@@ -48,6 +48,7 @@ VARIABLES = {
     "FUSED_TP_CHECK": "1: ranks compare op, shapes and dtypes before every op on torch.distributed (0)",
     "FUSED_TP_SCHEDULE": "the schedule that every op must use (the dispatch table chooses)",
     "FUSED_TP_ATTENTION": "what computes attention: native-cpu, triton, torch-cpu, ... (the best there is)",
+    "FUSED_TP_RING_GRADIENTS": "input: a ring's dK/dV travel in the keys' dtype (wide: in float32)",
     "FUSED_TP_TABLE": "a dispatch table to use in place of the shipped one",
     "FUSED_TP_SM_MARGIN": "multiprocessors that fused kernels leave to what runs beside them (0)",
     "FUSED_TP_SHM": "0: do not use CPU shared memory (1)",
@@ -223,6 +224,7 @@ def _settings() -> Iterator[Finding]:
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
         "FUSED_TP_SCHEDULE": _forced_schedule,
         "FUSED_TP_ATTENTION": _forced_provider,
+        "FUSED_TP_RING_GRADIENTS": settings.narrow_gradients,
         **{name: partial(_taken, name) for name in _TAKEN},
         **{name: partial(settings.switch, name, True) for name in _SWITCHES},
     }

@@ -9,6 +9,7 @@ from torch import Tensor
 from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
+from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.attention.plan import ring_plan
@@ -208,7 +209,8 @@ def _prepare(
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
     provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1)
     call = RingCall(ring_plan(mask, group.size, keywords.layout), group.rank, provider, scores, sinks)
-    words = in_words(keywords, mask, alibi_slopes=slopes is not None, sinks=sinks is not None)
+    given = {"alibi_slopes": slopes is not None, "sinks": sinks is not None}
+    words = in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())
     dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
     return select_ring(group, q, k, v, keywords.seq_len_kv), call, dims, words
 

@@ -76,6 +76,18 @@ def forced_attention() -> str | None:
     return None if raw is None else os.environ.get("FUSED_TP_ATTENTION") or None
 
 
+def narrow_gradients() -> bool:
+    """Whether a ring's gradients of keys and values travel in the dtype of these (`FUSED_TP_RING_GRADIENTS=input`), and
+    not in float32 (`wide`, the default)."""
+    text = os.environ.get("FUSED_TP_RING_GRADIENTS") or "wide"
+    if text not in ("wide", "input"):
+        raise ValueError(
+            f"FUSED_TP_RING_GRADIENTS is {text!r}; set it to 'wide' (float32, float64 for float64) or 'input' (the "
+            "dtype of the keys)."
+        )
+    return text == "input"
+
+
 def sm_margin() -> int:
     """Multiprocessors that fused kernels leave to what runs beside them (`FUSED_TP_SM_MARGIN`, default 0).
 

@@ -131,6 +131,17 @@ def test_what_a_window_hides_does_not_travel() -> None:
     assert sizes == [6 * row, 9 * row, 9 * row, 3 * row]
 
 
+@pytest.mark.parametrize("how", ["wide", "input"])
+def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
+    one = case(64, kv_heads=1, dtype=torch.bfloat16, layout="contiguous")
+    env = {**ROUTES["pipelined"], "FUSED_TP_RING_GRADIENTS": how}
+    (sizes,) = {tuple(run_ranks(2, sent, one, env=env))}
+    keys = 2 * 8 * 32  # elements of K and V of 32 tokens; they travel forward and backward
+    assert sizes == (keys * (2 + 2 + (4 if how == "wide" else 2)),) * 2
+    results = run_ranks(2, on_ranks, [one], env=env)
+    check(one, whole(one, [rank[0] for rank in results]))
+
+
 def test_what_other_documents_hide_does_not_travel() -> None:
     one = case(64, causal=True, cu_seqlens=[0, 16, 32, 48, 64], layout="contiguous")
     assert run_ranks(4, sent, one, env=ROUTES["pipelined"]) == [0, 0, 0, 0]

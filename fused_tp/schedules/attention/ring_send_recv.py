@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from fused_tp.runtime import settings
 from fused_tp.schedules.attention.ring import (
     Backward,
     Forward,
@@ -102,13 +104,18 @@ class SendRecvRing:
         moving = [
             self._transport.shift(
                 "ring_attention dK/dV",
-                to_wire(term, range(term.shape[1])),
-                wire_buffer(x, one.gives, accumulate_dtype(x.dtype)),
+                to_wire(term.to(_travels_in(x)), range(term.shape[1])),
+                wire_buffer(x, one.gives, _travels_in(x)),
                 -one.t,
             )
             for term, x in zip(terms, (k, v), strict=True)
         ]
         return _both(moving)
+
+
+def _travels_in(x: Tensor) -> torch.dtype:
+    """What terms of the gradient of keys or values are rounded to on their way."""
+    return x.dtype if settings.narrow_gradients() else accumulate_dtype(x.dtype)
 
 
 def _both(moving: list[Pending[Tensor]]) -> Pending[Pair]:
