@@ -159,7 +159,12 @@ def checked_call(
             "of the same tokens, unless seq_len_kv says that keys are of another sequence."
         )
     total = _total_length("seq_len", seq_len, "q", q.shape[1], size, rank, layout)
-    total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout) if crossed else total
+    total_kv = total
+    if seq_len_kv is not None or k.shape[1] != q.shape[1]:
+        total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
+    for name, length in (("q", total), ("k", total_kv)):
+        if length >= 2**31:
+            raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
     left, right = checked_window(window)
     keywords = Keywords(
         bool(causal),

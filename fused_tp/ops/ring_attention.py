@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
@@ -12,7 +13,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.plan import ring_plan
+from fused_tp.schedules.attention.plan import RingPlan, ring_plan
 from fused_tp.schedules.attention.providers import provider_for
 from fused_tp.schedules.attention.ring import Ring, RingCall, Saved
 from fused_tp.schedules.attention.ring_select import select_ring
@@ -114,8 +115,9 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
-    Every rank computes its queries' share against all keys that they see; what a mask hides is neither sent nor
-    computed, and "zigzag" makes causal work equal on all ranks. The softmax is carried from step to step in float32
+    Every rank computes its queries' share against all keys that they see. What a mask hides is not computed, and of a
+    rank's keys another gets those from the first to the last that it looks at; "zigzag" makes causal work equal on all
+    ranks. The softmax is carried from step to step in float32
     (float64 for float64) and rounded once; the gradients of k and v travel and add up in float32. All sums have a
     fixed order, so results never depend on timing.
 
@@ -152,7 +154,8 @@ def ring_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along. Over messages, ranks
+            that disagree are found with FUSED_TP_CHECK=1, else at the deadline, or not.
 
     Example:
         q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))
@@ -207,12 +210,28 @@ def _prepare(
     slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
     keywords, group = Keywords(*how), group_by_name(group_name)
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1)
-    call = RingCall(ring_plan(mask, group.size, keywords.layout), group.rank, provider, scores, sinks)
+    provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1 and mask.is_one_piece)
+    plan = ring_plan(mask, group.size, keywords.layout)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        _check_capture(seed)
+        _captured.append(plan)
+    call = RingCall(plan, group.rank, provider, scores, sinks)
     given = {"alibi_slopes": slopes is not None, "sinks": sinks is not None}
     words = in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())
     dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
     return select_ring(group, q, k, v, keywords.seq_len_kv), call, dims, words
+
+
+# Graphs read what a plan has on the device, so plans that were captured are never dropped.
+_captured: list[RingPlan] = []
+
+
+def _check_capture(seed: Tensor | None) -> None:
+    if seed is not None:
+        raise ValueError(
+            "dropout_p is above 0 while a CUDA graph is captured, which would drop the same weights at every replay; "
+            "capture with dropout_p=0.0."
+        )
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
@@ -260,7 +279,11 @@ def _backward_op(
         explained("ring_attention", call.rank, words),
     ):
         grads = ring.backward(call, saved, dims)
-    return [g for g in (grads.dq, grads.dk, grads.dv, grads.d_slopes, grads.d_sinks) if g is not None]
+    found = [grads.dq, grads.dk, grads.dv]
+    for given, gradient in zip(rest[:2], (grads.d_slopes, grads.d_sinks), strict=True):
+        if given is not None and gradient is not None:
+            found.append(gradient.to(given.dtype))
+    return found
 
 
 def _backward_ring(

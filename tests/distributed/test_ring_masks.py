@@ -54,7 +54,7 @@ def on_ranks_in_parts(group: dist.ProcessGroup, cases: list[Case]) -> list[list[
         patch.undo()
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(3, "one_sided"), (4, "pipelined")])
+@pytest.mark.parametrize(("world_size", "route"), [(2, "one_sided"), (3, "one_sided"), (4, "pipelined")])
 def test_backwards_in_parts(world_size: int, route: str) -> None:
     cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
     results = run_ranks(world_size, on_ranks_in_parts, cases, env=ROUTES[route])

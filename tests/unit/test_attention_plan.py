@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fused_tp.ops.cu_seqlens import as_bounds
 from fused_tp.schedules.attention.layouts import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
 from fused_tp.schedules.attention.masks import AttentionMask, check_cu_seqlens
-from fused_tp.schedules.attention.plan import RingPlan, Step, make_step, part_of_step, ring_plan
+from fused_tp.schedules.attention.plan import RingPlan, Step, make_step, ring_plan
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def test_a_part_of_a_step_is_a_part_of_its_mask(case: Case, data: st.DataObject)
     step = make_step(case.mask(), queries, keys)
     q_start, q_stop = sorted(data.draw(st.tuples(*[st.integers(0, step.rows)] * 2)))
     k_start, k_stop = sorted(data.draw(st.tuples(*[st.integers(0, step.keys)] * 2)))
-    part = part_of_step(step, q_start, q_stop, k_start, k_stop)
+    part = step.part(q_start, q_stop, k_start, k_stop)
     j = np.arange(part.keys)
     inside = (j >= part.starts[:, None]) & (j < part.stops[:, None])
     assert np.array_equal(inside, case.dense()[np.ix_(part.q_indices, part.k_indices)])

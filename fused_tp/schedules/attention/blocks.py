@@ -1,6 +1,7 @@
 """Steps in plain torch, a block of queries and keys at a time: every device, every dtype, every kind of score.
 
-In fp32 (fp64 for fp64) throughout, so bits are spent rather than lost; kernels made for it are faster.
+In fp32 (fp64 for fp64) throughout, so bits are spent rather than lost; kernels made for it are faster. Finite numbers
+change nothing for who does not see them; a NaN or an infinity reaches all queries of its block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fused_tp.schedules.attention.plan import Step
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.attention.state import SoftmaxState
 
-_MOST_SCORES = 1 << 22  # that are held at a time: bounds memory to a few times 16 MB in fp32
+_MOST_SCORES = 1 << 22  # that are held at a time, but for 16 rows: a few times 16 MB in fp32; with dropout 16 times
 _KEYS = 1024
 
 

@@ -76,6 +76,12 @@ class AttentionMask:
         return self.limits == (UNLIMITED, UNLIMITED) and not self._has_documents
 
     @property
+    def is_one_piece(self) -> bool:
+        """Whether it is a rectangle or a lower triangle: what any flash attention has."""
+        unlimited = self.window == (UNLIMITED, UNLIMITED)
+        return unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
+
+    @property
     def _has_documents(self) -> bool:
         return len(self.cu_seqlens) > 2
 

@@ -78,6 +78,18 @@ class Step:
         """int32 [keys] each: key k_start + j is seen by the queries q_start + [first[j], last[j])."""
         return _seen_by(self.starts, self.stops, self.keys)
 
+    def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
+        """What queries [q_start, q_stop) see of keys [k_start, k_stop), both counted from the step's own; made once."""
+        key = q_start, q_stop, k_start, k_stop
+        known = self._parts.get(key)
+        if known is None:
+            known = self._parts[key] = _part_of_step(self, *key)
+        return known
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int, int, int], Step]:
+        return {}
+
     @cached_property
     def _on_devices(self) -> dict[torch.device, _OnDevice]:
         return {}
@@ -138,10 +150,11 @@ class RingPlan:
         known = self._steps.get((rank, source))
         if known is None:
             # One process asks for the steps of one rank: what its queries see of the whole is the same in all of them.
-            if self._seen is None or self._seen[0] != rank:
-                self._seen = rank, self.mask.seen(self.queries[rank].indices)
+            seen = self._seen  # once: ranks may be threads
+            if seen is None or seen[0] != rank:
+                seen = self._seen = rank, self.mask.seen(self.queries[rank].indices)
             rows, _ = self._extent(rank, source)
-            known = _make_step(self._seen[1], rows, self.queries[rank], self.keys[source])
+            known = _make_step(seen[1], rows, self.queries[rank], self.keys[source])
             self._steps[rank, source] = known
         return known
 
@@ -224,8 +237,7 @@ def ring_plan(mask: AttentionMask, world_size: int, layout: str) -> RingPlan:
     return RingPlan(mask, world_size, layout)
 
 
-def part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
-    """What queries [q_start, q_stop) of a step see of its keys [k_start, k_stop), both counted from the step's own."""
+def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
     rows, keys = slice(q_start, q_stop), slice(k_start, k_stop)
     return Step(
         step.q_start + q_start,
@@ -249,5 +261,5 @@ def of_keys(step: Step, k_start: int, k_stop: int) -> Step:
         return step
     seeing = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
     if last <= first or not len(seeing):
-        return part_of_step(step, 0, 0, 0, 0)
-    return part_of_step(step, int(seeing[0]), int(seeing[-1]) + 1, first, last)
+        return step.part(0, 0, 0, 0)
+    return step.part(int(seeing[0]), int(seeing[-1]) + 1, first, last)

@@ -2,13 +2,13 @@
 
 The order holds what was measured: on CPUs the native kernels are the fastest but for bf16 where torch's have matrix
 tiles (AMX). On GPUs nothing has been measured yet: Triton's kernels round once however many steps there are, torch's
-once each step; so torch's serve what is a single step.
+once each piece of a step; so torch's serve what is a single one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -31,7 +31,7 @@ class Wanted:
     Attributes:
         plain: scores are scale * q.k, and nothing is dropped.
         grad_lse: the log-sum-exp has a gradient.
-        single: there is one step only, so that what a step rounds is rounded once.
+        single: there is one step only, in one piece, so that what torch's kernels round is rounded once.
         rising: scale is above 0.
     """
 
@@ -85,10 +85,12 @@ def provider_for(
 @lru_cache(maxsize=256)
 def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
     if forced is not None:
-        obstacle = PROVIDERS[forced].obstacle(wanted)
+        # Only ranks whose log-sum-exp has a gradient know of it, in the backward: it must not make them alone raise.
+        obstacle = PROVIDERS[forced].obstacle(replace(wanted, grad_lse=False))
         if obstacle is not None:
             raise ValueError(f"FUSED_TP_ATTENTION={forced} cannot serve this call: {obstacle}.")
-        return PROVIDERS[forced].provider, f"FUSED_TP_ATTENTION={forced} forces it"
+        if PROVIDERS[forced].obstacle(wanted) is None:
+            return PROVIDERS[forced].provider, f"FUSED_TP_ATTENTION={forced} forces it"
     notes = ""
     for name, entry in PROVIDERS.items():
         reason = entry.obstacle(wanted) or entry.yields(wanted)
@@ -132,6 +134,8 @@ def _others_are_better(wanted: Wanted) -> str | None:
 def _no_torch(wanted: Wanted) -> str | None:
     if not wanted.plain:
         return "torch's kernels know no softcap, ALiBi and dropout by position"
+    if not wanted.rising:
+        return "torch's kernels mask scores before they scale them, which takes a scale above 0"
     return "torch's kernels take no gradient of the log-sum-exp" if wanted.grad_lse else None
 
 

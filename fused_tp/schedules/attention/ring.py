@@ -116,7 +116,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Gradients:
-    """dq, dk, dv in the shapes and dtypes of q, k, v; of this rank's queries alone those of slopes and sinks [H]."""
+    """dq, dk, dv in the shapes and dtypes of q, k, v; of this rank's queries alone those of slopes and sinks [H], in
+    the dtype of sums and in that of the sinks."""
 
     dq: Tensor
     dk: Tensor
@@ -165,7 +166,9 @@ class Backward:
 
     def __init__(self, call: RingCall, saved: Saved) -> None:
         self._call, self._saved = call, saved
-        self._sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
+        # A row that sees nothing has no probabilities to take a gradient, whatever lse's own may be there.
+        sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
+        self._sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = zeros_like(saved.q)
         slopes = call.scores.alibi_slopes
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
@@ -197,11 +200,12 @@ class Backward:
 
     def result(self, dk: Tensor, dv: Tensor) -> Gradients:
         """With dk and dv of this rank's keys, all steps' terms in them."""
-        saved, slopes, sinks = self._saved, self._call.scores.alibi_slopes, self._call.sinks
+        saved, sinks = self._saved, self._call.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
-        d_slopes = None if self._d_slopes is None or slopes is None else self._d_slopes.to(slopes.dtype)
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
-        return Gradients(self._dq.to(saved.q.dtype), dk.to(kv_dtype), dv.to(kv_dtype), d_slopes, d_sinks)
+        # Dense, as the op's fake says.
+        dk, dv = (x.to(kv_dtype).contiguous() for x in (dk, dv))
+        return Gradients(self._dq.to(saved.q.dtype), dk, dv, self._d_slopes, d_sinks)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -83,16 +83,16 @@ class CollectiveRing:
         mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
         gathered = self._transport.all_gather("ring_attention K/V", mine)
-        return _Unflattened(gathered, rows)
+        return _Unflattened(gathered, call.plan.world_size, rows)
 
 
 class _Unflattened:
-    def __init__(self, gathered: Pending[Tensor], rows: int) -> None:
-        self._gathered, self._rows = gathered, rows
+    def __init__(self, gathered: Pending[Tensor], world_size: int, rows: int) -> None:
+        self._gathered, self._world_size, self._rows = gathered, world_size, rows
 
     def wait(self) -> Tensor:
         gathered = self._gathered.wait()
-        return gathered.view(-1, self._rows, *gathered.shape[1:])
+        return gathered.view(self._world_size, self._rows, *gathered.shape[1:])
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:

@@ -42,7 +42,8 @@ class _Regions:
         self.keys = [self._region(x, len(self.rows), x.dtype) for x in (k, v)]
         most = min(call.rows_of_a_part, max((len(plan.needed(rank, other)) for other in others), default=0))
         self._slots = [
-            [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)] for _ in range(min(slots, len(others)))
+            [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)]
+            for _ in range(min(slots, len(call.rounds)))
         ]
         self.nbytes = self._offset
 
@@ -61,6 +62,7 @@ class _Exchange:
 
     def __init__(self, workspace: Workspace, call: RingCall, k: Tensor, v: Tensor, *, slots: int) -> None:
         self.workspace, self._call, self._k, self._v, self._count = workspace, call, k, v, slots
+        self._known: dict[int, _Regions] = {}
         mine = self._regions(call.rank)
         for region, own in zip(mine.keys, (k, v), strict=True):
             self._view(call.rank, region).copy_(own[:, mine.rows.start : mine.rows.stop])
@@ -80,7 +82,10 @@ class _Exchange:
         return dk, dv
 
     def _regions(self, rank: int) -> _Regions:
-        return _Regions(self._call, rank, self._k, self._v, slots=self._count)
+        known = self._known.get(rank)
+        if known is None:
+            known = self._known[rank] = _Regions(self._call, rank, self._k, self._v, slots=self._count)
+        return known
 
     def _view(self, rank: int, region: _Region) -> Tensor:
         shape, dtype, offset = region

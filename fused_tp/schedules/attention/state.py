@@ -77,7 +77,7 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 def sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
     """[H] in the dtype of `sinks`, of this rank's rows: a sink's probability takes from others, and gives nothing."""
-    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(probability * sums).sum((0, 2)).to(sinks.dtype)
 
 

@@ -7,7 +7,8 @@ which is more than kernels that keep fp32 from piece to piece.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from fused_tp.schedules.attention.blocks import BLOCKS
 from fused_tp.schedules.attention.pieces import Piece, Shape, pieces
-from fused_tp.schedules.attention.plan import Step, part_of_step
+from fused_tp.schedules.attention.plan import Step
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.attention.state import SoftmaxState
 
@@ -128,7 +129,7 @@ def _slices(piece: Piece) -> tuple[slice, slice]:
 
 
 def _part(step: Step, piece: Piece) -> Step:
-    return part_of_step(step, piece.q_start, piece.q_stop, piece.k_start, piece.k_stop)
+    return step.part(piece.q_start, piece.q_stop, piece.k_start, piece.k_stop)
 
 
 def _turner(piece: Piece) -> Callable[[Tensor], Tensor]:
@@ -186,24 +187,36 @@ class TorchCudaFlash(TorchFlash):
         # Without dropout no random numbers are drawn, so the state that the forward returned need not be kept.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,  # cumulative lengths of packed sequences: there are none
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            seed,
-            offset,
-            scale=scale,
-        )
+        with _deterministic():  # it would add to dq in the order of arrival
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad_out,
+                q,
+                k,
+                v,
+                out,
+                lse.contiguous(),
+                None,  # cumulative lengths of packed sequences: there are none
+                None,
+                q.shape[2],
+                k.shape[2],
+                0.0,
+                causal,
+                seed,
+                offset,
+                scale=scale,
+            )
         return dq, dk, dv
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch's choice of deterministic kernels, for what is launched inside."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 TORCH_CPU = TorchCpuFlash()
