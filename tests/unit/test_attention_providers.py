@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -238,6 +239,7 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
         (cuda(single=False), "triton"),
         (cuda(plain=False), "triton"),
         (cuda(grad_lse=True), "triton"),
+        (replace(cuda(single=False), dtype=torch.float32), "torch-blocks"),
     ):
         assert choose_provider(wanted)[0].name == name
     monkeypatch.setattr(providers.triton, "obstacle", lambda *wanted: "it is not installed")

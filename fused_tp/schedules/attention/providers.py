@@ -128,6 +128,8 @@ def _others_are_better(wanted: Wanted) -> str | None:
         return "interpreted kernels are for tests"
     if wanted.single and _no_torch_cuda(wanted) is None:
         return "torch's FlashAttention serves what is a single step"
+    if wanted.dtype == torch.float32:
+        return "in float32, exact, its kernels multiply without tensor cores in small tiles"
     return None
 
 
