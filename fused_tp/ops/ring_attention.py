@@ -136,7 +136,8 @@ def ring_attention(
         alibi_slopes: [heads]; slope * distance is taken off each score. Differentiable.
         sinks: [heads]; score of one more key per head whose value is 0, as in gpt-oss. Differentiable.
         dropout_p: probability that a weight is dropped. Which are, depends on torch's CPU generator and on the place
-            in the whole sequence alone: not on the number of ranks, where their generators are in equal states.
+            in the whole sequence alone: not on the number of ranks, where their generators are in equal states. Heads
+            count from 0 on every rank: tensor parallel ranks need unequal states (ParallelAttention sees to it).
         cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len), of the whole sequence, on the
             CPU (elsewhere reading it waits for the device). A token sees its own document only. Any lengths, 0 too.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable.
