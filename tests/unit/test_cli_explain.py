@@ -21,7 +21,7 @@ def test_ring_attention(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ring_attention(q [1, 64, 8, 32], k [1, 64, 2, 32], v [1, 64, 2, 32]), bfloat16 on cpu")
     assert lines[1].startswith("  forward: plain over gloo, because dispatch table")
-    assert lines[3].startswith("  each step: torch-cpu, because")
+    assert lines[3].startswith("  each step: native-cpu, because")
 
 
 def test_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str]) -> None:
