@@ -203,6 +203,56 @@ def test_masks(part: int) -> None:
     alone(masks, list(MASKS)[part::2])
 
 
+def vectors_of_heads(_group: dist.ProcessGroup) -> None:
+    """Slopes and sinks of another dtype, strided, expanded, and leaves of autograd, are read as they are meant."""
+    c = case(AttentionMask(20, 20), SCORES["alibi"], sinks=True)
+    assert c.sinks is not None
+    sinks, flash = c.sinks.bfloat16(), kernels()
+
+    def run(slopes: Tensor, sinks: Tensor) -> Tensor:
+        own = terms(replace(c.scores, alibi_slopes=slopes))
+        out: Tensor = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=sinks, config=tile())[0]
+        return out
+
+    wanted = run(SLOPES, sinks.float())
+    assert torch.equal(wanted, run(SLOPES.double(), sinks))
+    strided = torch.stack((SLOPES, SLOPES + 1), 1)[:, 0].requires_grad_()
+    assert torch.equal(wanted, run(strided, torch.stack((sinks, sinks + 1), 1)[:, 0]))
+    even = torch.full((4,), 0.1)
+    assert torch.equal(run(even, even), run(even[:1].expand(4), even[:1].expand(4)))
+    with pytest.raises(ValueError, match=r"slopes must be \[4\]"):
+        run(SLOPES[:3], sinks)
+    with pytest.raises(ValueError, match=r"sinks must be \[4\]"):
+        run(SLOPES, sinks[:1])
+
+
+def test_vectors_of_heads() -> None:
+    alone(vectors_of_heads)
+
+
+def lse_of_minus_infinity(_group: dist.ProcessGroup) -> None:
+    """A row whose lse is -inf, though by the mask it sees keys, gives and gets no gradient."""
+    c = case(AttentionMask(20, 20), heads=(1, 1))
+    lse = c.lse.float()
+    lse[..., 7] = -torch.inf
+    sums = row_sums(c.grad_out, c.out.float(), None)
+    results = [torch.zeros(x.shape) for x in (c.q, c.k, c.v)]
+    kernels().flash_backward(
+        c.grad_out, c.q, c.k, c.v, lse, sums, *results, c.step, terms(c.scores),
+        queries_config=tile(), keys_config=tile(),
+    )  # fmt: skip
+    dq, dv = results[0], results[2]
+    assert all(bool(x.isfinite().all()) for x in results) and not dq[:, 7].any()
+    others = torch.arange(20) != 7
+    close(dq[:, others], c.gradients["q"][:, others], torch.float32)
+    p = torch.exp(torch.einsum("bqhd,bkhd->bhqk", c.q, c.k) * c.scores.scale - c.lse[..., None]).float()
+    close(dv, torch.einsum("bhqk,bqhd->bkhd", p[..., others, :], c.grad_out[:, others]).double(), torch.float32)
+
+
+def test_lse_of_minus_infinity() -> None:
+    alone(lse_of_minus_infinity)
+
+
 def test_rows_that_see_nothing() -> None:
     alone(rows_that_see_nothing)
 
