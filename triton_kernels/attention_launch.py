@@ -32,7 +32,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a score is beside q.k: see attention_scores.py. `slopes` fp32 [heads]."""
+    """What a score is beside q.k: see attention_scores.py. `slopes` [heads]."""
 
     scale: float
     softcap: float = 0.0
@@ -48,7 +48,7 @@ class Terms:
         """Of every kernel."""
         drop = self.dropout or Dropout(0.0, 0)
         return {
-            "slopes": self.slopes,
+            "slopes": dense(self.slopes),
             "scale": float(self.scale),
             "softcap": float(self.softcap),
             "keep_scale": 1.0 / (1.0 - drop.p),
@@ -105,7 +105,19 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
         )
     if (rows, keys) != (seen.rows, seen.keys):
         raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
+    check_per_head("slopes", terms.slopes, q)
     check_current(q.device)
+
+
+def check_per_head(name: str, x: Tensor | None, q: Tensor) -> None:
+    """Raises ValueError unless x, if given, is [heads] where q is."""
+    if x is not None and (x.shape != q.shape[2:3] or x.device != q.device):
+        raise ValueError(f"{name} must be [{q.shape[2]}] on {q.device}; got {list(x.shape)} on {x.device}.")
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """As kernels read a vector of heads: fp32, one number behind the other."""
+    return None if x is None else x.detach().float().contiguous()
 
 
 def check_sums(sums: Mapping[str, Tensor | None], *, alike: Sequence[str] = ()) -> None:

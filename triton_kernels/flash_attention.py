@@ -21,8 +21,10 @@ from .attention_launch import (
     Dropout,
     Terms,
     check,
+    check_per_head,
     check_sums,
     config_for,
+    dense,
     descriptor,
     fits_tma,
     obstacle,
@@ -92,6 +94,7 @@ def flash_attention(
     The other arguments and errors are those of `flash_forward`.
     """
     check(q, k, v, seen, terms, precision)
+    check_per_head("sinks", sinks, q)
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
@@ -135,7 +138,7 @@ def _launch(
         total=total,
         out=out,
         lse=lse,
-        sinks=sinks,
+        sinks=dense(sinks),
         tiles=tiles,
         q_strides=strides_of(q),
         k_strides=strides_of(k),
@@ -183,6 +186,7 @@ def flash_backward(
         flash_backward(grad_out, q, k, v, lse, (grad_out * out).sum(-1).mT, dq, dk, dv, step, Terms(128**-0.5))
     """
     check(q, k, v, seen, terms, precision)
+    check_per_head("d_slopes", d_slopes, q)
     if grad_out.shape != (*q.shape[:3], v.shape[3]) or grad_out.dtype != q.dtype:
         raise ValueError(
             f"grad_out must be {[*q.shape[:3], v.shape[3]]} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}."
