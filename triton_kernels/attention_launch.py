@@ -19,6 +19,7 @@ from .tiles import INTERPRETED
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PRECISIONS = ("ieee", "tf32")
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
+_ROW_STRIDES = 2**31 // 256  # elements; blocks have 128 rows at most, and offsets inside of them 32 bits
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
+        check_rows(name, x)
     batch, rows, heads, head_dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if k.shape != (batch, keys, kv_heads, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
@@ -109,6 +111,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
     check_current(q.device)
 
 
+def check_rows(name: str, x: Tensor) -> None:
+    """Raises ValueError where offsets inside of a block of rows of x [B, S, H, D] do not fit 32 bits."""
+    if x.dim() == 4 and x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
+        raise ValueError(
+            f"rows of {name} are {x.stride(1)} elements apart; the kernels take less than {_ROW_STRIDES}. Make it "
+            "contiguous, or compute fewer heads or batch rows at once."
+        )
+
+
 def check_per_head(name: str, x: Tensor | None, q: Tensor) -> None:
     """Raises ValueError unless x, if given, is [heads] where q is."""
     if x is not None and (x.shape != q.shape[2:3] or x.device != q.device):
@@ -120,14 +131,27 @@ def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().float().contiguous()
 
 
-def check_sums(sums: Mapping[str, Tensor | None], *, alike: Sequence[str] = ()) -> None:
-    """Raises ValueError unless these are fp32 with a dense last dim, and those of `alike` lie alike."""
-    for name, x in sums.items():
-        if x is not None and (x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1)):
-            raise ValueError(f"{name} must be fp32 with a dense last dim; got {x.dtype} with strides {x.stride()}.")
-    strides = {x.stride() for name in alike if (x := sums[name]) is not None}
+def check_like(q: Tensor, given: Mapping[str, tuple[Tensor | None, Sequence[int]]], *, sums: bool = True) -> None:
+    """Raises ValueError unless each tensor that is given has its shape, is where q is, and has a dense last dim; `sums`
+    are fp32."""
+    for name, (x, shape) in given.items():
+        if x is None:
+            continue
+        if list(x.shape) != list(shape) or x.device != q.device:
+            raise ValueError(f"{name} must be {list(shape)} on {q.device}; got {list(x.shape)} on {x.device}.")
+        if (sums and x.dtype != torch.float32) or (x.stride(-1) != 1 and x.shape[-1] > 1):
+            raise ValueError(
+                f"{name} must {'be fp32 with' if sums else 'have'} a dense last dim; got {x.dtype} with strides "
+                f"{x.stride()}."
+            )
+        check_rows(name, x)
+
+
+def check_alike(sums: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless these lie alike."""
+    strides = {x.stride() for x in sums.values()}
     if len(strides) > 1:
-        raise ValueError(f"{' and '.join(alike)} must have the same strides; they have {sorted(strides)}.")
+        raise ValueError(f"{' and '.join(sums)} must have the same strides; they have {sorted(strides)}.")
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:

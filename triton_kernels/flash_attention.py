@@ -21,8 +21,9 @@ from .attention_launch import (
     Dropout,
     Terms,
     check,
+    check_alike,
+    check_like,
     check_per_head,
-    check_sums,
     config_for,
     dense,
     descriptor,
@@ -122,8 +123,19 @@ def _launch(
     tiles = query_tiles(seen, config.rows, config.block, q.device)
     vectors = seen.on(q.device)
     weighted, highest, total = state or (None, None, None)
-    sums = {"weighted": weighted, "highest": highest, "total": total, "lse": lse}
-    check_sums(sums, alike=("highest", "total"))
+    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    check_like(
+        q,
+        {
+            "weighted": (weighted, values),
+            "highest": (highest, per_row),
+            "total": (total, per_row),
+            "lse": (lse, per_row),
+        },
+    )
+    check_like(q, {"out": (out, values)}, sums=False)
+    if highest is not None and total is not None:
+        check_alike({"highest": highest, "total": total})
     tma = config.tma and fits_tma(k) and fits_tma(v)
     grid = programs(q, k, v, tiles, of_keys=False)
     names = ("starts", "stops", "places", "q_indices", "k_indices")
@@ -186,17 +198,28 @@ def flash_backward(
         flash_backward(grad_out, q, k, v, lse, (grad_out * out).sum(-1).mT, dq, dk, dv, step, Terms(128**-0.5))
     """
     check(q, k, v, seen, terms, precision)
-    check_per_head("d_slopes", d_slopes, q)
     if grad_out.shape != (*q.shape[:3], v.shape[3]) or grad_out.dtype != q.dtype:
         raise ValueError(
             f"grad_out must be {[*q.shape[:3], v.shape[3]]} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}."
         )
-    check_sums({"dq": dq, "dk": dk, "dv": dv, "d_slopes": d_slopes})
-    if q.numel() == 0 or k.numel() == 0:
-        return
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (lse, sums))
+    per_row = (q.shape[0], q.shape[2], q.shape[1])
+    check_like(q, {"grad_out": (grad_out, grad_out.shape)}, sums=False)
+    check_like(
+        q,
+        {
+            "lse": (lse, per_row),
+            "sums": (sums, per_row),
+            "dq": (dq, q.shape),
+            "dk": (dk, k.shape),
+            "dv": (dv, v.shape),
+            "d_slopes": (d_slopes, q.shape[2:3]),
+        },
+    )
+    if q.numel() == 0 or k.numel() == 0:
+        return
     vectors = seen.on(q.device)
     common: dict[str, Any] = {
         "q": q,

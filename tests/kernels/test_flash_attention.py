@@ -349,7 +349,8 @@ def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None
                 provider.forward(*last, part)
                 # Ending at this step instead gives what the state gives after it.
                 provider.last(*last, SoftmaxState(*before), out, lse, c.sinks)
-                torch.testing.assert_close((out, lse), part.result(dtype, c.sinks), rtol=0.01, atol=1e-5)
+                ended = SoftmaxState(part.weighted.clone(), part.highest, part.total).result(dtype, c.sinks)
+                torch.testing.assert_close((out, lse), ended, rtol=0.01, atol=1e-5)
             out, lse = state.result(dtype, c.sinks)
             assert_within_dtype_error(out, wanted, dtype, reduced_over=mask.seq_len, roundings=2, name=name)
             torch.testing.assert_close(lse.double(), c.lse[..., rows], rtol=4e-6, atol=4e-6)
@@ -510,9 +511,33 @@ def errors(_group: dist.ProcessGroup) -> None:
     for sums, said in (
         ((state.weighted.double(), state.highest, state.total), "weighted must be fp32"),
         ((state.weighted, torch.zeros(1, 4, 40)[..., :20], state.total), "same strides"),
+        ((state.weighted[:, :-1], state.highest, state.total), r"weighted must be \[1, 20, 4, 16\] on cpu"),
+        ((state.weighted, state.highest[:, :1], state.total[:, :1]), r"highest must be \[1, 4, 20\]"),
+        ((state.weighted.to("meta"), state.highest, state.total), "weighted must be .* on meta"),
     ):
         with pytest.raises(ValueError, match=said):
             flash.flash_forward(c.q, c.k, c.v, c.step, own, sums)
+    for out, lse, said in (
+        (c.q[:, :-1], None, "out must be"),
+        (None, c.lse[..., :-1].float(), "lse must be"),
+        (None, c.lse, "lse must be fp32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flash.flash_attention(c.q, c.k, c.v, c.step, own, out=out, lse=lse)
+    lse = c.lse.float()
+    given = {"lse": lse, "sums": lse, "dq": c.q, "dk": c.k, "dv": c.v}
+    for name in given:
+        wrong = given | {name: given[name][..., :-1]}
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            flash.flash_backward(c.grad_out, c.q, c.k, c.v, *wrong.values(), c.step, own)
+    with pytest.raises(ValueError, match="d_slopes must be"):
+        flash.flash_backward(c.grad_out, c.q, c.k, c.v, *given.values(), c.step, own, d_slopes=torch.zeros(1))
+    far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((1, 20, 4, 16), (0, 2**23, 16, 1))
+    from triton_kernels.attention_launch import check_rows
+
+    check_rows("q", c.q)
+    with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
+        check_rows("q", far)
     from fused_tp.schedules.attention.triton import obstacle
 
     cpu = torch.device("cpu")
