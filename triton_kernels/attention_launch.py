@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_configs import MAX_HEAD_DIM, AttentionConfig, attention_config
 from .attention_tiles import Seen
-from .operands import arch_of, check_current
+from .operands import arch_of
 from .tiles import INTERPRETED
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -108,7 +109,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
     if (rows, keys) != (seen.rows, seen.keys):
         raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
     check_per_head("slopes", terms.slopes, q)
-    check_current(q.device)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside of it kernels are launched where x is: Triton launches on the current GPU."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_rows(name: str, x: Tensor) -> None:

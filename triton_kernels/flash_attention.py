@@ -29,6 +29,7 @@ from .attention_launch import (
     descriptor,
     fits_tma,
     obstacle,
+    on_device,
     programs,
     strides_of,
 )
@@ -139,33 +140,34 @@ def _launch(
     tma = config.tma and fits_tma(k) and fits_tma(v)
     grid = programs(q, k, v, tiles, of_keys=False)
     names = ("starts", "stops", "places", "q_indices", "k_indices")
-    forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        q=q,
-        k=k,
-        v=v,
-        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
-        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
-        weighted=weighted,
-        highest=highest,
-        total=total,
-        out=out,
-        lse=lse,
-        sinks=dense(sinks),
-        tiles=tiles,
-        q_strides=strides_of(q),
-        k_strides=strides_of(k),
-        v_strides=strides_of(v),
-        weighted_strides=strides_of(weighted),
-        state_strides=strides_of(highest, 2),
-        out_strides=strides_of(out),
-        lse_strides=strides_of(lse, 2),
-        FIRST=first,
-        TMA=tma,
-        **{name: vectors[name] for name in names},
-        **grid,
-        **terms.arguments(),
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            q=q,
+            k=k,
+            v=v,
+            k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+            v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+            weighted=weighted,
+            highest=highest,
+            total=total,
+            out=out,
+            lse=lse,
+            sinks=dense(sinks),
+            tiles=tiles,
+            q_strides=strides_of(q),
+            k_strides=strides_of(k),
+            v_strides=strides_of(v),
+            weighted_strides=strides_of(weighted),
+            state_strides=strides_of(highest, 2),
+            out_strides=strides_of(out),
+            lse_strides=strides_of(lse, 2),
+            FIRST=first,
+            TMA=tma,
+            **{name: vectors[name] for name in names},
+            **grid,
+            **terms.arguments(),
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )
 
 
 def flash_backward(
@@ -245,20 +247,21 @@ def flash_backward(
     of_tiles = None
     if d_slopes is not None:
         of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
-        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
-        dq=dq,
-        d_slopes=of_tiles,
-        starts=vectors["starts"],
-        stops=vectors["stops"],
-        tiles=tiles,
-        dq_strides=strides_of(dq),
-        TMA=tma,
-        **grid,
-        **common,
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+            v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+            dq=dq,
+            d_slopes=of_tiles,
+            starts=vectors["starts"],
+            stops=vectors["stops"],
+            tiles=tiles,
+            dq_strides=strides_of(dq),
+            TMA=tma,
+            **grid,
+            **common,
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )
     if d_slopes is not None and of_tiles is not None:
         d_slopes += of_tiles.sum((0, 1))
 
@@ -266,18 +269,19 @@ def flash_backward(
     tiles = key_tiles(seen, config.rows, config.block, q.device)
     tma = config.tma and fits_tma(q) and fits_tma(grad_out)
     grid = programs(q, k, v, tiles, of_keys=True)
-    keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        q_tma=descriptor(q, config.block, padded(q.shape[3])) if tma else None,
-        grad_tma=descriptor(grad_out, config.block, padded(v.shape[3])) if tma else None,
-        dk=dk,
-        dv=dv,
-        first=vectors["first"],
-        last=vectors["last"],
-        tiles=tiles,
-        dk_strides=strides_of(dk),
-        dv_strides=strides_of(dv),
-        TMA=tma,
-        **grid,
-        **common,
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            q_tma=descriptor(q, config.block, padded(q.shape[3])) if tma else None,
+            grad_tma=descriptor(grad_out, config.block, padded(v.shape[3])) if tma else None,
+            dk=dk,
+            dv=dv,
+            first=vectors["first"],
+            last=vectors["last"],
+            tiles=tiles,
+            dk_strides=strides_of(dk),
+            dv_strides=strides_of(dv),
+            TMA=tma,
+            **grid,
+            **common,
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )

@@ -5,9 +5,11 @@ Tiles are 16 x 16 where nothing else is said, so that short sequences have sever
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -547,6 +549,19 @@ def errors(_group: dist.ProcessGroup) -> None:
 
 def test_errors() -> None:
     alone(errors)
+
+
+def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the current GPU, if that is another one."""
+    from triton_kernels.attention_launch import on_device
+
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    with on_device(torch.empty(1)):
+        assert not entered
+    there = cast(Tensor, SimpleNamespace(device=torch.device("cuda:3")))
+    with on_device(there):
+        assert entered == [torch.device("cuda:3")]
 
 
 @pytest.mark.parametrize("seed", range(4))
