@@ -7,6 +7,12 @@
 A mask is an interval of keys for each query (`attention_tiles.Seen`): causal, windows, packed documents, lengths that
 differ, and any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer
 heads, v another head dim.
+
+What a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v reach all
+queries whose tile visits a block of keys with such a key, also those that do not see it: their probability of it is 0,
+and the product with 0 is NaN. In the same way those in q or grad_out reach, in dk and dv, all keys whose tile visits
+the block of such a query. Keys that no query of a tile sees, and queries that see no key of one, are not visited: see
+attention_tiles.py.
 """
 
 from __future__ import annotations
