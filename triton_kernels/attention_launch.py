@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_configs import MAX_HEAD_DIM, AttentionConfig, attention_config
+from .attention_configs import LEAST_SHARED_BYTES, MAX_HEAD_DIM, AttentionConfig, attention_config
 from .attention_tiles import Seen
 from .operands import arch_of
 from .tiles import INTERPRETED
@@ -81,6 +82,11 @@ def obstacle(
         return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
     if not INTERPRETED.value and not arch_of(device):
         return "the Triton kernels of attention need a GPU of sm_80 or later"
+    if not INTERPRETED.value and shared_bytes_of(device) < LEAST_SHARED_BYTES:
+        return (
+            f"the Triton kernels of attention need {LEAST_SHARED_BYTES} bytes of shared memory in a program, and "
+            f"{device} has {shared_bytes_of(device)}"
+        )
     return None
 
 
@@ -167,7 +173,19 @@ def kind_of(dtype: torch.dtype, precision: str) -> str:
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
     """The shipped config of `kernel` (`attention_configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
-    return attention_config(kernel, arch_of(q.device), kind_of(q.dtype, precision), widest, plain=terms.plain)
+    arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
+    shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
+    return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
+
+
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that a program may have on a GPU."""
+    return _shared_bytes_of_gpu(device.index)
+
+
+@functools.lru_cache
+def _shared_bytes_of_gpu(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
 
 
 def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:

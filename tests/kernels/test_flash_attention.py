@@ -564,6 +564,22 @@ def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch)
         assert entered == [torch.device("cuda:3")]
 
 
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs with 99 KB take smaller tiles where those of sm_80 do not fit; with less there is a sentence."""
+    from triton_kernels import attention_launch
+    from triton_kernels.attention_configs import attention_config
+
+    assert attention_config("keys", 80, "tf32", 256, shared_bytes=99 << 10).rows == 16
+    assert attention_config("keys", 80, "tf32", 256) == attention_config("keys", 90, "tf32", 256)
+    monkeypatch.setattr(attention_launch, "arch_of", lambda _: 80)
+    monkeypatch.setattr(attention_launch, "INTERPRETED", SimpleNamespace(value=False))
+    own = attention_launch.Terms(1.0)
+    for kb, why in ((99, None), (64, "need 101376 bytes of shared memory")):
+        monkeypatch.setattr(attention_launch, "shared_bytes_of", lambda _, kb=kb: kb << 10)
+        said = attention_launch.obstacle(torch.bfloat16, 64, 64, own, torch.device("cuda:0"))
+        assert said is None if why is None else why in str(said)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_tiles_cover_what_is_seen(seed: int) -> None:
     """Of random intervals: tiles part the rows, hold all that these see, full blocks are seen by all of their rows."""
