@@ -185,7 +185,8 @@ def shared_bytes_of(device: torch.device) -> int:
 
 @functools.lru_cache
 def _shared_bytes_of_gpu(index: int | None) -> int:
-    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:

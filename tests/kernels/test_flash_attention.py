@@ -556,7 +556,12 @@ def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch)
     from triton_kernels.attention_launch import on_device
 
     entered: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+
+    def enter(device: torch.device) -> contextlib.AbstractContextManager[None]:
+        entered.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
     with on_device(torch.empty(1)):
         assert not entered
     there = cast(Tensor, SimpleNamespace(device=torch.device("cuda:3")))
