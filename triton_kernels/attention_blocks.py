@@ -89,6 +89,13 @@ def load_rows(base, row, end, BLOCK: tl.constexpr, other):
 
 
 @triton.jit
+def load_lse(base, row, end, BLOCK: tl.constexpr):
+    """[BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
+    lse = load_rows(base, row, end, BLOCK, float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
 def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
     """Where block number `index` begins, of those that need a mask: before the full ones, then behind them."""
     before = (full_begin - begin) // BLOCK

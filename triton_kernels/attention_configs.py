@@ -2,7 +2,8 @@
 
 What bounds them: 255 registers a thread hold the sums of a tile ([rows, head dim] in fp32; keys' tiles have two of
 them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
-of shared memory with the tile's own rows. `tests/compile` holds that none spills.
+of shared memory with the tile's own rows. Other GPUs that take the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120):
+all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 KINDS = ("bf16", "fp16", "tf32", "ieee")
 KERNELS = ("forward", "queries", "keys")
 MAX_HEAD_DIM = 256
+LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,23 @@ _IEEE = {
 }
 
 
-def attention_config(kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True) -> AttentionConfig:
+# Where there is less than the 112 KB of shared memory that `_TF32` takes.
+_SMALL_TF32_KEYS = _C(16, 16, 8, 1)
+
+
+def attention_config(
+    kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True, shared_bytes: int = 163 << 10
+) -> AttentionConfig:
     """The config of `kernel` (KERNELS) for numbers of `kind` (KINDS) and the larger head dim of q and v, on `arch`:
-    80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout.
+    80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared memory
+    that a program may have, at least LEAST_SHARED_BYTES.
 
     Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
     """
     if not arch:
         return INTERPRETED
+    if kernel == "keys" and kind == "tf32" and head_dim > 128 and shared_bytes < 112 << 10:
+        return _SMALL_TF32_KEYS
     if kind in ("ieee", "tf32"):
         table = _IEEE if kind == "ieee" else _TF32
     elif plain:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +13,15 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_configs import MAX_HEAD_DIM, AttentionConfig, attention_config
+from .attention_configs import LEAST_SHARED_BYTES, MAX_HEAD_DIM, AttentionConfig, attention_config
 from .attention_tiles import Seen
-from .operands import arch_of, check_current
+from .operands import arch_of
 from .tiles import INTERPRETED
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PRECISIONS = ("ieee", "tf32")
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
+_ROW_STRIDES = 2**31 // 256  # elements; blocks have 128 rows at most, and offsets inside of them 32 bits
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a score is beside q.k: see attention_scores.py. `slopes` fp32 [heads]."""
+    """What a score is beside q.k: see attention_scores.py. `slopes` [heads]."""
 
     scale: float
     softcap: float = 0.0
@@ -48,7 +51,7 @@ class Terms:
         """Of every kernel."""
         drop = self.dropout or Dropout(0.0, 0)
         return {
-            "slopes": self.slopes,
+            "slopes": dense(self.slopes),
             "scale": float(self.scale),
             "softcap": float(self.softcap),
             "keep_scale": 1.0 / (1.0 - drop.p),
@@ -79,6 +82,11 @@ def obstacle(
         return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
     if not INTERPRETED.value and not arch_of(device):
         return "the Triton kernels of attention need a GPU of sm_80 or later"
+    if not INTERPRETED.value and shared_bytes_of(device) < LEAST_SHARED_BYTES:
+        return (
+            f"the Triton kernels of attention need {LEAST_SHARED_BYTES} bytes of shared memory in a program, and "
+            f"{device} has {shared_bytes_of(device)}"
+        )
     return None
 
 
@@ -96,6 +104,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
+        check_rows(name, x)
     batch, rows, heads, head_dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if k.shape != (batch, keys, kv_heads, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
@@ -105,17 +114,55 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
         )
     if (rows, keys) != (seen.rows, seen.keys):
         raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
-    check_current(q.device)
+    check_per_head("slopes", terms.slopes, q)
 
 
-def check_sums(sums: Mapping[str, Tensor | None], *, alike: Sequence[str] = ()) -> None:
-    """Raises ValueError unless these are fp32 with a dense last dim, and those of `alike` lie alike."""
-    for name, x in sums.items():
-        if x is not None and (x.dtype != torch.float32 or (x.stride(-1) != 1 and x.shape[-1] > 1)):
-            raise ValueError(f"{name} must be fp32 with a dense last dim; got {x.dtype} with strides {x.stride()}.")
-    strides = {x.stride() for name in alike if (x := sums[name]) is not None}
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside of it kernels are launched where x is: Triton launches on the current GPU."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Raises ValueError where offsets inside of a block of rows of x [B, S, H, D] do not fit 32 bits."""
+    if x.dim() == 4 and x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
+        raise ValueError(
+            f"rows of {name} are {x.stride(1)} elements apart; the kernels take less than {_ROW_STRIDES}. Make it "
+            "contiguous, or compute fewer heads or batch rows at once."
+        )
+
+
+def check_per_head(name: str, x: Tensor | None, q: Tensor) -> None:
+    """Raises ValueError unless x, if given, is [heads] where q is."""
+    if x is not None and (x.shape != q.shape[2:3] or x.device != q.device):
+        raise ValueError(f"{name} must be [{q.shape[2]}] on {q.device}; got {list(x.shape)} on {x.device}.")
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """As kernels read a vector of heads: fp32, one number behind the other."""
+    return None if x is None else x.detach().float().contiguous()
+
+
+def check_like(q: Tensor, given: Mapping[str, tuple[Tensor | None, Sequence[int]]], *, sums: bool = True) -> None:
+    """Raises ValueError unless each tensor that is given has its shape, is where q is, and has a dense last dim; `sums`
+    are fp32."""
+    for name, (x, shape) in given.items():
+        if x is None:
+            continue
+        if list(x.shape) != list(shape) or x.device != q.device:
+            raise ValueError(f"{name} must be {list(shape)} on {q.device}; got {list(x.shape)} on {x.device}.")
+        if (sums and x.dtype != torch.float32) or (x.stride(-1) != 1 and x.shape[-1] > 1):
+            raise ValueError(
+                f"{name} must {'be fp32 with' if sums else 'have'} a dense last dim; got {x.dtype} with strides "
+                f"{x.stride()}."
+            )
+        check_rows(name, x)
+
+
+def check_alike(sums: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless these lie alike."""
+    strides = {x.stride() for x in sums.values()}
     if len(strides) > 1:
-        raise ValueError(f"{' and '.join(alike)} must have the same strides; they have {sorted(strides)}.")
+        raise ValueError(f"{' and '.join(sums)} must have the same strides; they have {sorted(strides)}.")
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
@@ -126,7 +173,20 @@ def kind_of(dtype: torch.dtype, precision: str) -> str:
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
     """The shipped config of `kernel` (`attention_configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
-    return attention_config(kernel, arch_of(q.device), kind_of(q.dtype, precision), widest, plain=terms.plain)
+    arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
+    shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
+    return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
+
+
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that a program may have on a GPU."""
+    return _shared_bytes_of_gpu(device.index)
+
+
+@functools.lru_cache
+def _shared_bytes_of_gpu(index: int | None) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:

@@ -7,6 +7,12 @@
 A mask is an interval of keys for each query (`attention_tiles.Seen`): causal, windows, packed documents, lengths that
 differ, and any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer
 heads, v another head dim.
+
+What a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v reach all
+queries whose tile visits a block of keys with such a key, also those that do not see it: their probability of it is 0,
+and the product with 0 is NaN. In the same way those in q or grad_out reach, in dk and dv, all keys whose tile visits
+the block of such a query. Keys that no query of a tile sees, and queries that see no key of one, are not visited: see
+attention_tiles.py.
 """
 
 from __future__ import annotations
@@ -21,11 +27,15 @@ from .attention_launch import (
     Dropout,
     Terms,
     check,
-    check_sums,
+    check_alike,
+    check_like,
+    check_per_head,
     config_for,
+    dense,
     descriptor,
     fits_tma,
     obstacle,
+    on_device,
     programs,
     strides_of,
 )
@@ -92,6 +102,7 @@ def flash_attention(
     The other arguments and errors are those of `flash_forward`.
     """
     check(q, k, v, seen, terms, precision)
+    check_per_head("sinks", sinks, q)
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
@@ -119,38 +130,50 @@ def _launch(
     tiles = query_tiles(seen, config.rows, config.block, q.device)
     vectors = seen.on(q.device)
     weighted, highest, total = state or (None, None, None)
-    sums = {"weighted": weighted, "highest": highest, "total": total, "lse": lse}
-    check_sums(sums, alike=("highest", "total"))
+    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    check_like(
+        q,
+        {
+            "weighted": (weighted, values),
+            "highest": (highest, per_row),
+            "total": (total, per_row),
+            "lse": (lse, per_row),
+        },
+    )
+    check_like(q, {"out": (out, values)}, sums=False)
+    if highest is not None and total is not None:
+        check_alike({"highest": highest, "total": total})
     tma = config.tma and fits_tma(k) and fits_tma(v)
     grid = programs(q, k, v, tiles, of_keys=False)
     names = ("starts", "stops", "places", "q_indices", "k_indices")
-    forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        q=q,
-        k=k,
-        v=v,
-        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
-        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
-        weighted=weighted,
-        highest=highest,
-        total=total,
-        out=out,
-        lse=lse,
-        sinks=sinks,
-        tiles=tiles,
-        q_strides=strides_of(q),
-        k_strides=strides_of(k),
-        v_strides=strides_of(v),
-        weighted_strides=strides_of(weighted),
-        state_strides=strides_of(highest, 2),
-        out_strides=strides_of(out),
-        lse_strides=strides_of(lse, 2),
-        FIRST=first,
-        TMA=tma,
-        **{name: vectors[name] for name in names},
-        **grid,
-        **terms.arguments(),
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            q=q,
+            k=k,
+            v=v,
+            k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+            v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+            weighted=weighted,
+            highest=highest,
+            total=total,
+            out=out,
+            lse=lse,
+            sinks=dense(sinks),
+            tiles=tiles,
+            q_strides=strides_of(q),
+            k_strides=strides_of(k),
+            v_strides=strides_of(v),
+            weighted_strides=strides_of(weighted),
+            state_strides=strides_of(highest, 2),
+            out_strides=strides_of(out),
+            lse_strides=strides_of(lse, 2),
+            FIRST=first,
+            TMA=tma,
+            **{name: vectors[name] for name in names},
+            **grid,
+            **terms.arguments(),
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )
 
 
 def flash_backward(
@@ -187,12 +210,24 @@ def flash_backward(
         raise ValueError(
             f"grad_out must be {[*q.shape[:3], v.shape[3]]} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}."
         )
-    check_sums({"dq": dq, "dk": dk, "dv": dv, "d_slopes": d_slopes})
-    if q.numel() == 0 or k.numel() == 0:
-        return
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (lse, sums))
+    per_row = (q.shape[0], q.shape[2], q.shape[1])
+    check_like(q, {"grad_out": (grad_out, grad_out.shape)}, sums=False)
+    check_like(
+        q,
+        {
+            "lse": (lse, per_row),
+            "sums": (sums, per_row),
+            "dq": (dq, q.shape),
+            "dk": (dk, k.shape),
+            "dv": (dv, v.shape),
+            "d_slopes": (d_slopes, q.shape[2:3]),
+        },
+    )
+    if q.numel() == 0 or k.numel() == 0:
+        return
     vectors = seen.on(q.device)
     common: dict[str, Any] = {
         "q": q,
@@ -218,20 +253,21 @@ def flash_backward(
     of_tiles = None
     if d_slopes is not None:
         of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
-        v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
-        dq=dq,
-        d_slopes=of_tiles,
-        starts=vectors["starts"],
-        stops=vectors["stops"],
-        tiles=tiles,
-        dq_strides=strides_of(dq),
-        TMA=tma,
-        **grid,
-        **common,
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
+            v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+            dq=dq,
+            d_slopes=of_tiles,
+            starts=vectors["starts"],
+            stops=vectors["stops"],
+            tiles=tiles,
+            dq_strides=strides_of(dq),
+            TMA=tma,
+            **grid,
+            **common,
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )
     if d_slopes is not None and of_tiles is not None:
         d_slopes += of_tiles.sum((0, 1))
 
@@ -239,18 +275,19 @@ def flash_backward(
     tiles = key_tiles(seen, config.rows, config.block, q.device)
     tma = config.tma and fits_tma(q) and fits_tma(grad_out)
     grid = programs(q, k, v, tiles, of_keys=True)
-    keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-        q_tma=descriptor(q, config.block, padded(q.shape[3])) if tma else None,
-        grad_tma=descriptor(grad_out, config.block, padded(v.shape[3])) if tma else None,
-        dk=dk,
-        dv=dv,
-        first=vectors["first"],
-        last=vectors["last"],
-        tiles=tiles,
-        dk_strides=strides_of(dk),
-        dv_strides=strides_of(dv),
-        TMA=tma,
-        **grid,
-        **common,
-        **config_arguments(config, q.shape[3], v.shape[3], precision),
-    )
+    with on_device(q):
+        keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            q_tma=descriptor(q, config.block, padded(q.shape[3])) if tma else None,
+            grad_tma=descriptor(grad_out, config.block, padded(v.shape[3])) if tma else None,
+            dk=dk,
+            dv=dv,
+            first=vectors["first"],
+            last=vectors["last"],
+            tiles=tiles,
+            dk_strides=strides_of(dk),
+            dv_strides=strides_of(dv),
+            TMA=tma,
+            **grid,
+            **common,
+            **config_arguments(config, q.shape[3], v.shape[3], precision),
+        )

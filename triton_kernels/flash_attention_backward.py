@@ -22,6 +22,7 @@ from .attention_blocks import (
     add_block,
     base_of,
     load_block,
+    load_lse,
     load_rows,
     load_whole,
     masked_block,
@@ -93,7 +94,7 @@ def queries_kernel(
     v_base = base_of(v, batch, head // shared, v_strides)
     queries = load_block(base_of(q, batch, head, q_strides), row, row_end, q_strides[1], D, ROWS, PADDED_D)
     grads = load_block(base_of(grad_out, batch, head, grad_strides), row, row_end, grad_strides[1], DV, ROWS, PADDED_DV)
-    lse_rows = load_rows(row_of(lse, batch, head, lse_strides), row, row_end, ROWS, float("inf")) * LOG2_E
+    lse_rows = load_lse(row_of(lse, batch, head, lse_strides), row, row_end, ROWS) * LOG2_E
     sums_rows = load_rows(row_of(sums, batch, head, sums_strides), row, row_end, ROWS, 0.0)
     first_key = load_rows(starts, row, row_end, ROWS, 0)
     last_key = load_rows(stops, row, row_end, ROWS, 0)
@@ -327,7 +328,7 @@ def add_queries(
 ):
     """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here."""
     # What is loaded where it is first needed takes no registers before.
-    lse_rows = load_rows(lse, query, end, BLOCK, float("inf")) * LOG2_E
+    lse_rows = load_lse(lse, query, end, BLOCK) * LOG2_E
     products = dot(keys, queries.T, None, PRECISION)
     columns = query + tl.arange(0, BLOCK)[None, :]
     distance = products

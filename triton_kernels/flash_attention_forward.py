@@ -142,7 +142,7 @@ def forward_kernel(
     here = row + tl.arange(0, ROWS)
     if out is not None:
         if sinks is not None:
-            n, sums, values = add_sink(n, sums, values, tl.load(sinks + head).to(tl.float32) * LOG2_E)
+            n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
         none = sums == 0
         sums = tl.where(none, 1.0, sums)
         values *= (1.0 / sums)[:, None]
@@ -263,7 +263,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
                 **dict.fromkeys(("weighted", "highest", "total"), None if ends else "*fp32"),
                 "out": f"*{shape.dtype}" if ends else None,
                 "lse": "*fp32" if ends else None,
-                "sinks": f"*{shape.dtype}" if ends else None,
+                "sinks": "*fp32" if ends else None,
                 **dict.fromkeys(("starts", "stops"), "*i32"),
                 **dict.fromkeys(("weighted_strides", "out_strides"), ("i32",) * 3),
                 **dict.fromkeys(("state_strides", "lse_strides"), ("i32",) * 2),

@@ -62,37 +62,45 @@ struct Unit {
 
 Unit unit(const Shape& shape, int64_t number) { return {number / shape.kv_heads, number % shape.kv_heads}; }
 
-bool sees(const Problem& step, int64_t query_block, int64_t key_block) {
-  const int64_t rows = std::min<int64_t>((query_block + 1) * kQueries, step.shape.rows);
-  const int64_t begin = key_block * kKeys, end = std::min<int64_t>(begin + kKeys, step.shape.keys);
-  for (int64_t row = query_block * kQueries; row < rows; ++row) {
-    const int64_t first = std::max<int64_t>(step.seen.starts[row], begin);
-    if (first < std::min<int64_t>(step.seen.stops[row], end)) return true;
-  }
-  return false;
-}
-
-// Of the blocks of keys that a block of queries sees, the how manieth each one is; -1 for the others.
+// Of the blocks of keys that a block of queries sees, the how manieth each one is; -1 for the others. Takes time and
+// room for the range of what is seen, not for all keys.
 class Visits {
  public:
-  Visits(const Problem& step, int64_t first_query_block, int64_t query_blocks, int64_t key_blocks)
-      : key_blocks_(key_blocks), numbers_(query_blocks * key_blocks), seen_(key_blocks) {
+  Visits(const Problem& step, int64_t first_query_block, int64_t query_blocks) {
+    const int64_t first_row = first_query_block * kQueries;
+    const int64_t rows = std::min((first_query_block + query_blocks) * kQueries, step.shape.rows);
+    const auto sees = [&](int64_t row) { return step.seen.starts[row] < step.seen.stops[row]; };
+    for (int64_t row = first_row; row < rows; ++row) {
+      if (!sees(row)) continue;
+      const int64_t first = step.seen.starts[row] / kKeys, last = blocks(step.seen.stops[row], kKeys);
+      begin_ = end_ == 0 ? first : std::min(begin_, first);
+      end_ = std::max(end_, last);
+    }
+    numbers_.assign(query_blocks * count(), -1);
+    seen_.assign(count(), 0);
     for (int64_t i = 0; i < query_blocks; ++i) {
-      int32_t count = 0;
-      for (int64_t j = 0; j < key_blocks; ++j) {
-        const bool seen = sees(step, first_query_block + i, j);
-        numbers_[i * key_blocks + j] = seen ? count++ : -1;
-        if (seen) seen_[j] = 1;
+      int64_t next = begin_;  // both ends ascend, so that no row sees a block that an earlier one has passed by
+      int32_t number = 0;
+      for (int64_t row = first_row + i * kQueries; row < std::min(first_row + (i + 1) * kQueries, rows); ++row) {
+        if (!sees(row)) continue;
+        next = std::max<int64_t>(next, step.seen.starts[row] / kKeys);
+        for (; next * kKeys < step.seen.stops[row]; ++next) {
+          numbers_[i * count() + next - begin_] = number++;
+          seen_[next - begin_] = 1;
+        }
       }
     }
   }
+  // The blocks of keys from the first that is seen to the last are begin() + [0, count()).
+  int64_t begin() const { return begin_; }
+  int64_t count() const { return end_ - begin_; }
   int32_t number(int64_t query_block, int64_t key_block) const {
-    return numbers_[query_block * key_blocks_ + key_block];
+    return numbers_[query_block * count() + key_block - begin_];
   }
-  bool seen(int64_t key_block) const { return seen_[key_block] != 0; }
+  bool seen(int64_t key_block) const { return seen_[key_block - begin_] != 0; }
 
  private:
-  int64_t key_blocks_;
+  int64_t begin_ = 0, end_ = 0;
   std::vector<int32_t> numbers_;
   std::vector<char> seen_;
 };
@@ -166,7 +174,7 @@ void backward(const Backward& step, int threads, const char* isa) {
     });
     for (int64_t chunk = 0; chunk < query_blocks; chunk += kChunk) {
       const int64_t length = std::min(kChunk, query_blocks - chunk);
-      const Visits visits(step, chunk, length, key_blocks);
+      const Visits visits(step, chunk, length);
       for (int64_t in_group = 0; in_group < group; ++in_group) {
         const auto head = [&](int64_t number) { return unit(shape, first + number).kv_head * group + in_group; };
         const auto query_block = [&](int64_t number, int64_t i) {
@@ -179,8 +187,8 @@ void backward(const Backward& step, int threads, const char* isa) {
                                scratch + worker * sizes.scratch);
         });
         // Neighbouring tasks are of different units where there are several, and do not wait for each other.
-        parallel_for(count * key_blocks, threads, [&](int64_t task, int worker) {
-          const int64_t number = task % count, j = task / count;
+        parallel_for(count * visits.count(), threads, [&](int64_t task, int worker) {
+          const int64_t number = task % count, j = visits.begin() + task / count;
           double& slope_term = slope_terms[number * key_blocks + j];
           slope_term = 0;
           if (!visits.seen(j)) return;
@@ -201,9 +209,10 @@ void backward(const Backward& step, int threads, const char* isa) {
           const int64_t number = task / length, i = task % length;
           kernels.add_queries(step, unit(shape, first + number).batch, head(number), chunk + i, query_block(number, i));
         });
-        for (int64_t task = 0; task < count * key_blocks; ++task)
-          slope_sums[unit(shape, first + task / key_blocks).batch * shape.heads + head(task / key_blocks)] +=
-              slope_terms[task];
+        for (int64_t number = 0; number < count; ++number) {
+          double& sum = slope_sums[unit(shape, first + number).batch * shape.heads + head(number)];
+          for (int64_t j = 0; j < visits.count(); ++j) sum += slope_terms[number * key_blocks + visits.begin() + j];
+        }
       }
     }
   }

@@ -257,7 +257,8 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
   multiply<L, false>(keys.v_rows + part.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
                      v_width / L::kPair, mine.g + part.low * kQueries, kQueries);
   if (rule.plain) {
-    if (part.masked) {
+    // Padding among the queries has products too: 0 times an infinity of a key.
+    if (part.masked || queries.rows->count < kQueries) {
       differentiate<L, true, true>(step, rule, batch, head, queries, part, mine);
     } else {
       differentiate<L, true, false>(step, rule, batch, head, queries, part, mine);

@@ -5,9 +5,11 @@ Tiles are 16 x 16 where nothing else is said, so that short sequences have sever
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -203,6 +205,56 @@ def test_masks(part: int) -> None:
     alone(masks, list(MASKS)[part::2])
 
 
+def vectors_of_heads(_group: dist.ProcessGroup) -> None:
+    """Slopes and sinks of another dtype, strided, expanded, and leaves of autograd, are read as they are meant."""
+    c = case(AttentionMask(20, 20), SCORES["alibi"], sinks=True)
+    assert c.sinks is not None
+    sinks, flash = c.sinks.bfloat16(), kernels()
+
+    def run(slopes: Tensor, sinks: Tensor) -> Tensor:
+        own = terms(replace(c.scores, alibi_slopes=slopes))
+        out: Tensor = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=sinks, config=tile())[0]
+        return out
+
+    wanted = run(SLOPES, sinks.float())
+    assert torch.equal(wanted, run(SLOPES.double(), sinks))
+    strided = torch.stack((SLOPES, SLOPES + 1), 1)[:, 0].requires_grad_()
+    assert torch.equal(wanted, run(strided, torch.stack((sinks, sinks + 1), 1)[:, 0]))
+    even = torch.full((4,), 0.1)
+    assert torch.equal(run(even, even), run(even[:1].expand(4), even[:1].expand(4)))
+    with pytest.raises(ValueError, match=r"slopes must be \[4\]"):
+        run(SLOPES[:3], sinks)
+    with pytest.raises(ValueError, match=r"sinks must be \[4\]"):
+        run(SLOPES, sinks[:1])
+
+
+def test_vectors_of_heads() -> None:
+    alone(vectors_of_heads)
+
+
+def lse_of_minus_infinity(_group: dist.ProcessGroup) -> None:
+    """A row whose lse is -inf, though by the mask it sees keys, gives and gets no gradient."""
+    c = case(AttentionMask(20, 20), heads=(1, 1))
+    lse = c.lse.float()
+    lse[..., 7] = -torch.inf
+    sums = row_sums(c.grad_out, c.out.float(), None)
+    results = [torch.zeros(x.shape) for x in (c.q, c.k, c.v)]
+    kernels().flash_backward(
+        c.grad_out, c.q, c.k, c.v, lse, sums, *results, c.step, terms(c.scores),
+        queries_config=tile(), keys_config=tile(),
+    )  # fmt: skip
+    dq, dv = results[0], results[2]
+    assert all(bool(x.isfinite().all()) for x in results) and not dq[:, 7].any()
+    others = torch.arange(20) != 7
+    close(dq[:, others], c.gradients["q"][:, others], torch.float32)
+    p = torch.exp(torch.einsum("bqhd,bkhd->bhqk", c.q, c.k) * c.scores.scale - c.lse[..., None]).float()
+    close(dv, torch.einsum("bhqk,bqhd->bkhd", p[..., others, :], c.grad_out[:, others]).double(), torch.float32)
+
+
+def test_lse_of_minus_infinity() -> None:
+    alone(lse_of_minus_infinity)
+
+
 def test_rows_that_see_nothing() -> None:
     alone(rows_that_see_nothing)
 
@@ -299,7 +351,8 @@ def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None
                 provider.forward(*last, part)
                 # Ending at this step instead gives what the state gives after it.
                 provider.last(*last, SoftmaxState(*before), out, lse, c.sinks)
-                torch.testing.assert_close((out, lse), part.result(dtype, c.sinks), rtol=0.01, atol=1e-5)
+                ended = SoftmaxState(part.weighted.clone(), part.highest, part.total).result(dtype, c.sinks)
+                torch.testing.assert_close((out, lse), ended, rtol=0.01, atol=1e-5)
             out, lse = state.result(dtype, c.sinks)
             assert_within_dtype_error(out, wanted, dtype, reduced_over=mask.seq_len, roundings=2, name=name)
             torch.testing.assert_close(lse.double(), c.lse[..., rows], rtol=4e-6, atol=4e-6)
@@ -460,9 +513,33 @@ def errors(_group: dist.ProcessGroup) -> None:
     for sums, said in (
         ((state.weighted.double(), state.highest, state.total), "weighted must be fp32"),
         ((state.weighted, torch.zeros(1, 4, 40)[..., :20], state.total), "same strides"),
+        ((state.weighted[:, :-1], state.highest, state.total), r"weighted must be \[1, 20, 4, 16\] on cpu"),
+        ((state.weighted, state.highest[:, :1], state.total[:, :1]), r"highest must be \[1, 4, 20\]"),
+        ((state.weighted.to("meta"), state.highest, state.total), "weighted must be .* on meta"),
     ):
         with pytest.raises(ValueError, match=said):
             flash.flash_forward(c.q, c.k, c.v, c.step, own, sums)
+    for out, lse, said in (
+        (c.q[:, :-1], None, "out must be"),
+        (None, c.lse[..., :-1].float(), "lse must be"),
+        (None, c.lse, "lse must be fp32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flash.flash_attention(c.q, c.k, c.v, c.step, own, out=out, lse=lse)
+    lse = c.lse.float()
+    given = {"lse": lse, "sums": lse, "dq": c.q, "dk": c.k, "dv": c.v}
+    for name in given:
+        wrong = given | {name: given[name][..., :-1]}
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            flash.flash_backward(c.grad_out, c.q, c.k, c.v, *wrong.values(), c.step, own)
+    with pytest.raises(ValueError, match="d_slopes must be"):
+        flash.flash_backward(c.grad_out, c.q, c.k, c.v, *given.values(), c.step, own, d_slopes=torch.zeros(1))
+    far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((1, 20, 4, 16), (0, 2**23, 16, 1))
+    from triton_kernels.attention_launch import check_rows
+
+    check_rows("q", c.q)
+    with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
+        check_rows("q", far)
     from fused_tp.schedules.attention.triton import obstacle
 
     cpu = torch.device("cpu")
@@ -472,6 +549,40 @@ def errors(_group: dist.ProcessGroup) -> None:
 
 def test_errors() -> None:
     alone(errors)
+
+
+def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the current GPU, if that is another one."""
+    from triton_kernels.attention_launch import on_device
+
+    entered: list[torch.device] = []
+
+    def enter(device: torch.device) -> contextlib.AbstractContextManager[None]:
+        entered.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with on_device(torch.empty(1)):
+        assert not entered
+    there = cast(Tensor, SimpleNamespace(device=torch.device("cuda:3")))
+    with on_device(there):
+        assert entered == [torch.device("cuda:3")]
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs with 99 KB take smaller tiles where those of sm_80 do not fit; with less there is a sentence."""
+    from triton_kernels import attention_launch
+    from triton_kernels.attention_configs import attention_config
+
+    assert attention_config("keys", 80, "tf32", 256, shared_bytes=99 << 10).rows == 16
+    assert attention_config("keys", 80, "tf32", 256) == attention_config("keys", 90, "tf32", 256)
+    monkeypatch.setattr(attention_launch, "arch_of", lambda _: 80)
+    monkeypatch.setattr(attention_launch, "INTERPRETED", SimpleNamespace(value=False))
+    own = attention_launch.Terms(1.0)
+    for kb, why in ((99, None), (64, "need 101376 bytes of shared memory")):
+        monkeypatch.setattr(attention_launch, "shared_bytes_of", lambda _, kb=kb: kb << 10)
+        said = attention_launch.obstacle(torch.bfloat16, 64, 64, own, torch.device("cuda:0"))
+        assert said is None if why is None else why in str(said)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -436,6 +438,19 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     assert not out.any() and (lse == -torch.inf).all()
 
 
+def test_padding_of_a_block_of_queries_meets_no_infinity(isa: str) -> None:
+    """50 queries are not a multiple of a block, and each sees all keys: one of these scores -inf and gets zeros."""
+    mask = AttentionMask(50, 64)
+    x = inputs(mask, torch.float32)
+    x.q[..., 0], x.k[..., 0] = -1.0, 0.0
+    x.k[:, 3, :, 0] = torch.inf
+    step = make_step(mask, *whole(mask))
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
+    made = backward(NativeCpu(isa), step, Scores(0.3), x, lse, row_sums(x.grad_out, out, None))
+    assert made.dk.isfinite().all() and made.dv.isfinite().all()
+    assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
+
+
 def whole_in_list(mask: AttentionMask) -> tuple[Tokens, list[Tokens]]:
     queries, keys = whole(mask)
     return queries, [keys]
@@ -466,6 +481,51 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
             NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
             os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that use a step first, one has vectors that the step does not keep."""
+
+    class Forgetful(dict[str, Tensor]):
+        def __missing__(self, name: str) -> Tensor:
+            vector = torch.from_numpy(getattr(step, name).astype(np.int32))
+            made.append(weakref.ref(vector))
+            return vector
+
+    def native(function: Any, *args: Any) -> None:
+        assert len(made) == 5 and all(vector() is not None for vector in made)
+        function(*args)
+
+    mask = AttentionMask(20, 20, causal=True)
+    x, step = inputs(mask, torch.float32), make_step(mask, *whole(mask))
+    made: list[weakref.ref[Tensor]] = []
+    step._on_devices[x.q.device] = Forgetful()  # type: ignore[assignment]
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
+    state = SoftmaxState.empty(x.q, 16)
+    NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
+    made.clear()
+    _, lse = state.result(torch.float32)
+    backward(NativeCpu(), step, Scores(0.2), x, lse, torch.zeros_like(lse))
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "blind"])
+def test_blocks_that_are_visited(name: str) -> None:
+    """Chunks of queries visit only what they see: documents, windows, and gaps of keys inside of a block of queries."""
+    gaps = AttentionMask(1700, 1700, True, (-1, -1), (0, 20, 40, 40, 900, 1700), (0, 5, 300, 700, 900, 1700))
+    mask = {
+        "documents": AttentionMask(1700, 1700, True, (-1, -1), (0, 850, 1700), (0, 850, 1700)),
+        "window": AttentionMask(1700, 1700, window=(70, 9)),
+        "blind": gaps,
+    }[name]
+    x = inputs(mask, torch.float64, heads=1, kv_heads=1, dim=4)
+    out, lse, grads = reference(mask, Scores(0.3), x)
+    sums = torch.einsum("bshd,bshd->bhs", x.grad_out, out)
+    for count in (1, 2):
+        with threads(count):
+            made = backward(NativeCpu(), make_step(mask, *whole(mask)), Scores(0.3), x, lse, sums)
+        for of in ("dq", "dk", "dv"):
+            torch.testing.assert_close(getattr(made, of), getattr(grads, of), rtol=1e-9, atol=1e-9)
 
 
 def test_obstacles_are_sentences() -> None:

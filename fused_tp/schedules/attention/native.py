@@ -62,9 +62,9 @@ class NativeCpu:
         return not (dtype == torch.bfloat16 and tiles)
 
     def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
-        slopes = _slopes(scores, q)
+        slopes, vectors = _slopes(scores, q), _vectors(step, q)
         _core.attention_forward(
-            *_common(step, scores, slopes, q, k, v),
+            *_common(vectors, scores, slopes, q, k, v),
             _rows_first(state.weighted),
             _heads_first(state.highest),
             _heads_first(state.total),
@@ -99,10 +99,10 @@ class NativeCpu:
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
         lse, sums = lse.to(wide), sums.to(wide)
-        slopes = _slopes(scores, q)
+        slopes, vectors = _slopes(scores, q), _vectors(step, q)
         slope_terms = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            *_common(step, scores, slopes, q, k, v),
+            *_common(vectors, scores, slopes, q, k, v),
             _rows_first(grad_out),
             _heads_first(lse),
             _heads_first(sums),
@@ -117,16 +117,22 @@ class NativeCpu:
             d_slopes.add_(slope_terms)
 
 
-def _common(step: Step, scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What the native functions of both directions take first; callers and `step` keep alive what is pointed to."""
-    arrays = step.on(q.device)
-    rows = [arrays[name].data_ptr() for name in ("starts", "stops", "places", "q_indices", "k_indices")]
+def _vectors(step: Step, q: Tensor) -> list[Tensor]:
+    """Which keys are seen. Callers hold them: of what two threads make at once for a step, it keeps only one."""
+    known = step.on(q.device)
+    return [known[name] for name in ("starts", "stops", "places", "q_indices", "k_indices")]
+
+
+def _common(
+    vectors: list[Tensor], scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Any, ...]:
+    """What the native functions of both directions take first: addresses, so callers keep alive what is pointed to."""
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
     return (
         _DTYPES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
-        rows,
+        [vector.data_ptr() for vector in vectors],
         scores.scale,
         scores.softcap,
         _address(slopes),
