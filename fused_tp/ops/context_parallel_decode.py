@@ -331,7 +331,7 @@ def _everyone(mine: Tensor, words: str, schedule: Schedule, numbers: int, rank: 
                     f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
                     f"{checksums[0]:.0f} and {theirs:.0f}); rank {rank} with {words}. They must be the same on all."
                 )
-    return everyone[:, 1:].view(-1, *mine.shape)
+    return everyone[:, 1:].view(len(everyone), *mine.shape)
 
 
 def _parts_schedule(q: Tensor, v: Tensor, group: str) -> tuple[Schedule, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
+from fused_tp.schedules.attention import decode
 from fused_tp.schedules.attention.dealing import Dealing
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
@@ -55,6 +56,10 @@ CASES: dict[str, Case] = {
     "chunk, window": case([97, 50], new=33, window=(20, 0), sinks=True),
     "chunk, all scores": case([97, 50], new=33, softcap=4.0, alibi=True, sinks=True, window=(40, 0)),
     "chunk, not causal": case([97, 50], new=33, causal=False),
+    "not causal, more new tokens than there are": case([1, 0, 12], new=4, causal=False, alibi=True),
+    "looks ahead, more new tokens than there are": case([2, 6, 1], new=5, causal=False, window=(3, 4), sinks=True),
+    "chunk, not causal, more than there are": case([20, 97, 0], new=33, causal=False, window=(50, 30)),
+    "no new token": case([5, 0], new=0),
     "chunk, bf16": case([300], new=130, dtype=torch.bfloat16, block=64),
     "chunk, fp64": case([97, 50], new=33, dtype=torch.float64, block=16),
 }
@@ -127,13 +132,17 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
     heads: Any = {name: t for name, t in keywords(one).items() if isinstance(t, Tensor)}
     scores = {name: one[name] for name in ("softcap", "scale") if name in one}
     for text, length in enumerate(one["lengths"]):
-        mask = dense_mask(one["new"], length, causal=one.get("causal", True), window=one.get("window"))
-        part = (q[text, None], k[text, None, :length], v[text, None, :length])
+        before = max(0, one["new"] - length)  # queries of no text
+        assert (out[text, :before] == 0).all() and (one.get("sinks") or (lse[text, :, :before] == -torch.inf).all())
+        if before == one["new"]:
+            continue
+        mask = dense_mask(one["new"] - before, length, causal=one.get("causal", True), window=one.get("window"))
+        part = (q[text, None, before:], k[text, None, :length], v[text, None, :length])
         wanted, wanted_lse = dense_attention(*part, *mask, **scores, **heads)
         limit = 3e-15 if one["dtype"] == torch.float64 else 4 * torch.finfo(one["dtype"]).eps + 2e-6
-        error = float((out[text].double() - wanted[0]).abs().max())
+        error = float((out[text, before:].double() - wanted[0]).abs().max())
         assert error <= limit, f"{one}, text {text}: {error}"
-        torch.testing.assert_close(lse[text].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse[text, :, before:].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
 
 
 def run(world_size: int, cases: list[Case], route: str) -> None:
@@ -147,6 +156,10 @@ def run(world_size: int, cases: list[Case], route: str) -> None:
 @pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
 def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
     run(world_size, list(CASES.values()), route)
+
+
+def test_few_plans_are_kept() -> None:
+    assert decode._steps.cache_info().maxsize <= 8  # one of a long prompt takes megabytes
 
 
 def test_tokens_are_dealt_in_blocks() -> None:
