@@ -99,7 +99,8 @@ class ContextCache(ABC):
 
         Raises:
             TypeError, ValueError: as `append`; texts that are not equally long.
-            CollectiveTimeoutError, PeerLostError: the peers did not come along.
+            CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or have another
+                layout, seq_len, block or length of the cache (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
         """
         self._check(k, v)
         check_layout(layout)
@@ -119,7 +120,8 @@ class ContextCache(ABC):
         after = [before[0] + seq_len] * len(before)
         self._reserve(k, v, after)
         both = torch.cat([k, v], -1).transpose(0, 1)
-        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both)
+        words = f"layout={layout!r}, seq_len={seq_len}"
+        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words)
         rows = torch.from_numpy(self._dealing.rows(tokens)).to(k.device)
         arrived = arrived.transpose(0, 1)
         for text in range(len(before)) if self.one_by_one else [slice(None)]:

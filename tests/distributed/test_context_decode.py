@@ -185,6 +185,45 @@ def disagreeing(group: dist.ProcessGroup) -> None:
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
 
 
+def dealing_otherwise(group: dist.ProcessGroup) -> None:
+    one = dist.get_rank(group)
+    k = torch.ones(1, 4, 2, 8)
+    for block, held, how in (
+        (2, 0, {"layout": ("zigzag", "contiguous")[one]}),
+        (2 + one, 0, {}),
+        (2, 1 + one, {}),
+        (2, 0, {"seq_len": 8 - one, "layout": "contiguous"}),
+    ):
+        cache = ContextKVCache(group, block=block)
+        cache.append(k[:, :held], k[:, :held])
+        mine = k[:, : 3 if one and "seq_len" in how else 4]
+        with pytest.raises(RankMismatchError, match="append to a cache that they share with different keywords"):
+            cache.append_sharded(mine, mine, **how)
+        assert cache.length == held
+
+
+def test_ranks_that_deal_tokens_otherwise_are_told() -> None:
+    run_ranks(2, dealing_otherwise)
+
+
+def other_tokens(group: dist.ProcessGroup) -> None:
+    """Rounding is no difference; another token of one text is, and all ranks are told."""
+    lengths = torch.tensor([5, 7])
+    cache = seeded(2, 8, 2, 8)
+    given = {"group": group, "cache_seqlens": lengths}
+    for new in (1, 20):
+        q = seeded(2, new, 4, 8)
+        context_parallel_decode(q * (1 + 0.01 * dist.get_rank(group)), cache, cache, **given)
+        if dist.get_rank(group) == 1:
+            q[1, -1] = seeded(4, 8, seed=5)
+        with pytest.raises(RankMismatchError, match=r"Ranks 0 and 1 .* different queries.*torch\.manual_seed"):
+            context_parallel_decode(q, cache, cache, **given)
+
+
+def test_ranks_that_go_on_with_other_tokens_are_told() -> None:
+    run_ranks(2, other_tokens)
+
+
 def test_ranks_that_disagree_are_told() -> None:
     run_ranks(2, disagreeing)
 
