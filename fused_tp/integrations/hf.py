@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.integrations.call import Call
-from fused_tp.integrations.documents import take_documents
+from fused_tp.integrations.documents import check_documents, take_documents
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.loss import GlobalLoss
@@ -134,6 +134,7 @@ class TransformersSequence(SequenceSharding):
         makes_cache = bool(getattr(self.config.get_text_config(), "use_cache", False) if caches is None else caches)
         arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
         if self.parallelism.cp_mesh is None:
+            check_documents(arguments, seq_len, makes_cache=makes_cache)
             return Rows()
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
         mask = arguments.pop("attention_mask", None)
