@@ -156,10 +156,29 @@ class TransformersSequence(SequenceSharding):
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
         if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
             return None
-        if not is_shared(arguments) and not self._may_share_cache(model, arguments):
+        if is_shared(arguments):
+            self._check_shared(model, arguments)
+        elif not self._may_share_cache(model, arguments):
             return None
         assert self.parallelism.cp_mesh is not None  # the caller has made sure
         return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+
+    def _check_shared(self, model: nn.Module, arguments: dict[str, Any]) -> None:
+        """Refuse what attention over a cache that is shared already could not do."""
+        if model.training:
+            raise ValueError(
+                "The context parallel ranks share the cache that was given, which is not for training: call "
+                "model.eval(), or leave past_key_values out."
+            )
+        if self._gives_attentions(arguments):
+            raise ValueError(
+                "output_attentions=True is not served with a cache that the context parallel ranks share: no rank has "
+                "all weights. Leave it out, or give it in the pass that makes the cache; every rank then holds all."
+            )
+
+    def _gives_attentions(self, arguments: dict[str, Any]) -> bool:
+        asked = arguments.get("output_attentions")
+        return bool(getattr(self.config, "output_attentions", False) if asked is None else asked)
 
     def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether attention over a cache in parts would be the model's. It has no gradient, and takes causal masks and
@@ -174,7 +193,7 @@ class TransformersSequence(SequenceSharding):
             or kinds - {"full_attention", "sliding_attention"}
             or getattr(text, "num_kv_shared_layers", None)
             or arguments.get("is_causal") is not None
-            or arguments.get("output_attentions")
+            or self._gives_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
         )
 

@@ -123,6 +123,11 @@ def forward_passes(group: dist.ProcessGroup) -> None:
             parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden[:, :9])
         with pytest.raises(ValueError, match="given to another module"):
             parallel.model(tokens[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="output_attentions=True is not served with a cache that the context"):
+            parallel(tokens[:, :1], past_key_values=cache, output_attentions=True)
+        with pytest.raises(ValueError, match=r"not for training: call model\.eval\(\)"):
+            parallel.train()(tokens[:, :1], past_key_values=cache)
+        parallel.eval()
         # What cannot be shared, every rank has whole.
         padded = torch.ones(2, 6, dtype=torch.long)
         padded[0, 4:] = 0
