@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
+from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
@@ -185,6 +186,9 @@ def decode_over(
     block: Any = DEFAULT_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the ranks of the group of that name ("": this rank alone)."""
+    dtype = autocast_dtype(q)
+    if dtype is not None and isinstance(k_cache_shard, Tensor):
+        (q,) = cast(k_cache_shard.dtype, q)  # a cache is not copied; what is appended to one is cast as matmuls are
     _check_cache(q, k_cache_shard, v_cache_shard, page_table)
     for what, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         check_per_head(what, per_head, q)

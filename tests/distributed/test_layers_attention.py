@@ -333,6 +333,35 @@ def sharded_generation(group: dist.ProcessGroup, tp: int) -> None:
         sharded.train()(x, kv_cache=cache)
 
 
+def turned_in_fp32(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return RotaryEmbedding(4)(q.float(), k.float(), positions)
+
+
+def autocast_generation(group: dist.ProcessGroup) -> None:
+    """Rotary embeddings may leave q and k in fp32, while v is bf16."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"causal": True, "rope": turned_in_fp32, "mesh": mesh["tp"]}
+    windowed = {"window": (40, 0)}  # attention by another way, of the same tokens
+    x = seeded(2, 23, 16)
+    for more in ({}, windowed):
+        attention = ParallelAttention(16, 4, **given, **more).eval()
+        shared = ParallelAttention(16, 4, cp_group=mesh["cp"], **given, **more).eval()
+        shared.load_state_dict(attention.state_dict())
+        with torch.no_grad():
+            wanted = attention(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                for one, cache in ((attention, KVCache()), (shared, ContextKVCache(mesh["cp"], block=2))):
+                    parts = [one(x[:, a:b], kv_cache=cache) for a, b in ((0, 20), (20, 22), (22, 23))]
+                    out = torch.cat(parts, 1)
+                    assert out.dtype == torch.bfloat16
+                    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_generation_under_autocast() -> None:
+    run_ranks(2, autocast_generation)
+
+
 def tokens_over_heads(group: dist.ProcessGroup) -> None:
     """Ranks that hold different heads cannot share the tokens of each."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
