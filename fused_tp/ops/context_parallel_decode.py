@@ -26,6 +26,7 @@ from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 _OP = "all_gather"  # what moves
+_GATHERED_BYTES = 64 << 20  # at a time
 _APART = 0.2  # see `told_apart`: far above what rounding does to a model in half precision, far below other tokens
 
 
@@ -286,10 +287,23 @@ def _decode(
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
-    words += f", ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
+    words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     mine = attend(call, q, lengths, keys, values, v.shape[3])
-    out, lse = merge(_everyone(mine, q, words, *_parts_schedule(q, v, group), known.rank), sinks)
-    return out.to(q.dtype), lse.contiguous()
+    # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
+    outs, lses = [], []
+    for some, part in zip(*(x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine)), strict=True):
+        parts = _everyone(part, some, words, *_parts_schedule(some, v, group), known.rank)
+        out, lse = merge(parts, sinks)
+        outs.append(out.to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
+
+
+def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
+    a_query = (q.shape[0], 1, *q.shape[2:])
+    return max(
+        1, _GATHERED_BYTES // (world_size * numbers_given(a_query, v.shape) * accumulate_dtype(q.dtype).itemsize)
+    )
 
 
 def _rows(
@@ -329,8 +343,8 @@ def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, numbers: 
     said = 1 + TOLD * q.shape[0] * q.shape[1]
     checked = mine.device.type == "cpu" or settings.check_ranks()
     flat[0, 0] = zlib.crc32(words.encode()) & 0xFFFFFF  # 24 bits: a float holds them
-    flat[0, 1:said] = told_apart(q).view(-1) if checked else torch.nan  # which no rank takes for different
-    flat[0, said:] = mine.view(-1)
+    flat[0, 1:said] = told_apart(q).reshape(-1) if checked else torch.nan  # which no rank takes for different
+    flat[0, said:] = mine.reshape(-1)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
     if checked:
         _check_alike(everyone[:, 0].tolist(), everyone[:, 1:said], words, rank)

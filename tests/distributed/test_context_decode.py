@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -183,6 +184,25 @@ def disagreeing(group: dist.ProcessGroup) -> None:
     lengths = torch.tensor([5 + dist.get_rank(group)])
     with pytest.raises(RankMismatchError, match=r"cache_seqlens=\[\d\]"):
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
+
+
+def some_at_a_time(group: dist.ProcessGroup) -> None:
+    one = CASES["chunk, all scores"]
+    q, k, v = whole(one)
+    dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    shards = [held(x, one["lengths"], dealing) for x in (k, v)]
+    given = {"group": group, "cache_seqlens": torch.tensor(one["lengths"]), "return_lse": True, **keywords(one)}
+    wanted = context_parallel_decode(q, *shards, **given)
+    module = sys.modules["fused_tp.ops.context_parallel_decode"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_GATHERED_BYTES", 4000)
+        assert 1 < module._queries_at_once(2, q, v) < one["new"] // 2
+        found = context_parallel_decode(q, *shards, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_long_prompt_is_gathered_some_queries_at_a_time() -> None:
+    run_ranks(2, some_at_a_time)
 
 
 def dealing_otherwise(group: dist.ProcessGroup) -> None:
