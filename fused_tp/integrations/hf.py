@@ -7,6 +7,7 @@ function as a keyword argument, which transformers' models hand down unread.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,9 +131,7 @@ class TransformersSequence(SequenceSharding):
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
                     "rank has only a part. Leave it out."
                 )
-        caches = arguments.get("use_cache")
-        makes_cache = bool(getattr(self.config.get_text_config(), "use_cache", False) if caches is None else caches)
-        arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
+        makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
             check_documents(arguments, seq_len, makes_cache=makes_cache)
             return Rows()
@@ -145,6 +144,24 @@ class TransformersSequence(SequenceSharding):
                 "leave the mask out."
             )
         return Rows(padded, documents)
+
+    def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
+        """The config's default would collect keys and values that nobody asked for. Returns whether it would have."""
+        asked = arguments.get("use_cache")
+        arguments["use_cache"] = False
+        return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
+
+    def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
+        documents = take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
+        if documents and arguments.get("position_ids") is None:
+            if arguments.get("attention_mask") is not None:
+                raise ValueError(
+                    "attention_mask and cu_seq_lens_q were given; leave the mask out, or pass one row of each document."
+                )
+            # transformers keeps documents apart by these where there is neither a mask nor a cache.
+            counted = [torch.arange(stop - start) for start, stop in itertools.pairwise(documents)]
+            source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
+            arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
         base = getattr(model, "base_model", model)
