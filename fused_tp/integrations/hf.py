@@ -153,11 +153,15 @@ class TransformersSequence(SequenceSharding):
 
     def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
         documents = take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
-        if documents and arguments.get("position_ids") is None:
-            if arguments.get("attention_mask") is not None:
-                raise ValueError(
-                    "attention_mask and cu_seq_lens_q were given; leave the mask out, or pass one row of each document."
-                )
+        if not documents:
+            return
+        mask, positions = arguments.pop("attention_mask", None), arguments.get("position_ids")
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                "attention_mask has padding in rows of packed documents; make the padding a document of its own and "
+                "leave the mask out."
+            )
+        if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
             # transformers keeps documents apart by these where there is neither a mask nor a cache.
             counted = [torch.arange(stop - start) for start, stop in itertools.pairwise(documents)]
             source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)

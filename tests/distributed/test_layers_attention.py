@@ -342,7 +342,7 @@ def autocast_generation(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
     given: dict[str, Any] = {"causal": True, "rope": turned_in_fp32, "mesh": mesh["tp"]}
-    windowed = {"window": (40, 0)}  # attention by another way, of the same tokens
+    windowed: dict[str, Any] = {"window": (40, 0)}  # attention by another way, of the same tokens
     x = seeded(2, 23, 16)
     for more in ({}, windowed):
         attention = ParallelAttention(16, 4, **given, **more).eval()
@@ -578,7 +578,7 @@ def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:
 def bad_inputs(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     over = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
-    cut = {"mesh": over["tp"], "cp_group": over["cp"]}
+    cut: dict[str, Any] = {"mesh": over["tp"], "cp_group": over["cp"]}
     attention = ParallelAttention(8, 4, mesh=mesh, causal=True)
     x = torch.ones(2, 3, 8)
     with pytest.raises(ValueError, match="cannot be cut over 2 ranks"):

@@ -172,7 +172,12 @@ def few_tokens(group: dist.ProcessGroup) -> None:
     parallel = parallelize(copy_of(whole), mesh_of(group, 4, 1))
     tokens, positions, bounds = make_tokens(1, 3), torch.tensor([[0, 0, 1]]), torch.tensor([0, 1, 3])
     wanted = whole(tokens, position_ids=positions, use_cache=False).logits
-    for given in ({"position_ids": positions, "use_cache": False}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}):
+    by_bounds: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    for given in (
+        {"position_ids": positions, "use_cache": False},
+        by_bounds,
+        {**by_bounds, "attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(3).unsqueeze(0)},
+    ):
         output = parallel(tokens, **given)
         assert_near(output.logits, wanted, "logits")
         assert output.past_key_values is None
