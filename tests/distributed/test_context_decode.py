@@ -115,7 +115,12 @@ def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, 
         dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
         q, *both = whole(one)
         shards = [held(x, one["lengths"], dealing) for x in both]
-        given: dict[str, Any] = {"group": group, "cache_seqlens": torch.tensor(one["lengths"]), "return_lse": True, **keywords(one)}
+        given: dict[str, Any] = {
+            "group": group,
+            "cache_seqlens": torch.tensor(one["lengths"]),
+            "return_lse": True,
+            **keywords(one),
+        }
         out, lse = context_parallel_decode(q, *shards, **given)
         assert out.dtype == q.dtype and out.shape == (*q.shape[:3], one["v_head_dim"])
         for size, in_order in ((3, True), (16, False)):
@@ -191,7 +196,12 @@ def some_at_a_time(group: dist.ProcessGroup) -> None:
     q, k, v = whole(one)
     dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
     shards = [held(x, one["lengths"], dealing) for x in (k, v)]
-    given: dict[str, Any] = {"group": group, "cache_seqlens": torch.tensor(one["lengths"]), "return_lse": True, **keywords(one)}
+    given: dict[str, Any] = {
+        "group": group,
+        "cache_seqlens": torch.tensor(one["lengths"]),
+        "return_lse": True,
+        **keywords(one),
+    }
     wanted = context_parallel_decode(q, *shards, **given)
     module = sys.modules["fused_tp.ops.context_parallel_decode"]
     with pytest.MonkeyPatch.context() as patched:
