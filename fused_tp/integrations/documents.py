@@ -29,7 +29,30 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
     bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     counted = () if positions is None or positions.shape[-1] != seq_len else _from_positions(positions, mask)
-    if counted and not bounds and (makes_cache or mask is not None):
+    if counted and not bounds:
+        _check_known_apart(mask, makes_cache)
+    if bounds and counted and _distinct(bounds) != _distinct((*counted, seq_len)):
+        raise ValueError(
+            f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, and position_ids start again at "
+            f"{_few(counted)}; they must describe the same documents."
+        )
+    return bounds or ((*counted, seq_len) if counted else ())
+
+
+def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> None:
+    """The same for a forward pass without a ring, where transformers itself keeps documents apart, or not.
+
+    Turning its cache off would make documents of what it lets see each other.
+    """
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    if not makes_cache or positions is None or positions.shape[-1] != seq_len or arguments.get(BOUNDS[0]) is not None:
+        return
+    if positions.ndim == 2 and mask is None and bool((positions.diff(dim=-1) != 1).any()):
+        _check_known_apart(mask, makes_cache)
+
+
+def _check_known_apart(mask: Tensor | None, makes_cache: bool) -> None:
+    if makes_cache or mask is not None:
         # Flash attention keeps documents apart here, too; masks of sdpa and eager let them see each other.
         raise ValueError(
             "position_ids start again inside of rows, as those of packed documents do. Whether these documents see "
@@ -37,12 +60,6 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
             "it is by default. Pass use_cache=False and no attention_mask: documents then see only themselves. (Or "
             "pass their bounds, cu_seq_lens_q.)"
         )
-    if bounds and counted and _distinct(bounds) != _distinct((*counted, seq_len)):
-        raise ValueError(
-            f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, and position_ids start again at "
-            f"{_few(counted)}; they must describe the same documents."
-        )
-    return bounds or ((*counted, seq_len) if counted else ())
 
 
 def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:

@@ -7,13 +7,14 @@ function as a keyword argument, which transformers' models hand down unread.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_tp.integrations.call import Call
-from fused_tp.integrations.documents import take_documents
+from fused_tp.integrations.documents import check_documents, take_documents
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.loss import GlobalLoss
@@ -130,10 +131,9 @@ class TransformersSequence(SequenceSharding):
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
                     "rank has only a part. Leave it out."
                 )
-        caches = arguments.get("use_cache")
-        makes_cache = bool(getattr(self.config.get_text_config(), "use_cache", False) if caches is None else caches)
-        arguments["use_cache"] = False  # the config's default would collect keys and values that nobody asked for
+        makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
+            check_documents(arguments, seq_len, makes_cache=makes_cache)
             return Rows()
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
         mask = arguments.pop("attention_mask", None)
@@ -145,6 +145,28 @@ class TransformersSequence(SequenceSharding):
             )
         return Rows(padded, documents)
 
+    def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
+        """The config's default would collect keys and values that nobody asked for. Returns whether it would have."""
+        asked = arguments.get("use_cache")
+        arguments["use_cache"] = False
+        return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
+
+    def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
+        documents = take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
+        if not documents:
+            return
+        mask, positions = arguments.pop("attention_mask", None), arguments.get("position_ids")
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                "attention_mask has padding in rows of packed documents; make the padding a document of its own and "
+                "leave the mask out."
+            )
+        if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
+            # transformers keeps documents apart by these where there is neither a mask nor a cache.
+            counted = [torch.arange(stop - start) for start, stop in itertools.pairwise(documents)]
+            source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
+            arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
+
     def entrances(self, model: nn.Module) -> list[nn.Module]:
         base = getattr(model, "base_model", model)
         return [] if base is model else [base]
@@ -155,10 +177,29 @@ class TransformersSequence(SequenceSharding):
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
         if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
             return None
-        if not is_shared(arguments) and not self._may_share_cache(model, arguments):
+        if is_shared(arguments):
+            self._check_shared(model, arguments)
+        elif not self._may_share_cache(model, arguments):
             return None
         assert self.parallelism.cp_mesh is not None  # the caller has made sure
         return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
+
+    def _check_shared(self, model: nn.Module, arguments: dict[str, Any]) -> None:
+        """Refuse what attention over a cache that is shared already could not do."""
+        if model.training:
+            raise ValueError(
+                "The context parallel ranks share the cache that was given, which is not for training: call "
+                "model.eval(), or leave past_key_values out."
+            )
+        if self._gives_attentions(arguments):
+            raise ValueError(
+                "output_attentions=True is not served with a cache that the context parallel ranks share: no rank has "
+                "all weights. Leave it out, or give it in the pass that makes the cache; every rank then holds all."
+            )
+
+    def _gives_attentions(self, arguments: dict[str, Any]) -> bool:
+        asked = arguments.get("output_attentions")
+        return bool(getattr(self.config, "output_attentions", False) if asked is None else asked)
 
     def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether attention over a cache in parts would be the model's. It has no gradient, and takes causal masks and
@@ -173,7 +214,7 @@ class TransformersSequence(SequenceSharding):
             or kinds - {"full_attention", "sliding_attention"}
             or getattr(text, "num_kv_shared_layers", None)
             or arguments.get("is_causal") is not None
-            or arguments.get("output_attentions")
+            or self._gives_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
         )
 

@@ -115,6 +115,9 @@ class SequenceSharding:
         """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
         return Rows()
 
+    def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
+        """Make arguments mean in a forward pass that is too short to be cut what they mean in one that is cut."""
+
     def default_positions(self, positions: Tensor) -> Tensor:
         """`positions` [seq] in the shape that the model expects."""
         return positions
@@ -142,7 +145,10 @@ class SequenceSharding:
         # With fewer tokens than ranks some rank would have none, which few models' own code survives.
         too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
-        call = None if self.is_cached(arguments) or too_short else self._cut(arguments, source, tokens, own)
+        cached = self.is_cached(arguments)
+        if too_short and not cached:
+            self.check_uncut(arguments, tokens.shape[1])
+        call = None if cached or too_short else self._cut(arguments, source, tokens, own)
         cache = self.open_cache(model, arguments, tokens.shape[1]) if call is None and cp_mesh is not None else None
         self._computed_alike = call is None and cp_mesh is not None
         if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:

@@ -29,7 +29,7 @@ from fused_tp.ops.context_parallel_decode import decode_over
 from fused_tp.ops.cu_seqlens import on_host
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
-from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
+from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
 from fused_tp.schedules.attention.layouts import LAYOUTS, check_layout, local_length
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -65,7 +65,8 @@ class ParallelAttention(nn.Module):
         mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
 
     Raises:
-        ValueError: head counts that W does not divide (the message names those that work), and what forward says.
+        ValueError: head counts that W does not divide (the message names those that work); a cp_group that has other
+            ranks of `mesh` than this one; and what forward says.
         TypeError: as the linear layers.
 
     Example:
@@ -116,6 +117,8 @@ class ParallelAttention(nn.Module):
         checked_window(window)
         world_size = check_mesh(mesh).size()
         check_heads(num_heads, num_kv_heads, world_size)
+        if cp_group is not None:
+            _check_apart("cp_group", cp_group, mesh)
         self.mesh = mesh
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -423,6 +426,8 @@ class ParallelAttention(nn.Module):
                 )
             if group_identity(kv_cache.group) != group_identity(self.cp_group):
                 raise ValueError("the cache is cut over another group than cp_group; make it with this cp_group.")
+        if self.cp_group is None and isinstance(kv_cache, ContextCache):
+            _check_apart("the group of the cache", kv_cache.group, self.mesh)
         if context and attention_mask is not None:
             raise ValueError(
                 "attention_mask cannot be used with a ContextKVCache; pad texts of different lengths on the left and "
@@ -470,6 +475,16 @@ class ParallelAttention(nn.Module):
         if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
             raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
+
+
+def _check_apart(what: str, group: GroupLike, mesh: DeviceMesh) -> None:
+    """Raises ValueError where ranks that hold different heads were to hold different tokens of them, too."""
+    shared = sorted({*resolve_group(group).ranks} & {*resolve_group(mesh).ranks})
+    if len(shared) > 1:
+        raise ValueError(
+            f"{what} shares the ranks {shared} with the tensor parallel mesh, whose ranks hold different heads; tokens "
+            "can be cut only over ranks that hold the same heads. Use another dim of one mesh for it."
+        )
 
 
 def _slopes(given: Tensor | Sequence[float] | None, num_heads: int) -> tuple[float, ...] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
+from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
 from fused_tp.schedules.attention.cache_exchange import deal
@@ -68,7 +69,7 @@ class ContextCache(ABC):
         Raises:
             TypeError, ValueError: k and v do not fit each other, or what is held; no room; autograd records.
         """
-        self._check(k, v)
+        k, v = self._checked(k, v)
         batch, new = k.shape[:2]
         added = _as_list(new_lengths)
         if added is None:
@@ -99,9 +100,10 @@ class ContextCache(ABC):
 
         Raises:
             TypeError, ValueError: as `append`; texts that are not equally long.
-            CollectiveTimeoutError, PeerLostError: the peers did not come along.
+            CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or have another
+                layout, seq_len, block or length of the cache (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
         """
-        self._check(k, v)
+        k, v = self._checked(k, v)
         check_layout(layout)
         group = resolve_group(self.group)
         seq_len = k.shape[1] * group.size if seq_len is None else seq_len
@@ -119,7 +121,8 @@ class ContextCache(ABC):
         after = [before[0] + seq_len] * len(before)
         self._reserve(k, v, after)
         both = torch.cat([k, v], -1).transpose(0, 1)
-        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both)
+        words = f"layout={layout!r}, seq_len={seq_len}"
+        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words)
         rows = torch.from_numpy(self._dealing.rows(tokens)).to(k.device)
         arrived = arrived.transpose(0, 1)
         for text in range(len(before)) if self.one_by_one else [slice(None)]:
@@ -170,7 +173,11 @@ class ContextCache(ABC):
             raise ValueError(f"the cache holds {len(lengths)} texts and got a batch of {batch}; reset() it before.")
         return lengths
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of matmuls: under autocast rotary embeddings leave k in another than v."""
+        dtype = autocast_dtype(k)
+        if dtype is not None:
+            k, v = cast(dtype, k, v)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "a cache is written in place, which autograd cannot follow; generate under torch.no_grad()."
@@ -180,6 +187,7 @@ class ContextCache(ABC):
                 "k and v must be alike but for head_dim, [batch, new, kv_heads, head_dim]; got "
                 f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
             )
+        return k, v
 
 
 class ContextKVCache(ContextCache):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
+from fused_tp.ops.context import autocast_dtype, cast
 
 
 class KVCache:
@@ -40,6 +41,9 @@ class KVCache:
             raise ValueError(
                 "a KVCache is written in place, which autograd cannot follow; generate under torch.no_grad()."
             )
+        dtype = autocast_dtype(k)
+        if dtype is not None:
+            k, v = cast(dtype, k, v)  # rotary embeddings leave k in another dtype than v
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
             raise ValueError(
                 f"k and v must be alike, [batch, new, heads, head_dim]; got {tuple(k.shape)} {k.dtype} and "

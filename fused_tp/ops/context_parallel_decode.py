@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
+from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.attention.cache_rows import CacheRows, DenseRows, PagedRows
 from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.schedules.attention.decode import CacheCall, attend, merge, numbers_given
+from fused_tp.schedules.attention.decode import TOLD, CacheCall, attend, merge, numbers_given, told_apart
 from fused_tp.schedules.attention.providers import provider_for
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.base import Schedule
@@ -25,6 +26,8 @@ from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 _OP = "all_gather"  # what moves
+_GATHERED_BYTES = 64 << 20  # at a time
+_APART = 0.2  # see `told_apart`: far above what rounding does to a model in half precision, far below other tokens
 
 
 @overload
@@ -140,7 +143,7 @@ def context_parallel_decode(
         TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
             none. Raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
-            other lengths or keywords (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
+            other lengths, keywords or queries (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         with torch.no_grad():
@@ -184,6 +187,9 @@ def decode_over(
     block: Any = DEFAULT_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the ranks of the group of that name ("": this rank alone)."""
+    dtype = autocast_dtype(q)
+    if dtype is not None and isinstance(k_cache_shard, Tensor):
+        (q,) = cast(k_cache_shard.dtype, q)  # a cache is not copied; what is appended to one is cast as matmuls are
     _check_cache(q, k_cache_shard, v_cache_shard, page_table)
     for what, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         check_per_head(what, per_head, q)
@@ -281,10 +287,23 @@ def _decode(
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
-    words += f", ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
+    words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     mine = attend(call, q, lengths, keys, values, v.shape[3])
-    out, lse = merge(_everyone(mine, words, *_parts_schedule(q, v, group), known.rank), sinks)
-    return out.to(q.dtype), lse.contiguous()
+    # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
+    outs, lses = [], []
+    for some, part in zip(*(x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine)), strict=True):
+        parts = _everyone(part, some, words, *_parts_schedule(some, v, group), known.rank)
+        out, lse = merge(parts, sinks)
+        outs.append(out.to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
+
+
+def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
+    a_query = (q.shape[0], 1, *q.shape[2:])
+    return max(
+        1, _GATHERED_BYTES // (world_size * numbers_given(a_query, v.shape) * accumulate_dtype(q.dtype).itemsize)
+    )
 
 
 def _rows(
@@ -317,21 +336,38 @@ def _rows(
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 
 
-def _everyone(mine: Tensor, words: str, schedule: Schedule, numbers: int, rank: int) -> Tensor:
-    """All ranks' `mine`, [W, ...], moved at once with a checksum of what all of them must have been called with."""
+def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, numbers: int, rank: int) -> Tensor:
+    """All ranks' `mine`, [W, ...], moved at once with what all of them must have been called with: its checksum, and
+    which queries."""
     flat = mine.new_empty((1, numbers))
+    said = 1 + TOLD * q.shape[0] * q.shape[1]
+    checked = mine.device.type == "cpu" or settings.check_ranks()
     flat[0, 0] = zlib.crc32(words.encode()) & 0xFFFFFF  # 24 bits: a float holds them
-    flat[0, 1:] = mine.view(-1)
+    flat[0, 1:said] = told_apart(q).reshape(-1) if checked else torch.nan  # which no rank takes for different
+    flat[0, said:] = mine.reshape(-1)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-    if everyone.device.type == "cpu" or settings.check_ranks():
-        checksums = everyone[:, 0].tolist()
-        for other, theirs in enumerate(checksums):
-            if theirs != checksums[0]:
-                raise RankMismatchError(
-                    f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
-                    f"{checksums[0]:.0f} and {theirs:.0f}); rank {rank} with {words}. They must be the same on all."
-                )
-    return everyone[:, 1:].view(-1, *mine.shape)
+    if checked:
+        _check_alike(everyone[:, 0].tolist(), everyone[:, 1:said], words, rank)
+    return everyone[:, said:].view(len(everyone), *mine.shape)
+
+
+def _check_alike(checksums: list[float], queries: Tensor, words: str, rank: int) -> None:
+    for other, theirs in enumerate(checksums):
+        if theirs != checksums[0]:
+            raise RankMismatchError(
+                f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
+                f"{checksums[0]:.0f} and {theirs:.0f}); rank {rank} with {words}. They must be the same on all."
+            )
+    if queries.shape[1] == 0:
+        return
+    apart = (queries - queries[0]).abs() > _APART
+    if bool(apart.any()):
+        other, number = apart.nonzero()[0].tolist()
+        raise RankMismatchError(
+            f"Ranks 0 and {other} call context_parallel_decode with different queries, the first of them number "
+            f"{number // TOLD} of [batch, new]. All ranks must go on with the same tokens: where they are sampled, set "
+            "equal random states (torch.manual_seed) on all ranks that share the cache."
+        )
 
 
 def _parts_schedule(q: Tensor, v: Tensor, group: str) -> tuple[Schedule, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
+from fused_tp.schedules.attention import decode
 from fused_tp.schedules.attention.dealing import Dealing
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
@@ -55,6 +57,10 @@ CASES: dict[str, Case] = {
     "chunk, window": case([97, 50], new=33, window=(20, 0), sinks=True),
     "chunk, all scores": case([97, 50], new=33, softcap=4.0, alibi=True, sinks=True, window=(40, 0)),
     "chunk, not causal": case([97, 50], new=33, causal=False),
+    "not causal, more new tokens than there are": case([1, 0, 12], new=4, causal=False, alibi=True),
+    "looks ahead, more new tokens than there are": case([2, 6, 1], new=5, causal=False, window=(3, 4), sinks=True),
+    "chunk, not causal, more than there are": case([20, 97, 0], new=33, causal=False, window=(50, 30)),
+    "no new token": case([5, 0], new=0),
     "chunk, bf16": case([300], new=130, dtype=torch.bfloat16, block=64),
     "chunk, fp64": case([97, 50], new=33, dtype=torch.float64, block=16),
 }
@@ -109,7 +115,12 @@ def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, 
         dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
         q, *both = whole(one)
         shards = [held(x, one["lengths"], dealing) for x in both]
-        given = {"group": group, "cache_seqlens": torch.tensor(one["lengths"]), "return_lse": True, **keywords(one)}
+        given: dict[str, Any] = {
+            "group": group,
+            "cache_seqlens": torch.tensor(one["lengths"]),
+            "return_lse": True,
+            **keywords(one),
+        }
         out, lse = context_parallel_decode(q, *shards, **given)
         assert out.dtype == q.dtype and out.shape == (*q.shape[:3], one["v_head_dim"])
         for size, in_order in ((3, True), (16, False)):
@@ -127,13 +138,17 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
     heads: Any = {name: t for name, t in keywords(one).items() if isinstance(t, Tensor)}
     scores = {name: one[name] for name in ("softcap", "scale") if name in one}
     for text, length in enumerate(one["lengths"]):
-        mask = dense_mask(one["new"], length, causal=one.get("causal", True), window=one.get("window"))
-        part = (q[text, None], k[text, None, :length], v[text, None, :length])
+        before = max(0, one["new"] - length)  # queries of no text
+        assert (out[text, :before] == 0).all() and (one.get("sinks") or (lse[text, :, :before] == -torch.inf).all())
+        if before == one["new"]:
+            continue
+        mask = dense_mask(one["new"] - before, length, causal=one.get("causal", True), window=one.get("window"))
+        part = (q[text, None, before:], k[text, None, :length], v[text, None, :length])
         wanted, wanted_lse = dense_attention(*part, *mask, **scores, **heads)
         limit = 3e-15 if one["dtype"] == torch.float64 else 4 * torch.finfo(one["dtype"]).eps + 2e-6
-        error = float((out[text].double() - wanted[0]).abs().max())
+        error = float((out[text, before:].double() - wanted[0]).abs().max())
         assert error <= limit, f"{one}, text {text}: {error}"
-        torch.testing.assert_close(lse[text].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse[text, :, before:].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
 
 
 def run(world_size: int, cases: list[Case], route: str) -> None:
@@ -147,6 +162,10 @@ def run(world_size: int, cases: list[Case], route: str) -> None:
 @pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
 def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
     run(world_size, list(CASES.values()), route)
+
+
+def test_few_plans_are_kept() -> None:
+    assert decode._steps.cache_info().maxsize <= 8  # one of a long prompt takes megabytes
 
 
 def test_tokens_are_dealt_in_blocks() -> None:
@@ -170,6 +189,69 @@ def disagreeing(group: dist.ProcessGroup) -> None:
     lengths = torch.tensor([5 + dist.get_rank(group)])
     with pytest.raises(RankMismatchError, match=r"cache_seqlens=\[\d\]"):
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
+
+
+def some_at_a_time(group: dist.ProcessGroup) -> None:
+    one = CASES["chunk, all scores"]
+    q, k, v = whole(one)
+    dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    shards = [held(x, one["lengths"], dealing) for x in (k, v)]
+    given: dict[str, Any] = {
+        "group": group,
+        "cache_seqlens": torch.tensor(one["lengths"]),
+        "return_lse": True,
+        **keywords(one),
+    }
+    wanted = context_parallel_decode(q, *shards, **given)
+    module = sys.modules["fused_tp.ops.context_parallel_decode"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_GATHERED_BYTES", 4000)
+        assert 1 < module._queries_at_once(2, q, v) < one["new"] // 2
+        found = context_parallel_decode(q, *shards, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_long_prompt_is_gathered_some_queries_at_a_time() -> None:
+    run_ranks(2, some_at_a_time)
+
+
+def dealing_otherwise(group: dist.ProcessGroup) -> None:
+    one = dist.get_rank(group)
+    k = torch.ones(1, 4, 2, 8)
+    for block, held, how in (
+        (2, 0, {"layout": ("zigzag", "contiguous")[one]}),
+        (2 + one, 0, {}),
+        (2, 1 + one, {}),
+        (2, 0, {"seq_len": 8 - one, "layout": "contiguous"}),
+    ):
+        cache = ContextKVCache(group, block=block)
+        cache.append(k[:, :held], k[:, :held])
+        mine = k[:, : 3 if one and "seq_len" in how else 4]
+        with pytest.raises(RankMismatchError, match="append to a cache that they share with different keywords"):
+            cache.append_sharded(mine, mine, **how)
+        assert cache.length == held
+
+
+def test_ranks_that_deal_tokens_otherwise_are_told() -> None:
+    run_ranks(2, dealing_otherwise)
+
+
+def other_tokens(group: dist.ProcessGroup) -> None:
+    """Rounding is no difference; another token of one text is, and all ranks are told."""
+    lengths = torch.tensor([5, 7])
+    cache = seeded(2, 8, 2, 8)
+    given: dict[str, Any] = {"group": group, "cache_seqlens": lengths}
+    for new in (1, 20):
+        q = seeded(2, new, 4, 8)
+        context_parallel_decode(q * (1 + 0.01 * dist.get_rank(group)), cache, cache, **given)
+        if dist.get_rank(group) == 1:
+            q[1, -1] = seeded(4, 8, seed=5)
+        with pytest.raises(RankMismatchError, match=r"Ranks 0 and 1 .* different queries.*torch\.manual_seed"):
+            context_parallel_decode(q, cache, cache, **given)
+
+
+def test_ranks_that_go_on_with_other_tokens_are_told() -> None:
+    run_ranks(2, other_tokens)
 
 
 def test_ranks_that_disagree_are_told() -> None:

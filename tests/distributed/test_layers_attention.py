@@ -333,6 +333,60 @@ def sharded_generation(group: dist.ProcessGroup, tp: int) -> None:
         sharded.train()(x, kv_cache=cache)
 
 
+def turned_in_fp32(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return RotaryEmbedding(4)(q.float(), k.float(), positions)
+
+
+def autocast_generation(group: dist.ProcessGroup) -> None:
+    """Rotary embeddings may leave q and k in fp32, while v is bf16."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"causal": True, "rope": turned_in_fp32, "mesh": mesh["tp"]}
+    windowed: dict[str, Any] = {"window": (40, 0)}  # attention by another way, of the same tokens
+    x = seeded(2, 23, 16)
+    for more in ({}, windowed):
+        attention = ParallelAttention(16, 4, **given, **more).eval()
+        shared = ParallelAttention(16, 4, cp_group=mesh["cp"], **given, **more).eval()
+        shared.load_state_dict(attention.state_dict())
+        with torch.no_grad():
+            wanted = attention(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                for one, cache in ((attention, KVCache()), (shared, ContextKVCache(mesh["cp"], block=2))):
+                    parts = [one(x[:, a:b], kv_cache=cache) for a, b in ((0, 20), (20, 22), (22, 23))]
+                    out = torch.cat(parts, 1)
+                    assert out.dtype == torch.bfloat16
+                    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_generation_under_autocast() -> None:
+    run_ranks(2, autocast_generation)
+
+
+def tokens_over_heads(group: dist.ProcessGroup) -> None:
+    """Ranks that hold different heads cannot share the tokens of each."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for wrong in (mesh, group, None):
+        cache = ContextKVCache(wrong)
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=r"group of the cache shares the ranks \[0, 1, 2, 3\] with"),
+        ):
+            ParallelAttention(16, 4, mesh=mesh)(torch.ones(1, 2, 16), kv_cache=cache)
+        assert cache.length == 0
+    both = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    for wrong in (both["tp"], group):
+        with pytest.raises(ValueError, match=r"cp_group shares the ranks \[\d, \d\] with the tensor parallel mesh"):
+            ParallelAttention(16, 4, mesh=both["tp"], cp_group=wrong)
+    torch.manual_seed(0)
+    attention = ParallelAttention(16, 4, mesh=both["tp"]).eval()
+    with torch.no_grad():
+        assert attention(torch.ones(1, 2, 16), kv_cache=ContextKVCache(both["cp"])).shape == (1, 2, 16)
+
+
+def test_a_cache_is_not_cut_over_ranks_of_other_heads() -> None:
+    run_ranks(4, tokens_over_heads)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_generation_with_a_cache_cut_over_ranks(tp: int) -> None:
     run_ranks(4, sharded_generation, tp)
@@ -523,6 +577,8 @@ def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:
 
 def bad_inputs(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
+    over = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    cut: dict[str, Any] = {"mesh": over["tp"], "cp_group": over["cp"]}
     attention = ParallelAttention(8, 4, mesh=mesh, causal=True)
     x = torch.ones(2, 3, 8)
     with pytest.raises(ValueError, match="cannot be cut over 2 ranks"):
@@ -544,7 +600,7 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens is \(0, 4\)"):
         attention(x, cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="needs their cu_seqlens"):
-        ParallelAttention(8, 4, mesh=mesh, cp_group=group, cp_layout="balanced")(x)
+        ParallelAttention(8, 4, **cut, cp_layout="balanced")(x)
     with pytest.raises(ValueError, match="positions were given"):
         attention(x, positions=torch.arange(3))
     turned = ParallelAttention(8, 4, mesh=mesh, rope=RotaryEmbedding(2))
@@ -555,9 +611,9 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         attention(x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="attention_mask cannot be used with cp_group"):
-        ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
+        ParallelAttention(8, 4, **cut)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="a KVCache holds all tokens on one rank"):
-        ParallelAttention(8, 4, mesh=mesh, cp_group=group)(x, kv_cache=KVCache())
+        ParallelAttention(8, 4, **cut)(x, kv_cache=KVCache())
     with pytest.raises(ValueError, match="has no q_proj"):
         ParallelAttention.from_module(nn.Linear(3, 3), mesh=mesh)
     with pytest.raises(ValueError, match="pass num_heads"):

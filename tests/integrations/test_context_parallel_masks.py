@@ -162,6 +162,30 @@ def described(group: dist.ProcessGroup) -> None:
     assert_near(logits[1], logits[0], "logits")
 
 
+def test_documents_of_fewer_tokens_than_ranks() -> None:
+    run_ranks(4, few_tokens)
+
+
+def few_tokens(group: dist.ProcessGroup) -> None:
+    """Each rank computes all of them; they mean the same, and nobody collects a cache."""
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 4, 1))
+    tokens, positions, bounds = make_tokens(1, 3), torch.tensor([[0, 0, 1]]), torch.tensor([0, 1, 3])
+    wanted = whole(tokens, position_ids=positions, use_cache=False).logits
+    by_bounds: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    for given in (
+        {"position_ids": positions, "use_cache": False},
+        by_bounds,
+        {**by_bounds, "attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(3).unsqueeze(0)},
+    ):
+        output = parallel(tokens, **given)
+        assert_near(output.logits, wanted, "logits")
+        assert output.past_key_values is None
+    with pytest.raises(ValueError, match="Pass use_cache=False"):
+        parallel(tokens, position_ids=positions)
+    assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
+
+
 def same_logits(whole: Any, parallel: Any, tokens: Tensor, **keywords: Any) -> None:
     assert_near(parallel(tokens, **keywords).logits, whole(tokens, **keywords).logits, "logits")
 

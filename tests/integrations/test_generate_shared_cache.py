@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.workers import run_ranks
@@ -73,6 +74,25 @@ def same_tokens(group: dist.ProcessGroup, family: str, cp: int, tp: int) -> None
         assert torch.equal(further[1].sequences, further[0].sequences)
 
 
+def test_ranks_that_sample_other_tokens_are_told() -> None:
+    run_ranks(2, sampled)
+
+
+def sampled(group: dist.ProcessGroup) -> None:
+    whole = make("llama").eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
+    how: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "min_new_tokens": 7}
+    with blocks_of(3):
+        texts = []
+        for model in (whole, parallel):
+            torch.manual_seed(5)
+            texts.append(generated(model, make_tokens(3, PROMPT), **how).sequences)
+        assert torch.equal(texts[0], texts[1])
+        torch.manual_seed(group.rank())
+        with pytest.raises(RankMismatchError, match=r"set equal random states \(torch\.manual_seed\)"):
+            generated(parallel, make_tokens(3, PROMPT), **how)
+
+
 def test_forward_passes_with_a_cache() -> None:
     run_ranks(2, forward_passes)
 
@@ -103,6 +123,11 @@ def forward_passes(group: dist.ProcessGroup) -> None:
             parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden[:, :9])
         with pytest.raises(ValueError, match="given to another module"):
             parallel.model(tokens[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="output_attentions=True is not served with a cache that the context"):
+            parallel(tokens[:, :1], past_key_values=cache, output_attentions=True)
+        with pytest.raises(ValueError, match=r"not for training: call model\.eval\(\)"):
+            parallel.train()(tokens[:, :1], past_key_values=cache)
+        parallel.eval()
         # What cannot be shared, every rank has whole.
         padded = torch.ones(2, 6, dtype=torch.long)
         padded[0, 4:] = 0

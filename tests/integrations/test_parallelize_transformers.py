@@ -275,6 +275,23 @@ def masked(group: dist.ProcessGroup, family: str) -> None:
     assert_same_gradients(parallel, whole)
 
 
+def test_documents_under_sequence_parallelism_are_those_of_the_whole_model() -> None:
+    run_ranks(2, sequence_parallel_documents)
+
+
+def sequence_parallel_documents(group: dist.ProcessGroup) -> None:
+    """Whether documents see each other depends on use_cache, which is turned off: so the caller must."""
+    whole = make("llama")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    tokens, positions = make_tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with pytest.raises(ValueError, match="Pass use_cache=False"):
+        parallel(tokens, position_ids=positions)
+    mask = torch.ones_like(tokens)
+    for given in ({"use_cache": False}, {"attention_mask": mask}):
+        logits = [model(tokens, position_ids=positions, **given).logits for model in (whole, parallel)]
+        assert_near(logits[1], logits[0], "logits")
+
+
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2_tp2"])
 def test_generate(layout: str) -> None:
     cp, tp, keywords = LAYOUTS[layout]

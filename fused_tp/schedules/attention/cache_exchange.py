@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.schedules.attention.dealing import Dealing
 from fused_tp.schedules.attention.layouts import Tokens
@@ -20,11 +23,18 @@ from fused_tp.transport.torch_dist import torch_dist
 _OP = "all_to_all"
 
 
-def deal(group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor) -> tuple[Ints, Tensor]:
+def deal(
+    group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, words: str
+) -> tuple[Ints, Tensor]:
     """The rows [n, ...] of this rank's tokens, counted from the cache's token `first` on, go to their owners.
 
-    `tokens` says what each rank has. Returns which tokens of the cache arrived, in any order, and their rows.
+    `tokens` says what each rank has, and `words` how that came about, the same on all ranks. Returns which tokens of
+    the cache arrived, in any order, and their rows.
+
+    Raises:
+        RankMismatchError: it was not the same (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
     """
+    _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
     dealing = Dealing(group.size, group.rank, block)
     held = [first + one.indices for one in tokens]
     owners = [dealing.owners(indices) for indices in held]
@@ -33,6 +43,21 @@ def deal(group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows:
     receive = [int((theirs == group.rank).sum()) for theirs in owners]
     arriving = np.concatenate([indices[theirs == group.rank] for indices, theirs in zip(held, owners, strict=True)])
     return arriving, _exchange(group, rows[torch.from_numpy(order).to(rows.device)], send, receive, sum(map(len, held)))
+
+
+def _check_alike(group: Group, words: str, rows: Tensor) -> None:
+    """What goes where follows from `words`; ranks that disagree would take the rows of one token for another's."""
+    if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
+        return
+    mine = torch.full((1, 1), zlib.crc32(words.encode()) & 0xFFFFFF, dtype=torch.float32, device=rows.device)
+    schedule = select_schedule("all_gather", group, mine.dtype, mine.device, group.size, None, 1)
+    checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
+    for other, theirs in enumerate(checksums):
+        if theirs != checksums[0]:
+            raise RankMismatchError(
+                f"Ranks 0 and {other} append to a cache that they share with different keywords (checksums "
+                f"{checksums[0]:.0f} and {theirs:.0f}); rank {group.rank} with {words}. They must be the same on all."
+            )
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:

@@ -34,6 +34,7 @@ from fused_tp.transport.base import accumulate_dtype
 _T = TypeVar("_T")
 
 FEW = 16  # queries of a text
+TOLD = 4  # numbers of a query: two queries are taken for one another once in thousands of times
 _CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
 _MOST_ROWS = 8192  # of pages that are gathered for many queries
 
@@ -55,22 +56,41 @@ class CacheCall:
 
 
 def numbers_given(q_shape: Sequence[int], v_shape: Sequence[int]) -> int:
-    """How many numbers a rank gives the others: `attend`'s, and one that says what it was called with."""
-    return 1 + prod(q_shape[:3]) * (v_shape[3] + 1)
+    """How many numbers a rank gives the others: `attend`'s, one that says what it was called with, and `told_apart`."""
+    return 1 + TOLD * prod(q_shape[:2]) + prod(q_shape[:3]) * (v_shape[3] + 1)
+
+
+def told_apart(q: Tensor) -> Tensor:
+    """[batch, new, TOLD]: what says of every query which it is, but for rounding, which may differ between machines.
+
+        q . s_j / |q|,    s_ji = +1 or -1 by bit 16 + 3 j of i * 2654435761 (Knuth's multiplicative hash)
+
+    Of two queries that have nothing to do with each other they differ by about 1.4, as normal random numbers do.
+    """
+    flat = q.flatten(2).to(accumulate_dtype(q.dtype))
+    index = torch.arange(flat.shape[2], device=q.device).unsqueeze(1)
+    bits = 16 + 3 * torch.arange(TOLD, device=q.device)
+    signs = 1 - 2 * ((index * 2654435761 >> bits) & 1).to(flat.dtype)
+    return flat @ signs / flat.norm(dim=2, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
     """[batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out over this rank's keys, and behind it its lse.
 
-    q [batch, new, heads, head_dim] are the last tokens of texts of these lengths; `dim` is that of values.
+    q [batch, new, heads, head_dim] are the last tokens of texts of these lengths; `dim` is that of values. Queries
+    before the beginning of a text see nothing of it.
     """
     found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
-    if q.shape[1] <= FEW:
-        for text, length in enumerate(lengths):
-            _few(call, q[text], length, keys, values, slice(text, text + 1), found[text])
-    else:
-        for texts, length in alike(lengths, call.paged):
-            _many(call, q[texts], length, keys, values, texts, found[texts])
+    new, few = q.shape[1], q.shape[1] <= FEW
+    for texts, length in alike(lengths, few or call.paged):
+        before = max(0, new - length)
+        _see_nothing(found[texts, :before])
+        if before == new:
+            continue
+        if few:
+            _few(call, q[texts.start, before:], length, keys, values, texts, found[texts.start, before:])
+        else:
+            _many(call, q[texts, before:], length, keys, values, texts, found[texts, before:])
     return found
 
 
@@ -102,6 +122,11 @@ def alike(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[sli
         at += count
 
 
+def _see_nothing(found: Tensor) -> None:
+    found[..., :-1] = 0
+    found[..., -1] = -torch.inf
+
+
 def _few(
     call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, text: slice, found: Tensor
 ) -> None:
@@ -112,8 +137,7 @@ def _few(
     intervals = [_seen(call, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
     if start >= stop:
-        found[..., :-1] = 0
-        found[..., -1] = -torch.inf
+        _see_nothing(found)
         return
     dtype, most = found.dtype, stop - start
     if call.paged or dtype != q.dtype:
@@ -191,7 +215,7 @@ def _many(
     found[..., -1] = lse.transpose(1, 2)
 
 
-@lru_cache(maxsize=64)  # each layer of a model asks for the same
+@lru_cache(maxsize=8)  # each layer of a model asks for the same; of a long cache it has an interval for each query
 def _steps(dealing: Dealing, limits: tuple[int, int], new: int, length: int) -> tuple[tuple[int, int, Step], ...]:
     """The rows here that `new` tokens at the end of a text see, in parts [first, last), and what they see of each.
 
