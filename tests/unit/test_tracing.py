@@ -157,7 +157,7 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
         "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
         "context_parallel_attention": lambda: fused_tp.context_parallel_attention(q, k, v, mesh=mesh),
         "context_parallel_decode": lambda: fused_tp.context_parallel_decode(
-            new, cached, cached, group=group, cache_seqlens=lengths, block=4
+            torch.ones_like(new), cached, cached, group=group, cache_seqlens=lengths, block=4
         ),
         "copy_to_group": lambda: collectives.copy_to_group(x, group=group),
         "gather": lambda: collectives.gather(x_shard, 0, group=group),
