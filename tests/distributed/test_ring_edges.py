@@ -19,6 +19,7 @@ from fused_tp.ops.ring_attention import (
     attention_over,
 )
 from fused_tp.runtime.group import SINGLE_NAME
+from fused_tp.schedules.attention.ring import Backward
 from tests.attention_cases import FEATURES, ROUTES, inputs, keywords
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
@@ -51,6 +52,41 @@ def long_backward(group: dist.ProcessGroup, seq_len: int) -> float:
     return max(
         float((one - shard_sequence(other, 1, group=group)).abs().max()) for one, other in zip(got, wanted, strict=True)
     )
+
+
+def with_a_late_reader(group: dist.ProcessGroup, late: int) -> float:
+    """By how much this rank's gradients are off, where a rank adds what others found for it after all others."""
+    seq_len, window = 64, (3, 0)
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fused_tp.schedules.attention.ring._FEWEST_ROWS_OF_A_PART", 8)
+    patch.setattr("fused_tp.schedules.attention.ring._MOST_PARTS", 2)
+    attend = Backward.attend
+
+    def slowly(self: Backward, t: int, *tensors: Any) -> None:
+        attend(self, t, *tensors)
+        time.sleep(0.3)  # its keys are there for the others to go on with
+
+    whole_of = [seeded(1, seq_len, 1, 8, seed=seed) for seed in range(4)]
+    leaves = [t.clone().requires_grad_() for t in whole_of[:3]]
+    alone, _ = attention_over(leaves[0], leaves[1], leaves[2], SINGLE_NAME, 1, 0, **{**ALONE, "window": window})
+    wanted = torch.autograd.grad(alone, leaves, whole_of[3])
+    q, k, v, grad = (shard_sequence(t, 1, group=group) for t in whole_of)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = ring_attention(q, k, v, group=group, causal=True, window=window)
+    if dist.get_rank(group) == late:
+        patch.setattr(Backward, "attend", slowly)
+    try:
+        got = torch.autograd.grad(out, (q, k, v), grad)
+    finally:
+        patch.undo()
+    shards = (shard_sequence(other, 1, group=group) for other in wanted)
+    return max(float((one - other).abs().max()) for one, other in zip(got, shards, strict=True))
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_slot_is_kept_for_its_reader_over_rounds_that_find_nothing(late: int) -> None:
+    """In zigzag with a window a rank looks at both neighbours' keys, in the first step and the last."""
+    assert max(run_ranks(4, with_a_late_reader, late, env=ROUTES["one_sided"])) < 1e-4
 
 
 @pytest.mark.parametrize("route", ["one_sided", "pipelined"])

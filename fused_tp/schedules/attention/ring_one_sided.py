@@ -5,8 +5,9 @@ place, one peer per step in the order of the ring so that not all ranks read the
 
 Backward, in rounds n = 1, 2, ..., parts of the steps behind step 0 (`RingCall.rounds`). Stages of a rank: 1 K/V are
 readable; 2n its term of round n is readable; 2n + 3 it has added the term that others found for it in round n. Terms of
-dK/dV lie in two slots, used in turn: before round n overwrites that of round n - 2, its reader must have reached stage
-2(n - 2) + 3. A reader gets there after its own round n - 1, so ranks may drift apart by a round before anyone waits,
+dK/dV lie in two slots, used in turn: before round n overwrites what round m < n has left in its slot, m's reader must
+have reached stage 2m + 3. m is n - 2, or earlier where this rank found nothing in between, and then its reader is
+another one. A reader gets there after its own round m + 1, so ranks may drift apart by a round before anyone waits,
 and memory does not grow with W. Owners add terms in the order of the rounds: the same bits in every run.
 """
 
@@ -116,11 +117,13 @@ class OneSidedRing:
         with self._begin("ring_attention_backward", call, k, v, dims, slots=2) as workspace:
             exchange = _Exchange(workspace, call, k, v, slots=2)
             state.attend(0, k, v, *own)
+            left: dict[int, int] = {}  # the round whose terms lie in each slot
             for n, one in enumerate(rounds, start=1):
                 if rows := one.needs:
                     keys, values, first = exchange.keys(one.t)
-                    if n > 2:
-                        workspace.wait(call.plan.source(call.rank, rounds[n - 3].t), _added(n - 2))
+                    if (m := left.get(n % 2)) is not None:
+                        workspace.wait(call.plan.source(call.rank, rounds[m - 1].t), _added(m))
+                    left[n % 2] = n
                     here = slice(rows.start - first, rows.stop - first)
                     terms = exchange.terms(call.rank, n, len(rows))
                     for term in terms:
