@@ -1,16 +1,21 @@
-"""Two things gloo can do and has no call for: tell whose connection is closed, and close one's own.
+"""What gloo can do and has no call for: tell whose connection is closed, and close one's own. And what it fails at.
 
-Both are receives that no peer answers, with tags of their own. gloo refuses to begin one on a closed connection, and
+The two are receives that no peer answers, with tags of their own. gloo refuses to begin one on a closed connection, and
 one that is still under way at its timeout closes every connection this process has in the group
 (gloo/transport/tcp/unbound_buffer.cc, `waitRecv`), as `Work.abort` does on NCCL but not on gloo. Peers then learn of it
 within milliseconds, whatever they wait in.
 
 With TORCH_GLOO_LAZY_INIT a receive first connects, which blocks where the peer is not there. So nothing is asked or
 closed then: a lost peer is noticed by those who wait for it, a survivor that gave up by its notice (`noticeboard`).
+
+What it fails at is to end all that is under way on a closed connection. A part that was being written when the peer
+closed is forgotten (`Pair::signalException` passes over it), so a worker thread of the process group waits for it until
+the group's own timeout, half an hour by default; and the group's destructor waits for that thread (`outlive`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -23,6 +28,7 @@ import torch.distributed as dist
 
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _LOST_SECONDS = 0.4
+_END_SECONDS = 0.3  # what has been ended is seen to be within a millisecond, where the machine is not busy
 _CLOSED_HERE = "Application timeout"  # what gloo says of a connection that a timeout of this process has closed
 
 
@@ -70,6 +76,21 @@ def close_connections(group: dist.ProcessGroup) -> None:
         # Past the first one that was open all are closed, and the rest fail at once.
         with suppress(RuntimeError):
             _receive(group, rank, _CLOSE_TAG).wait(timedelta(milliseconds=1))
+
+
+def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
+    """Keep `group` as long as the process lives where some of its collectives `works` do not end, as they should now.
+
+    Else whoever drops the last reference, `destroy_process_group` or a traceback, would wait for gloo's timeout.
+    """
+    deadline = time.perf_counter() + _END_SECONDS
+    while not all(work.is_completed() for work in works):
+        if time.perf_counter() > deadline:
+            # A list of ours would not do: it is freed, and its content with it, when the interpreter ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            return True
+        time.sleep(0.001)  # a thread of gloo's has to wake up first, and tells nobody
+    return False
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:

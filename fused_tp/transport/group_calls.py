@@ -149,8 +149,12 @@ class GroupCalls:
             self.broken = f"{self.where(call)}: rank {rank} has given the group up. It said: {said}"
         return kind(self.broken)
 
-    def lost(self, call: Call, reason: str) -> FusedTPError:
-        """A connection was closed: by a peer that died, or by one that gave up and says why, if not always before."""
+    def lost(self, call: Call, reason: str = "") -> FusedTPError:
+        """A connection was closed: by a peer that died, or by one that gave up and says why, if not always before.
+
+        Args:
+            reason: what the backend says of it, if it does.
+        """
         closed = self.closed_peers()  # before others close theirs too
         self.post(call, failed=True)
         notices = self.board.read_until(lambda found: who_gave_up(found) is not None, REASON_SECONDS)
@@ -158,15 +162,18 @@ class GroupCalls:
             return self.followed(call)
         dead = [rank for rank in closed if rank not in notices or not notices[rank].failed]
         who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
-        sentence = f"{self.where(call)} lost {who}: died, or closed its connections. {self.backend} says: {reason}"
+        sentence = f"{self.where(call)} lost {who}: died, or closed its connections.{self._says(reason)}"
         return self.give_up(PeerLostError, call, sentence)
 
-    def timed_out(self, call: Call, reason: str) -> FusedTPError:
+    def timed_out(self, call: Call, reason: str = "") -> FusedTPError:
         """The deadline has passed. Names who was late, once the others have had the time to say where they are."""
         sentence = f"{self.where(call)} waited {self.how_long(call)}"
         failed = self.give_up(CollectiveTimeoutError, call, sentence)
-        self.broken = f"{sentence}{self.missing(call.number, call.op)} {self.backend} says: {reason}"
+        self.broken = f"{sentence}{self.missing(call.number, call.op)}{self._says(reason)}"
         return type(failed)(self.broken)
+
+    def _says(self, reason: str) -> str:
+        return reason and f" {self.backend} says: {reason}"
 
     def leave(self, call: Call, **how: Any) -> None:
         """Tell the peers that this rank's part of the group has ended, those too who cannot read its notice."""

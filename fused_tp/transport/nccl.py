@@ -332,7 +332,7 @@ class NcclDist(TorchDist):
         # Who has enqueued a call may yet be far from it on its GPU.
         return super().missing(number, op, waiting).replace("had arrived", "had enqueued it")
 
-    def lost(self, call: Call, reason: str) -> FusedTPError:
+    def lost(self, call: Call, reason: str = "") -> FusedTPError:
         if not self._gone:
             return super().lost(call, reason)
         who = f"rank{'s' if len(self._gone) > 1 else ''} {', '.join(map(str, self._gone))}"

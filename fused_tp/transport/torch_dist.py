@@ -21,8 +21,9 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
-from fused_tp.transport.gloo_connections import close_connections, closed_peers
+from fused_tp.transport.gloo_connections import close_connections, closed_peers, outlive
 from fused_tp.transport.group_calls import LOOK_SECONDS, Call, GroupCalls
+from fused_tp.transport.messages import Messages
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
@@ -33,6 +34,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SIGNATURE_BYTES = 512
+_GONE_SECONDS = 1.0  # what came before a connection was closed has been dealt with then
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
@@ -53,6 +55,7 @@ class TorchDist(GroupCalls):
         own = f"{backend.lower()}/" if backend is not None else ""
         super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
+        self._collectives: list[Any] = []  # collectives on gloo
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -62,6 +65,9 @@ class TorchDist(GroupCalls):
             work = launch()
         except RuntimeError as error:
             raise self._failure(call, error) from error
+        if self.backend == "gloo" and not isinstance(work, Messages):
+            self._collectives = [earlier for earlier in self._collectives if not earlier.is_completed()]
+            self._collectives.append(work)
         return After(lambda: self._wait(call, work))
 
     def _wait(self, call: Call, work: Any) -> None:
@@ -70,42 +76,53 @@ class TorchDist(GroupCalls):
         # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
         begun = time.perf_counter()
         try:
-            if self.backend == "nccl":
-                work.wait()
-            else:
+            if self.backend != "nccl":
                 self._wait_in_slices(call, work, begun + settings.timeout_seconds())
+            elif isinstance(work, list):
+                for one in work:
+                    one.wait()
+            else:
+                work.wait()
         except FusedTPError:
             raise
         except RuntimeError as error:
             raise self._failure(call, error) from error
+        else:
+            if work in self._collectives:
+                self._collectives.remove(work)
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
-        """Waits until `deadline`, and looks now and then whether a peer has given up.
-
-        A send or receive cannot be waited for in slices: on gloo its timeout closes the connections. No wait on gloo
-        needs them, since a peer that gives up closes its own, which ends every wait for it; other backends do.
-        """
-        posted = False
-        while True:
-            left = deadline - time.perf_counter()
-            last = isinstance(work, _Works) or left <= LOOK_SECONDS
-            try:
-                work.wait(max(timedelta(seconds=left if last else LOOK_SECONDS), _AT_ONCE))
-                return
-            except RuntimeError as error:
-                if last or not any(word in str(error).lower() for word in _TIMED_OUT):
-                    raise
-                if work.is_completed():
-                    # Just after the slice, or by a timeout of the process group's own: this says which.
-                    work.wait(_AT_ONCE)
-                    return
+        """Waits until `deadline`, and looks now and then whether a peer has given up, or is gone."""
+        posted, closed_since = False, None
+        while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
+            if time.perf_counter() >= deadline:
+                raise self.timed_out(call)
             if not posted:
                 self.post(call)
                 posted = True
             if self.board.given_up():
                 raise self.followed(call)
+            closed = set(self.closed_peers())
+            if not closed:
+                continue
+            closed_since = closed_since or time.perf_counter()
+            if time.perf_counter() - closed_since > _GONE_SECONDS and self._cannot_end(call, work, closed):
+                raise self.lost(call)
+
+    def _cannot_end(self, call: Call, work: Any, closed: set[int]) -> bool:
+        """Whether `work` waits for a peer whose connection has been closed a while ago.
+
+        gloo itself does not notice where it was closed in the middle of a message (`gloo_connections`). A peer may also
+        have left because its part of a collective was done, while others take their time; so of a collective it is said
+        only where all the others wait in it too, and have no one to wait for but those that are gone.
+        """
+        if isinstance(work, Messages):
+            return bool(work.peers & closed)
+        notices = self.board.read()
+        others = set(range(self.world_size)) - closed - {self.rank}
+        return all(rank in notices and notices[rank].call == call.number for rank in others)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -121,12 +138,12 @@ class TorchDist(GroupCalls):
             return self.timed_out(call, reason)
         return self.give_up(FusedTPError, call, f"{self.where(call)} failed: {reason}")
 
-    def lost(self, call: Call, reason: str) -> FusedTPError:
+    def lost(self, call: Call, reason: str = "") -> FusedTPError:
         if self.backend == "nccl":
             return self.give_up(PeerLostError, call, f"{self.where(call)} lost a peer: {reason}")
         return super().lost(call, reason)
 
-    def timed_out(self, call: Call, reason: str) -> FusedTPError:
+    def timed_out(self, call: Call, reason: str = "") -> FusedTPError:
         if self.backend != "nccl":
             return super().timed_out(call, reason)
         # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
@@ -145,6 +162,8 @@ class TorchDist(GroupCalls):
     def _depart(self) -> None:
         if self.backend == "gloo":
             close_connections(self.process_group)
+            outlive(self.process_group, self._collectives)
+            self._collectives.clear()
 
     def closed_peers(self) -> list[int]:
         return closed_peers(self.process_group) if self.backend == "gloo" else []
@@ -207,13 +226,19 @@ class TorchDist(GroupCalls):
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
 
-        def launch() -> _Works:
-            ops = []
-            if x.numel():
-                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
+        def launch() -> Any:
+            ops, peers = [], []
             if out.numel():
                 ops.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
-            return _Works(dist.batch_isend_irecv(ops) if ops else [])
+                peers.append(source)
+            if x.numel():
+                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
+                peers.append(to)
+            works = dist.batch_isend_irecv(ops) if ops else []
+            if self.backend == "nccl":  # one work for all of them, or none
+                return works
+            # Whoever waits for them raises at the deadline, before gloo does.
+            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
 
         moving = self._start(op, launch)
 
@@ -289,20 +314,19 @@ def _shown(signature: Tensor) -> str:
     return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
 
-class _Works:
-    """Several pieces of work that are waited for together, all within one timeout."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            for work in self._works:
-                work.wait()
-            return
-        deadline = time.perf_counter() + timeout.total_seconds()
-        for work in self._works:
-            work.wait(max(timedelta(seconds=deadline - time.perf_counter()), _AT_ONCE))
+def _ended(work: Any, seconds: float) -> bool:
+    """Whether `work` has ended; waits no longer than `seconds`."""
+    if isinstance(work, Messages):
+        return work.wait_for(seconds)
+    try:
+        work.wait(max(timedelta(seconds=seconds), _AT_ONCE))
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in _TIMED_OUT):
+            raise
+        if not work.is_completed():
+            return False
+        work.wait(_AT_ONCE)  # it ended just after, or by a timeout of the process group's own: this says which
+    return True
 
 
 def backend_of(group: Group, device_type: str) -> str:
