@@ -23,6 +23,7 @@ TORCH = "torch on one rank"
 # of them than under the ring.
 TORCH_ON_ALL = "torch on every rank"
 ALONE = "fused_tp on one rank"
+ALONE_ON_ALL = "fused_tp on every rank"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +34,7 @@ def cases() -> list[Case]:
         TORCH: Rival(EFFICIENCY, bar=0.95, aim=0.98),
         TORCH_ON_ALL: Rival(EFFICIENCY),
         ALONE: Rival(EFFICIENCY, bar=0.95, aim=0.98),
+        ALONE_ON_ALL: Rival(EFFICIENCY),
     }
     masked = {ALONE: Rival(EFFICIENCY, bar=0.90, aim=0.95), TORCH: Rival(EFFICIENCY)}
     messages = {TORCH: Rival(EFFICIENCY, bar=0.80, aim=0.95), ALONE: Rival(EFFICIENCY, bar=0.80, aim=0.95)}
@@ -122,7 +124,11 @@ def ring_attention(
     def on_one(run: Callable[[], Any]) -> Contestant:
         return Contestant(run if context.rank == 0 else lambda: None)
 
-    makers: dict[str, Maker] = {OURS: ours, ALONE: lambda: on_one(whole())}
+    makers: dict[str, Maker] = {
+        OURS: ours,
+        ALONE: lambda: on_one(whole()),
+        ALONE_ON_ALL: lambda: Contestant(whole()),
+    }
     if not window:  # torch has no window but by a mask of seq x seq
         by_torch = _runner(_torch(bounds), q, k, v, d_out, backward)
         makers |= {TORCH: lambda: on_one(by_torch), TORCH_ON_ALL: lambda: Contestant(by_torch)}

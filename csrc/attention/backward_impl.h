@@ -297,10 +297,11 @@ void add_queries(const Backward& step, int64_t batch, int64_t head, int64_t, cha
   const BackwardQueries<L> queries(step.shape, query_block);
   const Rows& rows = *queries.rows;
   const Strides& strides = step.dq.strides;
-  const Real scale = static_cast<Real>(step.scores.scale);
-  Real* to = static_cast<Real*>(step.dq.data) + batch * strides.batch + head * strides.head + rows.at * strides.row;
-  for (int i = 0; i < rows.count; ++i)
-    for (int64_t d = 0; d < step.shape.dim; ++d) to[i * strides.row + d] += queries.dq[d * kQueries + i] * scale;
+  Real* const first = static_cast<Real*>(step.dq.data) + batch * strides.batch + head * strides.head;
+  Real *to[kQueries] = {}, ones[kQueries];
+  for (int i = 0; i < kQueries; ++i) ones[i] = 1;
+  for (int i = 0; i < rows.count; ++i) to[i] = first + (rows.at + i) * strides.row;
+  add_columns<L>(queries.dq, step.shape.dim, ones, static_cast<Real>(step.scores.scale), to);
 }
 
 }  // namespace

@@ -216,16 +216,16 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     const Vector base = L::select(L::equal(top, nothing), L::zero(), top);
     L::store(keep + v, L::exp2(L::load(before + v) - base));
   }
-  Real* weighted = at(step.weighted);
+  Real* to[kQueries] = {};
   for (int i = 0; i < rows.count; ++i) {
     if (rows.starts[i] >= rows.stops[i]) continue;
     Real& sum = state_total[i * step.total.strides.row];
     sum = sum * keep[i] + total[i];
     // One that has not grown stays as it is, to the last bit.
     if (highest[i] != before[i]) state_highest[i * step.highest.strides.row] = highest[i] * static_cast<Real>(kLn2);
-    Real* const row = weighted + i * step.weighted.strides.row;
-    for (int64_t d = 0; d < shape.v_dim; ++d) row[d] = row[d] * keep[i] + mine.o[d * kQueries + i];
+    to[i] = at(step.weighted) + i * step.weighted.strides.row;
   }
+  add_columns<L>(mine.o, shape.v_dim, keep, Real(1), to);
 }
 
 }  // namespace

@@ -44,6 +44,32 @@ struct Avx512Lanes : GenericLanes<float, 64> {
     low = (Integers)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
     high = (Integers)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
   }
+  // Rows pair by pair, four by four, and then in fours of 128 bits.
+  static constexpr bool kTransposes = true;
+  static void transpose(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
+    __m512i pairs[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+      const __m512i a = _mm512_loadu_si512(from + i * from_stride),
+                    b = _mm512_loadu_si512(from + (i + 1) * from_stride);
+      pairs[i] = _mm512_unpacklo_epi32(a, b);
+      pairs[i + 1] = _mm512_unpackhi_epi32(a, b);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int half = 0; half < 2; ++half) {
+        fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
+        fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
+      }
+    for (int j = 0; j < 4; ++j) {
+      const __m512i a = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+      const __m512i b = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+      const __m512i c = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+      const __m512i d = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+      _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(a, c, 0x88));
+      _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0x88));
+      _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+      _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+  }
   static Mask at_least(Integers bits, uint32_t threshold) {
     return _mm512_cmpge_epu32_mask((__m512i)bits, _mm512_set1_epi32(static_cast<int>(threshold)));
   }

@@ -152,6 +152,9 @@ struct GenericLanes {
   static Vector broadcast_operand(const Operand* p) { return broadcast(*p); }
   static Vector product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
   static Real value(Operand x) { return x; }
+  // to[j][i] = from[i][j] for a square of 16 elements of 4 bytes a side; strides in elements.
+  static constexpr bool kTransposes = false;
+  static void transpose(const uint32_t*, int64_t, uint32_t*, int64_t) {}
   // Vectors a and b of rows 0 and 1: each to its row; or so that the elements of both rows stand kPair by kPair.
   static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
     store(row0, a);

@@ -10,9 +10,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "attention/attention.h"
 #include "attention/half.h"
+#include "attention/kernels.h"
 
 namespace fused_tp::attention {
 namespace {
@@ -25,7 +27,10 @@ template <class L>
 inline void convert_row(const void* source, DType dtype, int64_t dim, typename L::Operand* row) {
   using Operand = typename L::Operand;
   if constexpr (L::kPair == 2) {  // bf16 operands, of bf16 tensors only
-    std::memcpy(row, source, dim * sizeof(uint16_t));
+    const auto* half = static_cast<const uint16_t*>(source);
+    int64_t d = 0;
+    for (; d + kPadding <= dim; d += kPadding) std::memcpy(row + d, half + d, kPadding * sizeof(*row));  // no call
+    if (d < dim) std::memcpy(row + d, half + d, (dim - d) * sizeof(*row));
   } else {
     const auto* half = static_cast<const uint16_t*>(source);
     if (dtype == DType::kBF16) {
@@ -51,21 +56,34 @@ inline bool is_finite(typename L::Operand x) {
 // what is not seen must be 0, and what is seen of the others is added on its own.
 template <class L>
 inline bool clean(typename L::Operand* values, int64_t count) {
-  bool found = false;
-  for (int64_t i = 0; i < count; ++i) found |= !is_finite<L>(values[i]);
-  for (int64_t i = 0; found && i < count; ++i)
+  // As wide as the values, or compilers look at them one by one.
+  using Flag =
+      std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
+  Flag found = 0;
+  for (int64_t i = 0; i < count; ++i) found |= static_cast<Flag>(!is_finite<L>(values[i]));
+  for (int64_t i = 0; found != 0 && i < count; ++i)
     if (!is_finite<L>(values[i])) values[i] = 0;
-  return !found;
+  return found == 0;
+}
+
+inline const char* row_of(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row) {
+  const Strides& strides = source.strides;
+  const int64_t at = batch * strides.batch + head * strides.head + row * strides.row;
+  return static_cast<const char*>(source.data) + at * static_cast<int64_t>(element_size(dtype));
 }
 
 // Row `row` of a tensor.
 template <class L>
 inline void read_row(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row, int64_t dim,
                      typename L::Operand* packed) {
-  const Strides& strides = source.strides;
-  const int64_t at = batch * strides.batch + head * strides.head + row * strides.row;
-  convert_row<L>(static_cast<const char*>(source.data) + at * static_cast<int64_t>(element_size(dtype)), dtype, dim,
-                 packed);
+  convert_row<L>(row_of(source, dtype, batch, head, row), dtype, dim, packed);
+}
+
+// The rows of a head lie far apart: the hardware does not see which one comes next.
+constexpr int64_t kRowsAhead = 12, kLine = 64;
+
+inline void prefetch(const void* memory, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(memory) + i);
 }
 
 // [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)].
@@ -75,19 +93,59 @@ inline void pack_rows(const Source& source, DType dtype, int64_t batch, int64_t 
   const int64_t width = padded(dim);
   for (int64_t r = 0; r < rows; ++r) {
     typename L::Operand* row = packed + r * width;
+    if (r + kRowsAhead < rows)
+      prefetch(row_of(source, dtype, batch, head, first + r + kRowsAhead),
+               dim * static_cast<int64_t>(element_size(dtype)));
     read_row<L>(source, dtype, batch, head, first + r, dim, row);
     std::memset(row + dim, 0, (width - dim) * sizeof(*row));
   }
   std::memset(packed + rows * width, 0, (block_rows - rows) * width * sizeof(*packed));
 }
 
-// to[j][i] = from[i][j], in squares that stay in registers or the first cache.
-template <typename T>
+constexpr int64_t kSquare = 16;
+
+// to[j][i] = from[i][j] for i < 16 and j < columns.
+template <class L, typename T>
+inline void transpose_rows(const T* from, int64_t from_stride, int64_t columns, T* to, int64_t to_stride) {
+  int64_t j = 0;
+  if constexpr (L::kTransposes && sizeof(T) == sizeof(uint32_t))
+    for (; j + kSquare <= columns; j += kSquare)
+      L::transpose(reinterpret_cast<const uint32_t*>(from + j), from_stride,
+                   reinterpret_cast<uint32_t*>(to + j * to_stride), to_stride);
+  for (; j < columns; ++j)
+    for (int64_t i = 0; i < kSquare; ++i) to[j * to_stride + i] = from[i * from_stride + j];
+}
+
+// to[j][i] = from[i][j], in squares that stay in registers or the first cache; `rows` is a multiple of their side.
+template <class L, typename T>
 inline void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
-  constexpr int64_t kSquare = 16;
-  for (int64_t i = 0; i < rows; i += kSquare)
-    for (int64_t j = 0; j < columns; ++j)
-      for (int64_t k = i; k < (i + kSquare < rows ? i + kSquare : rows); ++k) to[j * rows + k] = from[k * columns + j];
+  for (int64_t i = 0; i < rows; i += kSquare) transpose_rows<L>(from + i * columns, columns, columns, to + i, rows);
+}
+
+// Adds columns [dim][kQueries] to rows that others keep: row = keep row + factor column, for those with a pointer.
+template <class L>
+inline void add_columns(const typename L::Real* columns, int64_t dim, const typename L::Real* keep,
+                        typename L::Real factor, typename L::Real* const* rows) {
+  using Real = typename L::Real;
+  alignas(64) Real square[kSquare * kSquare];
+  for (int64_t i = 0; i < kQueries; ++i)
+    if (rows[i] != nullptr) prefetch(rows[i], dim * static_cast<int64_t>(sizeof(Real)));
+  for (int64_t i = 0; i < kQueries; i += kSquare)
+    for (int64_t d = 0; d < dim; d += kSquare) {
+      transpose_rows<L>(columns + d * kQueries + i, kQueries, kSquare, square, kSquare);
+      for (int64_t r = 0; r < kSquare; ++r) {
+        if (rows[i + r] == nullptr) continue;
+        const Real* terms = square + r * kSquare;
+        Real* row = rows[i + r] + d;
+        if (d + kSquare <= dim) {
+          for (int64_t v = 0; v < kSquare; v += L::kWidth)
+            L::store(row + v,
+                     L::fma(L::load(row + v), L::broadcast(keep[i + r]), L::load(terms + v) * L::broadcast(factor)));
+        } else {
+          for (int64_t e = 0; d + e < dim; ++e) row[e] = row[e] * keep[i + r] + terms[e] * factor;
+        }
+      }
+    }
 }
 
 // What one step of a product takes from one lane, as one number.
@@ -106,7 +164,7 @@ inline Step<L>* steps(typename L::Operand* p) {
 template <class L>
 inline void rows_to_lanes(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                           typename L::Operand* lanes) {
-  transpose(steps<L>(rows), block_rows, padded(dim) / L::kPair, steps<L>(lanes));
+  transpose<L>(steps<L>(rows), block_rows, padded(dim) / L::kPair, steps<L>(lanes));
 }
 
 template <class L>
@@ -129,7 +187,7 @@ template <class L>
 inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                             typename L::Operand* columns, typename L::Operand* room) {
   rows_to_pairs<L>(rows, block_rows, dim, room);
-  transpose(steps<L>(room), block_rows / L::kPair, padded(dim), steps<L>(columns));
+  transpose<L>(steps<L>(room), block_rows / L::kPair, padded(dim), steps<L>(columns));
 }
 
 // Memory that is given out piece by piece, all aligned.
