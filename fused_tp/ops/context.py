@@ -11,8 +11,12 @@ from torch import Tensor
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
+    if not isinstance(x, Tensor):
+        return None
+    device = x.device.type
+    # torch raises for meta, which autocast does not know.
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
+from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
@@ -204,6 +204,7 @@ def decode_over(
     lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
     if page_table is not None:
         page_table = _checked_integers("page_table", page_table, (q.shape[0], -1)).cpu()
+    check_bool("causal", causal)
     check_int("block", block)
     if block < 1:
         raise ValueError(f"block is {block}; it must be at least 1: how many tokens in a row lie on one rank.")
