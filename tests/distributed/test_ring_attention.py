@@ -246,3 +246,17 @@ def bad_lengths(group: dist.ProcessGroup) -> None:
 
 def test_lengths_that_are_not_those_of_the_layout() -> None:
     run_ranks(2, bad_lengths, env=ROUTES["pipelined"])
+
+
+def unequal_lengths(group: dist.ProcessGroup) -> None:
+    """The ranks hold 3 and 2 tokens, and each takes twice its own for the whole."""
+    q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
+    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
+        ring_attention(q, q, q, group=group)
+    with pytest.raises(RankMismatchError, match="an unshard_sequence, of .* unequally many tokens, pass seq_len"):
+        unshard_sequence(q, 1, group=group)
+    assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
+
+
+def test_unequal_lengths_need_seq_len() -> None:
+    run_ranks(2, unequal_lengths)
