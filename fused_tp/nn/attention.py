@@ -416,8 +416,8 @@ class ParallelAttention(nn.Module):
         context = isinstance(kv_cache, ContextCache)
         if isinstance(kv_cache, PagedContextKVCache):
             raise TypeError(
-                "kv_cache is a PagedContextKVCache, which holds texts of many batches; pass kv_cache.batch([text, ...]) "
-                "with those of x."
+                "kv_cache is a PagedContextKVCache, which holds the texts of many batches; pass those of x, "
+                "kv_cache.batch([text, ...])."
             )
         if kv_cache is not None and not context and not isinstance(kv_cache, KVCache):
             raise TypeError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import check_int, check_local, check_tensor
+from fused_tp.ops.attention_keywords import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
@@ -19,6 +20,9 @@ from fused_tp.schedules.attention.cache_exchange import deal
 from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.schedules.attention.decode import alike
 from fused_tp.schedules.attention.layouts import all_tokens, check_layout, local_length
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ContextCache(ABC):
@@ -131,7 +135,17 @@ class ContextCache(ABC):
             self._write(texts, rows, arrived[texts, ..., : k.shape[-1]], arrived[texts, ..., k.shape[-1] :])
         self._set_lengths(after)
 
-    def attend(self, q: Tensor, **keywords: Any) -> Any:
+    @overload
+    def attend(self, q: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[ScoreKeywords]) -> Tensor: ...
+
+    @overload
+    def attend(
+        self, q: Tensor, *, return_lse: Literal[True], **keywords: Unpack[ScoreKeywords]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attend(
+        self, q: Tensor, *, return_lse: bool = False, **keywords: Unpack[ScoreKeywords]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`context_parallel_decode` of q [batch, new, heads, head_dim], the last tokens appended, over the cache.
 
         The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse.
@@ -146,6 +160,7 @@ class ContextCache(ABC):
             cache_seqlens=torch.tensor(self._before(q.shape[0])),
             page_table=table,
             block=self.block,
+            return_lse=return_lse,
             **keywords,
         )
 

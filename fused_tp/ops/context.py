@@ -11,12 +11,9 @@ from torch import Tensor
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
-    if not isinstance(x, Tensor):
-        return None
-    device = x.device.type
-    # torch raises for meta, which autocast does not know.
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    # Of meta, which autocast does not know, torch would raise.
+    if isinstance(x, Tensor) and (device := x.device.type) != "meta" and torch.is_autocast_enabled(device):
+        return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
     return None
 
 

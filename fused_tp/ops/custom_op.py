@@ -86,8 +86,8 @@ class CustomOp:
             )
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
-                f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): what is sent to its peers "
-                "is data, not a trace. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
+                f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
+                "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
             )
         differentiable = needs_grad and torch.is_grad_enabled()
         if differentiable and self.backward is None:
