@@ -143,6 +143,11 @@ class ContextCache(ABC):
         self, q: Tensor, *, return_lse: Literal[True], **keywords: Unpack[ScoreKeywords]
     ) -> tuple[Tensor, Tensor]: ...
 
+    @overload
+    def attend(
+        self, q: Tensor, *, return_lse: bool, **keywords: Unpack[ScoreKeywords]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
     def attend(
         self, q: Tensor, *, return_lse: bool = False, **keywords: Unpack[ScoreKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:

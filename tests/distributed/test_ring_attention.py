@@ -253,7 +253,7 @@ def unequal_lengths(group: dist.ProcessGroup) -> None:
     q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
         ring_attention(q, q, q, group=group)
-    with pytest.raises(RankMismatchError, match="an unshard_sequence, of .* unequally many tokens, pass seq_len"):
+    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
         unshard_sequence(q, 1, group=group)
     assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
 
