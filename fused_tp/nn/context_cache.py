@@ -66,8 +66,9 @@ class ContextCache(ABC):
         """Add tokens that every rank has; each keeps what it owns, and nothing is sent.
 
         Args:
-            k: [batch, new, kv_heads, head_dim], the same on all ranks.
-            v: [batch, new, kv_heads, v_head_dim].
+            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64, which
+                the cache then holds, on the device of k.
+            v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
             new_lengths: [batch], how many of the new tokens each text really has: its last ones. So prompts of
                 different lengths are padded on the left, and their padding is not kept. None: all of them.
 

@@ -68,6 +68,10 @@ def sequence_balance(
             "zigzag" without.
         causal, window: as `ring_attention` has them.
 
+    Returns:
+        A `SequenceBalance`: `tokens`, `work` and `runs` of each rank, and `balance`, 1.0 where all work is equal. It
+        prints as a table.
+
     Raises:
         TypeError, ValueError: an argument does not fit.
 
