@@ -354,7 +354,7 @@ def test_no_rank_passes_a_barrier_before_all_have_come() -> None:
     came: list[float] = [0.0] * 3
 
     def late(r: Rank) -> float:
-        time.sleep(0.05 * r.rank)
+        time.sleep(0.05 * r.rank)  # the others would have left by then
         came[r.rank] = time.monotonic()
         r.barrier()
         return time.monotonic()
@@ -564,7 +564,7 @@ def test_the_stop_word_ends_waits_for_a_rank() -> None:
     def stopped(r: Rank) -> Any:
         if r.rank == 0:
             return call(r)
-        time.sleep(0.1)
+        time.sleep(0.1)  # rank 0 waits by then, most likely
         ranks.ranks[0].state[protocol.STOP] = 1 << 1
         return call(r) if r.rank == 2 else None
 
