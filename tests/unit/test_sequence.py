@@ -182,8 +182,8 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
     ("call", "error", "message"),
     [
         (lambda: shard_sequence(X, 2, group=None), ValueError, "dim=2 is out of range"),
-        (lambda: shard_sequence(X, 1.0, group=None), TypeError, "dim must be an int"),  # type: ignore[arg-type]  # refused
-        (lambda: shard_sequence([1], 0, group=None), TypeError, "x must be a Tensor"),  # type: ignore[arg-type]  # refused
+        (lambda: shard_sequence(X, 1.0, group=None), TypeError, "dim must be an int"),
+        (lambda: shard_sequence([1], 0, group=None), TypeError, "x must be a Tensor"),
         (lambda: shard_sequence(X, 1, group=None, layout="stripe"), ValueError, "layout is 'stripe'"),
         (
             lambda: unshard_sequence(X, 1, group=None, seq_len=5),
