@@ -62,7 +62,11 @@ def theirs(checkpoint: str) -> dict[str, Any]:
 
 
 # The reader's checkpoint, and a layer that one CPU has at hand.
-SMALLER = {'"path/to/llama"': "path", "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,"}
+SMALLER = {
+    '"path/to/llama"': "path",
+    '"path/to/saved"': "path + '/saved'",
+    "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
+}
 
 
 def readme(group: dist.ProcessGroup, blocks: list[tuple[str, str]], checkpoint: str) -> None:
