@@ -326,7 +326,7 @@ def early_trial(op: str, schedule: str, size: int, chance: random.Random) -> Tri
         dist.barrier()
         say(folder, f"ready{rank}")
         if rank == victim:
-            time.sleep(TRIAL_SECONDS)
+            time.sleep(TRIAL_SECONDS)  # until it is killed
         until_error(report, step)
         return report
 
@@ -353,10 +353,11 @@ def leave_trial(op: str, schedule: str, size: int, chance: random.Random) -> Tri
         dist.barrier()
         say(folder, f"ready{rank}")
         if rank == victim:
-            time.sleep(0.2)
+            time.sleep(0.2)  # the others are waiting for it, most likely
             report.at = time.monotonic()
             atexit._run_exitfuncs()
-            time.sleep(1)  # the others know before the process is gone
+            while not all((folder / f"report{r}").exists() for r in range(size) if r != victim):
+                time.sleep(0.01)  # the end of the process would tell them, too
         else:
             until_error(report, step)
         return report
@@ -394,7 +395,7 @@ def interrupt_trial(op: str, schedule: str, size: int, chance: random.Random) ->
     os.environ["FUSED_TP_SCHEDULE"] = schedule
     ranks = Ranks(size, main)
     ranks.wait_ready()
-    time.sleep(0.3)
+    time.sleep(0.3)  # it waits in the op by then, most likely
     trial = Trial(op, schedule, 0, time.monotonic())
     os.kill(ranks.pids[0], signal.SIGINT)
     trial.reports = [report for report in ranks.finish() if report.rank == 0]

@@ -177,8 +177,8 @@ def _main() -> None:
     import gc
 
     # What every rank needs, and nothing that looks at variables whose values tests choose.
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
+    import numpy  # noqa: F401  # for the forks
+    import pytest  # noqa: F401  # for the forks
     import torch
     import torch.distributed.tensor
 

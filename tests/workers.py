@@ -351,7 +351,7 @@ class _Workers:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(1)
+        time.sleep(1)  # nothing says when they have been written
         return "\n".join(self._output(rank) for rank in ranks)
 
     def _output(self, rank: int) -> str:

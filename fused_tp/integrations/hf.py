@@ -64,7 +64,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             )
         layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
-        if others or getattr(model, "_is_stateful", False):
+        if others or getattr(model, "_is_stateful", False):  # transformers' mark of models with a state, not of all
             raise ValueError(
                 f"{kind} has layers that mix tokens by other means than attention ({', '.join(others) or 'a state'}); "
                 f"{asked} does not serve them."

@@ -83,7 +83,7 @@ class ContextLayer:
         if len(set(self.cache.lengths)) > 1:
             raise ValueError("crop needs texts that are equally long where context parallel ranks share the cache.")
         removed = min(abs(tokens_to_remove), self.columns)
-        self.cache.crop(self.cache.length - removed)
+        self.cache.crop(max(0, self.cache.length - removed))
         self.columns -= removed
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -55,6 +55,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan is {plan!r}; pass 'auto' or a dict from module names to styles.")
+        # The property is newer than the attribute.
         patterns = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not patterns:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fused_tp.nn.context_cache import ContextCache
+from fused_tp.nn.context_cache import ContextCache, PagedContextKVCache
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
@@ -237,6 +237,7 @@ class ParallelAttention(nn.Module):
         Raises:
             ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that do not go
                 together (the message says which do).
+            TypeError: a cache of another library; a mask of integers; cu_seqlens that is no tensor of integers.
         """
         context = kv_cache if isinstance(kv_cache, ContextCache) else None
         self._check_input(x, positions, attention_mask)
@@ -413,6 +414,16 @@ class ParallelAttention(nn.Module):
     ) -> None:
         """Raises ValueError for arguments that do not go together."""
         context = isinstance(kv_cache, ContextCache)
+        if isinstance(kv_cache, PagedContextKVCache):
+            raise TypeError(
+                "kv_cache is a PagedContextKVCache, which holds the texts of many batches; pass those of x, "
+                "kv_cache.batch([text, ...])."
+            )
+        if kv_cache is not None and not context and not isinstance(kv_cache, KVCache):
+            raise TypeError(
+                f"kv_cache is a {type(kv_cache).__name__}; ParallelAttention takes KVCache and ContextKVCache of "
+                "fused_tp.nn, and batches of a PagedContextKVCache."
+            )
         if self.cp_group is not None and attention_mask is not None:
             raise ValueError(
                 "attention_mask cannot be used with cp_group, where each rank sees a part of the keys only; packed "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
+from fused_tp.ops.arguments import check_int, check_local, check_tensor
+from fused_tp.ops.attention_keywords import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
@@ -18,6 +20,9 @@ from fused_tp.schedules.attention.cache_exchange import deal
 from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.schedules.attention.decode import alike
 from fused_tp.schedules.attention.layouts import all_tokens, check_layout, local_length
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ContextCache(ABC):
@@ -61,8 +66,9 @@ class ContextCache(ABC):
         """Add tokens that every rank has; each keeps what it owns, and nothing is sent.
 
         Args:
-            k: [batch, new, kv_heads, head_dim], the same on all ranks.
-            v: [batch, new, kv_heads, v_head_dim].
+            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64, which
+                the cache then holds, on the device of k.
+            v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
             new_lengths: [batch], how many of the new tokens each text really has: its last ones. So prompts of
                 different lengths are padded on the left, and their padding is not kept. None: all of them.
 
@@ -130,11 +136,27 @@ class ContextCache(ABC):
             self._write(texts, rows, arrived[texts, ..., : k.shape[-1]], arrived[texts, ..., k.shape[-1] :])
         self._set_lengths(after)
 
-    def attend(self, q: Tensor, **keywords: Any) -> Any:
+    @overload
+    def attend(self, q: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[ScoreKeywords]) -> Tensor: ...
+
+    @overload
+    def attend(
+        self, q: Tensor, *, return_lse: Literal[True], **keywords: Unpack[ScoreKeywords]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attend(
+        self, q: Tensor, *, return_lse: bool, **keywords: Unpack[ScoreKeywords]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    def attend(
+        self, q: Tensor, *, return_lse: bool = False, **keywords: Unpack[ScoreKeywords]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`context_parallel_decode` of q [batch, new, heads, head_dim], the last tokens appended, over the cache.
 
         The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse.
         """
+        check_tensor("q", q)
         keys, values, table = self._shards(q)
         return context_parallel_decode(
             q,
@@ -144,6 +166,7 @@ class ContextCache(ABC):
             cache_seqlens=torch.tensor(self._before(q.shape[0])),
             page_table=table,
             block=self.block,
+            return_lse=return_lse,
             **keywords,
         )
 
@@ -175,6 +198,8 @@ class ContextCache(ABC):
 
     def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """In the dtype of matmuls: under autocast rotary embeddings leave k in another than v."""
+        for name, t in (("k", k), ("v", v)):
+            check_tensor(name, t)
         dtype = autocast_dtype(k)
         if dtype is not None:
             k, v = cast(dtype, k, v)
@@ -234,10 +259,12 @@ class ContextKVCache(ContextCache):
 
     def crop(self, length: int) -> None:
         """Forget the tokens of each text behind its first `length`."""
-        self._held = [min(held, max(0, length)) for held in self._held]
+        _check_kept(length)
+        self._held = [min(held, length) for held in self._held]
 
     def reorder(self, texts: Tensor) -> None:
         """Text i becomes what text texts[i] is now; int64 [batch], the same on all ranks."""
+        check_local("texts", texts)
         if self._keys is None or self._values is None:
             raise ValueError("the cache is empty: there are no texts to reorder.")
         wanted = texts.tolist()
@@ -365,7 +392,8 @@ class PagedContextKVCache:
     def crop(self, text: int, length: int) -> None:
         """Forget the tokens of a text behind its first `length`."""
         self._known(text)
-        self._length_of[text] = min(self._length_of[text], max(0, length))
+        _check_kept(length)
+        self._length_of[text] = min(self._length_of[text], length)
         pages = self._pages_of[text]
         for page in pages[self._needed(self._length_of[text]) :]:
             heapq.heappush(self._free, page)
@@ -378,6 +406,8 @@ class PagedContextKVCache:
 
     def batch(self, texts: Sequence[int]) -> ContextCache:
         """The cache of a forward pass over these texts, in this order."""
+        if not isinstance(texts, (list, tuple)):
+            raise TypeError(f"texts must be a list of numbers that allocate() gave, not {type(texts).__name__}.")
         for text in texts:
             self._known(text)
         if len(set(texts)) < len(texts) or not texts:
@@ -453,4 +483,14 @@ class _Texts(ContextCache):
 def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
     if lengths is None:
         return None
-    return lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
+    if isinstance(lengths, Tensor):
+        if lengths.is_floating_point():
+            raise TypeError(f"new_lengths has dtype {lengths.dtype}; it must be int32 or int64.")
+        lengths = lengths.tolist()
+    return [int(n) for n in lengths]
+
+
+def _check_kept(length: Any) -> None:
+    check_int("length", length)
+    if length < 0:
+        raise ValueError(f"length is {length}; it must be at least 0: how many tokens of a text are kept.")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
+from fused_tp.ops.arguments import check_tensor
 from fused_tp.ops.context import autocast_dtype, cast
 
 
@@ -37,6 +38,8 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
+        for name, t in (("k", k), ("v", v)):
+            check_tensor(name, t)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "a KVCache is written in place, which autograd cannot follow; generate under torch.no_grad()."

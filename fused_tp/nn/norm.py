@@ -28,7 +28,7 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     all ranks have but each uses on its own tokens or heads.
 
     Example:
-        >>> y = F.rms_norm(x_shard_m, (hidden,), reduce_grad(norm.weight, group))
+        >>> y = F.rms_norm(x_shard_m, norm.weight.shape, reduce_grad(norm.weight, mesh["tp"]))
     """
     return copy_to_group(local(parameter), group=group)
 

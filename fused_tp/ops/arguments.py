@@ -104,10 +104,21 @@ def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     return int(dim % t.ndim)
 
 
+def is_int(value: Any) -> bool:
+    """An integer; a bool is none."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def check_int(name: str, value: Any) -> None:
     """An integer; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if not is_int(value):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """True or False, and not what only counts as one of them: "False" counts as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
 
 
 def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:

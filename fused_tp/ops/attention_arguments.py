@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
+from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor, is_int
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.schedules.attention.layouts import LAYOUTS, check_layout, local_length
@@ -45,7 +45,12 @@ class Keywords:
         bounds = as_bounds("cu_seqlens", cu_seqlens, self.seq_len)
         bounds_kv = as_bounds("cu_seqlens_kv", cu_seqlens_kv, self.seq_len_kv)
         if bounds and not bounds_kv:
-            bounds_kv = as_bounds("cu_seqlens", cu_seqlens, self.seq_len_kv)
+            if self.seq_len_kv != self.seq_len:
+                raise ValueError(
+                    f"cu_seqlens says how the {self.seq_len} queries belong to documents, but there are "
+                    f"{self.seq_len_kv} keys; pass cu_seqlens_kv, which says that of the keys."
+                )
+            bounds_kv = bounds
         if len(bounds) != len(bounds_kv):
             raise ValueError(
                 f"cu_seqlens has {max(0, len(bounds) - 1)} documents and cu_seqlens_kv {len(bounds_kv) - 1}; queries "
@@ -94,7 +99,8 @@ def explained(op: str, rank: int, words: str) -> Iterator[None]:
         yield
     except RankMismatchError as error:
         raise RankMismatchError(
-            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum; on rank {rank} it stands for {words}."
+            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum; on rank {rank} it stands for {words}. "
+            "Ranks that hold unequally many tokens need seq_len, the length of the whole sequence."
         ) from error
 
 
@@ -142,6 +148,7 @@ def checked_call(
         TypeError, ValueError: one of them does not fit.
     """
     check_heads(q, k, v)
+    check_bool("causal", causal)
     if layout not in LAYOUTS:
         check_layout(layout)
     bounds, bounds_kv = on_host("cu_seqlens", cu_seqlens), on_host("cu_seqlens_kv", cu_seqlens_kv)
@@ -155,8 +162,9 @@ def checked_call(
     crossed = seq_len_kv is not None or bounds_kv is not None
     if not crossed and k.shape[1] != q.shape[1]:
         raise ValueError(
-            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]}; each rank holds the queries and keys "
-            "of the same tokens, unless seq_len_kv says that keys are of another sequence."
+            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
+            "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
+            "of another sequence."
         )
     total = _total_length("seq_len", seq_len, "q", q.shape[1], size, rank, layout)
     total_kv = total
@@ -167,7 +175,7 @@ def checked_call(
             raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
     left, right = checked_window(window)
     keywords = Keywords(
-        bool(causal),
+        causal,
         left,
         right,
         checked_scale(scale, q.shape[3]),
@@ -187,6 +195,9 @@ def checked_call(
 
 def check_heads(q: Any, k: Any, v: Any) -> None:
     """Raise TypeError or ValueError unless q, k and v fit each other."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if isinstance(t, Tensor) and t.is_nested:
+            raise TypeError(f"{name} is a nested tensor; pack the documents into one row and pass their cu_seqlens.")
     check_tensor("q", q)
     check_like("k", k, "q", q)
     check_like("v", v, "q", q)
@@ -253,10 +264,10 @@ def checked_window(window: Any) -> tuple[int, int]:
         return UNLIMITED, UNLIMITED
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be (left, right), how many keys on each side a query sees, not {window!r}.")
-    for side in window:
-        check_int("window", side)
-        if side < UNLIMITED:
-            raise ValueError(f"window is {tuple(window)}; each side must be at least 0, or -1 for no limit.")
+    if not all(map(is_int, window)):
+        raise TypeError(f"window is {tuple(window)}; each side must be an int, and -1 where there is no limit.")
+    if min(window) < UNLIMITED:
+        raise ValueError(f"window is {tuple(window)}; each side must be at least 0, or -1 for no limit.")
     left, right = window
     return int(left), int(right)
 

@@ -26,10 +26,13 @@ def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int 
     """Everyone's `x_shard` along `dim`, for work that differs by rank; backward is `reduce_scatter`.
 
     Args:
-        x_shard: this rank's part, cut along `dim` as torch.chunk does.
+        x_shard: this rank's part, cut along `dim` as torch.chunk does; float16, bfloat16, float32 or float64.
         dim: any dim; may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_size: length of `dim` over all ranks, where the parts are not equally long.
+
+    Returns:
+        The parts in the order of the ranks, `gather_size` along `dim`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -49,9 +52,12 @@ def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     """This rank's slice along `dim` of the sum of `x` over ranks; backward is `all_gather`.
 
     Args:
-        x: this rank's term of the sum, of one shape on all ranks.
+        x: this rank's term of the sum, of one shape on all ranks; float16, bfloat16, float32 or float64.
         dim: any dim; may be negative. Cut as torch.chunk does.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        Like `x`, with this rank's part of `dim`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -68,8 +74,11 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
     """The sum of `x` over ranks, the same bits on every rank; backward is the identity.
 
     Args:
-        x: this rank's term of the sum, of one shape on all ranks.
+        x: this rank's term of the sum, of one shape on all ranks; float16, bfloat16, float32 or float64.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        Like `x`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -85,6 +94,16 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
 def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
     """`x`, which all ranks hold, as input of work that differs by rank; backward is `all_reduce`.
 
+    Args:
+        x: any shape; float16, bfloat16, float32 or float64. Nothing is sent in forward.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        A view of `x`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
     Example:
         y = my_own_part(copy_to_group(x, group=mesh["tp"]))
     """
@@ -95,6 +114,17 @@ def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
 
 def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     """This rank's slice along `dim` of `x`, which all ranks hold; backward is `gather`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64. Nothing is sent in forward.
+        dim: any dim; may be negative. Cut as torch.chunk does.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        A copy of this rank's part of `x`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
 
     Example:
         x_shard_m = scatter(x, 0, group=mesh["tp"])
@@ -108,7 +138,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
     """Everyone's `x_shard` along `dim`, as a result that all ranks use alike; backward takes the own slice.
 
-    Arguments as for `all_gather`.
+    Arguments, result and errors as for `all_gather`.
 
     Example:
         logits = gather(logits_shard_n, -1, group=mesh["tp"])

@@ -11,8 +11,9 @@ from torch import Tensor
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
+    # Of meta, which autocast does not know, torch would raise.
+    if isinstance(x, Tensor) and (device := x.device.type) != "meta" and torch.is_autocast_enabled(device):
+        return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
     return None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
 from fused_tp.runtime.group import group_identity
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -20,20 +24,8 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor: ...
 
 
@@ -46,20 +38,8 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -72,20 +52,8 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int, check_like, check_local, check_tensor
+from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
+from fused_tp.ops.attention_keywords import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
@@ -25,6 +26,9 @@ from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _OP = "all_gather"  # what moves
 _GATHERED_BYTES = 64 << 20  # at a time
 _APART = 0.2  # see `told_apart`: far above what rounding does to a model in half precision, far below other tokens
@@ -38,15 +42,10 @@ def context_parallel_decode(
     *,
     group: GroupLike,
     cache_seqlens: Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
     return_lse: Literal[False] = False,
+    **keywords: Unpack[ScoreKeywords],
 ) -> Tensor: ...
 
 
@@ -58,15 +57,10 @@ def context_parallel_decode(
     *,
     group: GroupLike,
     cache_seqlens: Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
     return_lse: Literal[True],
+    **keywords: Unpack[ScoreKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -78,15 +72,10 @@ def context_parallel_decode(
     *,
     group: GroupLike,
     cache_seqlens: Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
     return_lse: bool,
+    **keywords: Unpack[ScoreKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -204,6 +193,7 @@ def decode_over(
     lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
     if page_table is not None:
         page_table = _checked_integers("page_table", page_table, (q.shape[0], -1)).cpu()
+    check_bool("causal", causal)
     check_int("block", block)
     if block < 1:
         raise ValueError(f"block is {block}; it must be at least 1: how many tokens in a row lie on one rank.")

@@ -24,6 +24,11 @@ def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
     """
     if cu_seqlens is None:
         return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"{name} must be a Tensor, not {type(cu_seqlens).__name__}; pass torch.tensor([0, ...]), in which each "
+            "number is where a document begins, and the last where the last ends."
+        )
     check_local(name, cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64.")

@@ -84,6 +84,11 @@ class CustomOp:
                 f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
                 "Use backward, or call it outside of forward_ad.dual_level()."
             )
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
+                "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
+            )
         differentiable = needs_grad and torch.is_grad_enabled()
         if differentiable and self.backward is None:
             raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
+from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
@@ -19,6 +20,9 @@ from fused_tp.schedules.attention.ring import Ring, RingCall, Saved
 from fused_tp.schedules.attention.ring_select import select_ring
 from fused_tp.transport.base import accumulate_dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def ring_attention(
@@ -27,20 +31,8 @@ def ring_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor: ...
 
 
@@ -51,20 +43,8 @@ def ring_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -75,20 +55,8 @@ def ring_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.ops.custom_op import CustomOp
+from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens, check_layout, local_length
 from fused_tp.schedules.base import Schedule
@@ -232,7 +233,13 @@ def _unshard(
     padded = x_shard.new_zeros((rows, *x_shard.shape[:dim], *x_shard.shape[dim + 1 :]))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
-    everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
+    try:
+        everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
+    except RankMismatchError as error:
+        raise RankMismatchError(
+            f"{str(error).rstrip('.')}. It is the all-gather of an unshard_sequence, of seq_len={seq_len} on rank "
+            f"{group.rank}; where ranks hold unequally many tokens, pass seq_len, the length of the whole sequence."
+        ) from error
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):

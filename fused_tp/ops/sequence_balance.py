@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int
+from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import checked_window
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.runtime.group import GroupLike, group_identity
@@ -68,6 +68,10 @@ def sequence_balance(
             "zigzag" without.
         causal, window: as `ring_attention` has them.
 
+    Returns:
+        A `SequenceBalance`: `tokens`, `work` and `runs` of each rank, and `balance`, 1.0 where all work is equal. It
+        prints as a table.
+
     Raises:
         TypeError, ValueError: an argument does not fit.
 
@@ -90,7 +94,8 @@ def sequence_balance(
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
     check_layout(layout, bounds)
     left_right = checked_window(window)
-    mask = AttentionMask(length, length, bool(causal), left_right, bounds, bounds)
+    check_bool("causal", causal)
+    mask = AttentionMask(length, length, causal, left_right, bounds, bounds)
     _, starts, stops = mask.seen(np.arange(length))
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
     held = all_tokens(length, size, layout, bounds)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
 from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
 from fused_tp.schedules.attention.layouts import joint_layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -29,20 +33,8 @@ def ulysses_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor: ...
 
 
@@ -53,20 +45,8 @@ def ulysses_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: Literal[True],
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,20 +57,8 @@ def ulysses_attention(
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool,
-    deterministic: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -6,6 +6,7 @@ is the way back. Both directions are a dict lookup, since every op call pays for
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -72,6 +73,8 @@ def _describe(process_group: ProcessGroup) -> Group:
 
 def _process_group(group: object) -> ProcessGroup | None:
     if group is None:
+        if _world.default_pg is None:
+            _check_alone()
         return _world.default_pg
     if isinstance(group, ProcessGroup):
         return group
@@ -87,12 +90,23 @@ def _process_group(group: object) -> ProcessGroup | None:
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}.")
 
 
+def _check_alone() -> None:
+    """Raises ValueError in one of several processes that a launcher started: each would take itself for the world."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ValueError(
+            f"group is None, which means all ranks, and WORLD_SIZE says that there are {launched}, but "
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first."
+        )
+
+
 def resolve_group(group: GroupLike) -> Group:
     """Describe `group`; None is the whole world, or this one process where torch.distributed is not initialised.
 
     Raises:
         TypeError: `group` is none of ProcessGroup, DeviceMesh, None.
-        ValueError: a mesh of more than one dim, or a group that this rank is not in.
+        ValueError: a mesh of more than one dim, or a group that this rank is not in; None in one of several processes
+            that torchrun started, where torch.distributed is not initialised.
 
     Example:
         >>> resolve_group(None).size    # torch.distributed not initialised

@@ -387,6 +387,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page_table": torch.zeros(2, 0).int()}, ValueError, "which are 1 pages of 5, but page_table has room for 0"),
     ({"block": 0}, ValueError, "block is 0; it must be at least 1"),
     ({"block": 1.5}, TypeError, "block must be an int, not float."),
+    ({"causal": 1}, TypeError, "causal must be a bool, not int."),
     ({"window": 5}, TypeError, "window must be (left, right)"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
     ({"sinks": torch.ones(2)}, ValueError, "sinks has shape (2,); it must be [4], one for each head of q."),
@@ -435,6 +436,24 @@ def test_caches_refuse_what_does_not_fit() -> None:
         cache.append_sharded(K, K, seq_len=9)
     with pytest.raises(ValueError, match=r"texts is \[2\]; the cache holds the texts 0 to 1"):
         cache.reorder(torch.tensor([2]))
+    with pytest.raises(ValueError, match="length is -1; it must be at least 0: how many tokens of a text are kept"):
+        cache.crop(-1)
+    given: list[Any] = [K.tolist(), None]
+    for wrong in given:
+        with pytest.raises(TypeError, match="k must be a Tensor"):
+            cache.append(wrong, K)
+        with pytest.raises(TypeError, match="q must be a Tensor"):
+            cache.attend(wrong)
+        with pytest.raises(TypeError, match="texts must be a Tensor"):
+            cache.reorder(wrong)
+    with pytest.raises(TypeError, match=r"new_lengths has dtype torch\.float32; it must be int32 or int64"):
+        cache.append(K, K, torch.ones(2))
+    pool = PagedContextKVCache(None, 4)
+    number: Any = pool.allocate()
+    with pytest.raises(TypeError, match=r"texts must be a list of numbers that allocate\(\) gave, not int"):
+        pool.batch(number)
+    with pytest.raises(ValueError, match="length is -3"):
+        pool.crop(number, -3)
     cache.reset()
     cache.append(K, K, [5, 2])
     with pytest.raises(ValueError, match=r"have \[5, 2\] tokens; append_sharded needs equally many"):

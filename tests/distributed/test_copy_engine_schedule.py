@@ -31,6 +31,7 @@ from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine
 from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_tp_ops as cases
+from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native_build import build_shared
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 from tests.workers import fresh_ranks, run_ranks
@@ -352,11 +353,13 @@ def failures(schedule: CopyEngineSchedule, library: str) -> list[str]:
 def is_late(schedule: CopyEngineSchedule, op: str) -> str:
     """The last rank comes too late to a call."""
     os.environ["FUSED_TP_TIMEOUT"] = "0.5"
-    if schedule.rank == schedule.world_size - 1:
-        time.sleep(1.2)
+    last = schedule.world_size - 1
+    if schedule.rank == last:
+        wait_for_those_who_gave_up(op, range(last))
     begun = time.monotonic()
     with results_of_calls() as kept, pytest.raises(CollectiveTimeoutError) as raised:
         step(schedule, op)
+    give_up(op)
     assert time.monotonic() - begun < 4
     assert all(bool(result.isnan().all()) for result in kept)
     with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
@@ -394,7 +397,7 @@ def gives_up_at_random(schedule: CopyEngineSchedule) -> str:
             right.append(bool((y == 3 * schedule.world_size * (number + 1)).all()))
             right.extend(bool((one.wait() == number + 1).all()) for one in moving)
             if pace.random() < 0.05:
-                time.sleep(0.4)
+                time.sleep(0.4)  # longer than rank 0's deadline
     except FusedTPError as error:
         assert all(right)
         return str(error)
@@ -417,7 +420,7 @@ def test_failures_end_a_call_on_all_ranks_in_time() -> None:
 def killed(schedule: CopyEngineSchedule, op: str) -> float:
     step(schedule, op)
     if schedule.rank == schedule.world_size - 1:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others are waiting for it, most likely
         os.kill(os.getpid(), 9)
     begun = time.monotonic()
     with results_of_calls() as kept, pytest.raises(PeerLostError, match=f"lost rank {schedule.world_size - 1}"):

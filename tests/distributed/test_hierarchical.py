@@ -25,6 +25,7 @@ from fused_tp.transport.hosts import ranks_per_host
 from fused_tp.transport.levels import in_ranks_of_group
 from fused_tp.transport.torch_dist import TorchDist
 from tests.beside import beside
+from tests.late import give_up, wait_for_those_who_gave_up
 from tests.reference import assert_within_dtype_error
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
@@ -341,7 +342,7 @@ def failing(group: Any) -> tuple[str, str, float]:
 
 def parts_that_rank_3_does_not_make() -> str:
     def never(*_: Any) -> None:
-        time.sleep(1.0)
+        wait_for_those_who_gave_up("parts", (0, 1, 2))
         raise fused_tp.FusedTPError("it is late")
 
     with on_hosts("aabb", FUSED_TP_TIMEOUT="0.5") as group, pytest.MonkeyPatch.context() as patch:
@@ -349,6 +350,7 @@ def parts_that_rank_3_does_not_make() -> str:
             patch.setattr(hosts_module, "_part", never)
         with pytest.raises(fused_tp.FusedTPError) as first:
             fused_tp.all_reduce(torch.ones(3), group=group)
+        give_up("parts")
         begun = time.monotonic()
         with pytest.raises(type(first.value), match="is unusable since its first call failed"):
             fused_tp.all_reduce(torch.ones(3), group=group)
@@ -436,10 +438,12 @@ def stalled_then_killed(_: Any) -> list[tuple[str, str, str, float]]:
             fused_tp.matmul_all_reduce(x, w, group=group)
             begun = time.monotonic()
             if rank == 3:
-                time.sleep(5.0 if deadline < 60 else 0.3)
                 if deadline == 60.0:
+                    time.sleep(0.3)  # the others are waiting for it, most likely
                     os._exit(7)
+                wait_for_those_who_gave_up("stalled", (0, 1, 2))
             error, again, at = failing(group)
+            give_up("stalled")
             found.append((group.group_name, error, again, at - begun))
         if deadline < 60.0:
             dist.barrier()

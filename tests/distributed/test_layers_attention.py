@@ -621,6 +621,13 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         ParallelAttention(8, 4, **cut)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="a KVCache holds all tokens on one rank"):
         ParallelAttention(8, 4, **cut)(x, kv_cache=KVCache())
+    pool: Any = PagedContextKVCache(None, 4)
+    for cache, message in (
+        (pool, r"pass those of x, kv_cache\.batch\(\[text"),
+        ((x, x), "kv_cache is a tuple; ParallelAttention"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            attention(x, kv_cache=cache)
     with pytest.raises(ValueError, match="has no q_proj"):
         ParallelAttention.from_module(nn.Linear(3, 3), mesh=mesh)
     with pytest.raises(ValueError, match="pass num_heads"):

@@ -26,6 +26,7 @@ from fused_tp.transport import nccl
 from fused_tp.transport.chunk_plans import gather_plan
 from tests.beside import beside
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
+from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import cuda_knobs, load_doubles
 from tests.workers import Outcome
 
@@ -135,7 +136,7 @@ def ended_case(group: Any) -> tuple[str, float]:
     step(schedule, "all_gather_matmul")
     arriving = schedule.all_gather(torch.full((2,), float(rank)), gather_dim=0, gather_size=None)
     transport._peer_lost(1 - rank)
-    time.sleep(0.1)
+    time.sleep(0.1)  # what has been lost changes nothing
     assert arriving.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
     if rank == 1:
         dist.barrier(group)
@@ -162,7 +163,7 @@ def behind_case(group: Any) -> list[float]:
         moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
         if transport.rank == 0:
             transport._peer_lost(1)
-            time.sleep(1.5)
+            time.sleep(1.5)  # longer than it takes to notice that rank 1 is lost
             memoryview(word).cast("Q")[0] = 1
         moving.wait()
     assert driver.synchronize(0, stream.handle, 10)
@@ -216,10 +217,11 @@ def stalled_case(group: Any) -> list[tuple[str, str, float]]:
         schedule = NcclPipeline(transport_of(pipelines), 4)
         step(schedule, op)
         if rank == 1:
-            with in_the_middle(lambda: time.sleep(2 * DEADLINE)):
+            with in_the_middle(lambda op=op: wait_for_those_who_gave_up(op, (0, 2))):
                 error, seconds = until_error(schedule, op)
         else:
             error, seconds = until_error(schedule, op)
+        give_up(op)
         check_unusable(schedule, op)
         found.append((type(error).__name__, str(error), seconds))
         dist.barrier(group)
@@ -311,10 +313,11 @@ def told_case(group: Any) -> tuple[str, str, float]:
     if rank == 0:
         os.environ["FUSED_TP_TIMEOUT"] = "1"
     if rank == 2:
-        with in_the_middle(lambda: time.sleep(4)):
+        with in_the_middle(lambda: wait_for_those_who_gave_up("told", (0, 1))):
             error, seconds = until_error(schedule, "matmul_reduce_scatter")
     else:
         error, seconds = until_error(schedule, "matmul_reduce_scatter")
+    give_up("told")
     dist.barrier(group)  # the store's answers are wanted until the last has raised
     return type(error).__name__, str(error), seconds
 

@@ -114,13 +114,13 @@ def schedule_case(group: Any) -> None:
             name = f"chunks={chunks} {[rows, k, n]}"
             wanted = matmul64(x, w) + b
             done: list[int] = []
-            y = schedule.matmul_all_reduce([(x_part, w_part)], b, meanwhile=lambda: done.append(1))  # noqa: B023
+            y = schedule.matmul_all_reduce([(x_part, w_part)], b, meanwhile=lambda: done.append(1))
             check(f"all_reduce {name}", y, wanted, torch.float64, world_size * k)
             y = schedule.matmul_reduce_scatter(
                 [(x_part, w_part), (2 * x_part, w_part)],
                 b,
                 scatter_dim=0,
-                meanwhile=lambda: done.append(2),  # noqa: B023
+                meanwhile=lambda: done.append(2),
             )
             check(f"reduce_scatter {name}", y, own_part(3 * wanted - 2 * b, 0, group), torch.float64, world_size * k)
             assert done == [1, 2]

@@ -180,7 +180,7 @@ def interrupted(group: Any, tag: str) -> None:
         mine[half:] += theirs[half:]
         workspace.signal(2)
         workspace.wait(0, 2)
-        time.sleep(1.5)
+        time.sleep(1.5)  # rank 0 is interrupted while it waits, 0.5 s after its call began
         mine[:half].copy_(theirs[:half])
         workspace.signal(3)
         workspace.wait_all(3)

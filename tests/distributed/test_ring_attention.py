@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -231,8 +230,7 @@ def test_a_peer_that_does_not_come() -> None:
 
 def late_rank(group: dist.ProcessGroup) -> None:
     if dist.get_rank(group) == 1:
-        time.sleep(4)
-        return
+        return  # its process lives until all have answered
     q = torch.zeros(1, 4, 2, 8)
     ring_attention(q, q, q, group=group)
 
@@ -246,3 +244,17 @@ def bad_lengths(group: dist.ProcessGroup) -> None:
 
 def test_lengths_that_are_not_those_of_the_layout() -> None:
     run_ranks(2, bad_lengths, env=ROUTES["pipelined"])
+
+
+def unequal_lengths(group: dist.ProcessGroup) -> None:
+    """The ranks hold 3 and 2 tokens, and each takes twice its own for the whole."""
+    q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
+    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
+        ring_attention(q, q, q, group=group)
+    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
+        unshard_sequence(q, 1, group=group)
+    assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
+
+
+def test_unequal_lengths_need_seq_len() -> None:
+    run_ranks(2, unequal_lengths)

@@ -20,6 +20,7 @@ from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
 from tests.beside import beside
+from tests.late import give_up, wait_for_those_who_gave_up
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}
@@ -68,8 +69,7 @@ def stay_away(group: Any) -> tuple[str, str, float]:
     """Rank 1 does not come; then rank 0 tries again."""
     fused_tp.all_reduce(torch.ones(2), group=group)
     if dist.get_rank(group) == 1:
-        time.sleep(6.0)
-        return "", "", 0.0
+        return "", "", 0.0  # its process lives until all have answered
     begun = time.perf_counter()
     with pytest.raises(fused_tp.CollectiveTimeoutError) as first:
         fused_tp.matmul_all_reduce(torch.ones(4, 6), torch.ones(3, 6), group=group)
@@ -121,12 +121,13 @@ def come_late(group: Any, how: str) -> tuple[str, str, float]:
     begun = time.perf_counter()
     try:
         if rank == 2:
-            time.sleep(7.0)
+            wait_for_those_who_gave_up("come_late", (0, 1))
         if how == "order" and rank == 1:
             fused_tp.all_reduce(torch.ones(4, 6), group=group)  # as many bytes: gloo aborts where sizes differ
         for _ in range(2):
             fused_tp.all_gather_matmul(torch.ones(4, 6), torch.ones(3, 6), group=group)
     except fused_tp.FusedTPError as error:
+        give_up("come_late")
         return type(error).__name__, str(error), time.perf_counter() - begun
     return "", "no error", 0.0
 
@@ -340,15 +341,14 @@ def wait_for_a_survivor(group: Any) -> tuple[str, float]:
     assert closed_peers(group) == []
     begun = time.perf_counter()
     if rank == 2:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others are waiting for it, most likely
         os._exit(7)
     with pytest.raises(fused_tp.PeerLostError) as error:
         transport.shift("shift", x[:0], out, 1).wait()
     seconds = time.perf_counter() - begun
     # Rank 0 has closed its connection to rank 1 itself, which tells nothing of rank 1.
     assert closed_peers(group) == ([2] if rank == 0 else [0, 2])
-    time.sleep(1.0)  # an end of this process would tell the others too
-    return str(error.value), seconds
+    return str(error.value), seconds  # this process lives until all have answered: its end would tell the others too
 
 
 @beside(lambda: fresh_ranks(3, wait_for_a_survivor, env=PLAIN, expect_deaths=True))
@@ -367,7 +367,6 @@ def test_a_wait_for_a_message_of_a_survivor_ends_too(outcome: list[Outcome]) -> 
 
 def join_shared_memory(group: Any) -> str:
     if dist.get_rank(group) != 0:
-        time.sleep(3.0)
         return "away"
     with pytest.raises(fused_tp.CollectiveTimeoutError) as error:
         fused_tp.all_reduce(torch.ones(2), group=group)
@@ -407,11 +406,11 @@ def join_after_a_receive_that_timed_out(group: Any) -> float:
         assert receive is not None
         with pytest.raises(RuntimeError, match="Timed out"):
             receive.wait(timedelta(milliseconds=50))
-        time.sleep(0.9)
+        time.sleep(0.9)  # the other side sees it, and nobody has begun to join
     elif rank == 1:
         time.sleep(3.0)  # later than rank 0 would wait for a peer that has closed its connection
     else:
-        time.sleep(2.5)
+        time.sleep(2.5)  # rank 0 waits for two that have not come
     return fused_tp.all_reduce(torch.ones(2), group=group)[0].item()
 
 
@@ -422,7 +421,7 @@ def test_closed_connections_are_no_dead_ranks(outcome: list[Outcome]) -> None:
 
 def join_late_with_lazy_connections(group: Any) -> float:
     if dist.get_rank(group) == 1:
-        time.sleep(1.2)
+        time.sleep(1.2)  # the other looks for its death twice
     begun = time.perf_counter()
     assert closed_peers(group) == [] and time.perf_counter() - begun < 0.1
     fused_tp.all_reduce(torch.ones(2), group=group)

@@ -247,7 +247,7 @@ def without_last(rank: LocalRank) -> str:
     os.environ["FUSED_TP_TIMEOUT"] = "1"
     rank.exchange(None)
     if rank.rank == rank.world_size - 1:
-        time.sleep(2)
+        time.sleep(2)  # longer than the others wait
         rank.exchange(None)
         return ""
     begun = time.monotonic()

@@ -119,7 +119,7 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
     assert names == list(expected), (names, list(expected))
     for name, parameter in parallel.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")  # type: ignore[arg-type]  # the whole model has run backward
+        assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")
 
 
 def copy_of(model: Any) -> Any:

@@ -161,9 +161,9 @@ def functional(group: dist.ProcessGroup, transport: str) -> None:
         found = torch.autograd.grad(synced(tokens_of(rank)).square().mean(), wanted)
     for p, old in zip(synced.parameters(), before, strict=True):
         assert (p.grad is None) == (old is None)
-        assert old is None or torch.equal(p.grad, old)  # type: ignore[arg-type]  # is there if `old` is
+        assert old is None or torch.equal(p.grad, old)
     for grad, p in zip(found, wanted, strict=True):
-        assert torch.equal(grad, p.grad)  # type: ignore[arg-type]  # of the same tokens
+        assert torch.equal(grad, p.grad)
 
 
 def test_hooks_that_look_in_the_middle_of_backward_find_sums() -> None:
@@ -184,7 +184,7 @@ def looked_at(group: dist.ProcessGroup) -> None:
     step(synced, sync, tokens_of(rank))
     step(alone, None, tokens_of(rank))
     assert_sums(group, synced, alone)
-    assert torch.equal(seen[0], synced.first.weight.grad)  # type: ignore[arg-type]  # backward has run
+    assert torch.equal(seen[0], synced.first.weight.grad)
 
 
 def test_ddp_averages_the_sums() -> None:
@@ -292,12 +292,12 @@ def dtensors(group: dist.ProcessGroup) -> None:
         for round_number in (1, 2):
             its_sync.watch(module)
             x = torch.full((2, 5), cp_rank + 1.0)
-            weight, bias = module.weight.to_local(), module.bias.to_local()  # type: ignore[operator]  # DTensors
+            weight, bias = module.weight.to_local(), module.bias.to_local()
             (x @ weight.t()).sum().backward(retain_graph=True)
             (bias * (cp_rank + 1.0)).sum().backward()
             for parameter, value in ((module.weight, 6.0), (module.bias, 3.0)):
                 assert isinstance(parameter.grad, DTensor)
-                assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]  # a DTensor
+                assert parameter.grad.placements == parameter.placements
                 assert parameter.grad.shape == parameter.shape
                 assert torch.equal(parameter.grad.full_tensor(), torch.full(parameter.shape, value * round_number))
 

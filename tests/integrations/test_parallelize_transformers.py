@@ -433,7 +433,7 @@ def refused_calls(group: Any) -> None:
     with pytest.raises(TypeError, match="parallelized already"):
         parallelize(model, mesh)
     with pytest.raises(TypeError, match=r"nn\.Module"):
-        parallelize("model", mesh)  # type: ignore[type-var]  # what is refused here
+        parallelize("model", mesh)
     with pytest.raises(TypeError, match="DeviceMesh"):
         parallelize(make("llama"), group)
 

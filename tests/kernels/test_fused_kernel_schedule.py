@@ -165,8 +165,7 @@ def without_last(group: Any) -> str:
         fused_tp.matmul_all_reduce(x, w, group=group)
         os.environ["FUSED_TP_TIMEOUT"] = "1"
         if group.rank() == 2:
-            time.sleep(3)  # alive, but it does not come
-            return ""
+            return ""  # alive, until all have answered, but it does not come
         begun = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as raised:
             fused_tp.matmul_all_reduce(x, w, group=group)
@@ -262,7 +261,7 @@ def one_lacks_it(group: Any) -> str:
     if group.rank() == 1:
         from fused_tp.schedules import ways
 
-        ways.has_triton = lambda: False  # type: ignore[assignment]
+        ways.has_triton = lambda: False
     x = torch.ones(3, 4)
     assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=group), torch.full((3, 5), 8.0))
     return from_table(group)[0]
@@ -280,7 +279,7 @@ def test_what_one_rank_lacks_all_go_without(tmp_path: Any) -> None:
 
 def alone(group: Any) -> None:
     assert dist.get_world_size(group) == 1
-    assert fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), group=group).forward.schedule == "local"  # type: ignore[union-attr]
+    assert fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), group=group).forward.schedule == "local"
 
 
 def test_one_rank_needs_none() -> None:

@@ -92,7 +92,7 @@ def late_to_barrier(group):
     times = []
     for late in range(group.size()):
         if group.rank() == late:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the others would have left by then
         arrived = time.monotonic()
         workspace.barrier()
         times.append((arrived, time.monotonic()))

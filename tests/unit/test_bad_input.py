@@ -218,6 +218,27 @@ def test_mesh_of_two_dims(monkeypatch: pytest.MonkeyPatch) -> None:
         fused_tp.all_reduce(X, group=mesh)
 
 
+def test_one_of_several_processes_is_not_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"there are 2, but .* call torch\.distributed\.init_process_group\(\) first"):
+        fused_tp.all_reduce(X, group=None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert torch.equal(fused_tp.all_reduce(X, group=None), X)
+
+
+def test_functions_of_functions_are_refused() -> None:
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(RuntimeError, match=r"fused_tp::matmul_all_reduce cannot be transformed by torch\.func"):
+            transform(lambda x: fused_tp.matmul_all_reduce(x, W, group=None).sum())(X.clone())
+
+
+def test_meta_tensors_have_shapes() -> None:
+    q, x = torch.ones(1, 6, 2, 4, device="meta"), X.to("meta")
+    assert fused_tp.ring_attention(q, q, q, group=None).shape == q.shape
+    assert fused_tp.matmul_all_reduce(x, W.to("meta"), group=None).shape == (3, 5)
+
+
 def test_not_a_member_of_the_group() -> None:
     outsider: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that it leaves out
     with pytest.raises(ValueError, match="group does not contain this rank"):

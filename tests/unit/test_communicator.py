@@ -206,7 +206,7 @@ def orders(group: dist.ProcessGroup) -> None:
         x.fill_(5)  # the stream will put 0 there
         out.fill_(-1)
         ticket = all_reduce(communicator, x, out, **after)
-        time.sleep(0.02)
+        time.sleep(0.02)  # enough for an op that does not wait
         assert not driver.done(0, ticket.event) and out[0] == -1
         other = _core.DriverStream(driver, 0)
         communicator.wait(ticket, other.handle)
@@ -274,9 +274,7 @@ def stalled(group: dist.ProcessGroup) -> None:
     """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
     communicator = join(group, timeout=0.5)
     check_works(communicator)
-    if communicator.rank == 0:
-        time.sleep(1.5)
-    else:
+    if communicator.rank != 0:
         x, out = torch.zeros(COUNT), torch.zeros(COUNT)
         ticket = all_reduce(communicator, x, out)
         took, sentence = seconds_until(CollectiveTimeoutError, lambda: communicator.wait(ticket))
@@ -295,6 +293,7 @@ def stalled(group: dist.ProcessGroup) -> None:
         assert out.isnan().all()
         driver, _ = libraries.load_doubles()
         assert driver.synchronize(0, communicator.stream, 10)  # it goes on
+    dist.barrier(group)
     communicator.abort("the others have")  # where it has not failed yet; where it has, this changes nothing
     communicator.close()
     check_works(join(group))
@@ -309,9 +308,7 @@ def test_a_stalled_rank() -> None:
 def stall_on_the_stream_of_the_caller(group: dist.ProcessGroup) -> None:
     """On the default stream of the double the caller itself waits, and must come back with the error."""
     communicator = join(group, timeout=0.5)
-    if communicator.rank == 1:
-        time.sleep(1.5)
-    else:
+    if communicator.rank == 0:
         x = torch.zeros(COUNT)
         ticket = all_reduce(communicator, x, x, after_stream=DEFAULT_STREAM)
         took, _ = seconds_until(CollectiveTimeoutError, lambda: communicator.wait(ticket, DEFAULT_STREAM))
@@ -331,7 +328,7 @@ def slow_computation(group: dist.ProcessGroup) -> None:
     driver.wait_value(0, stream.handle, word.device_address, 1)
     x = torch.ones(COUNT)
     tickets = [all_reduce(communicator, x, x, after_stream=stream.handle) for _ in range(3)]
-    time.sleep(1.0)
+    time.sleep(1.0)  # longer than the deadline
     communicator.check()
     memoryview(word).cast("Q")[0] = 1
     communicator.wait(tickets[-1])
@@ -346,7 +343,6 @@ def missing_at_init(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     if rank == 1:
         join(group, missing=1)
-        time.sleep(1)
     else:
         took, sentence = seconds_until(CollectiveTimeoutError, lambda: join(group, timeout=0.5))
         assert "joining the communicator on rank" in sentence and "some rank did not take part" in sentence
@@ -478,7 +474,7 @@ def killed(group: dist.ProcessGroup) -> tuple[float, str]:
     dist.all_gather_object(pids, os.getpid(), group=group)
     survivors = dist.new_group(list(range(victim)))
     if communicator.rank == victim:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others are waiting for it, most likely
         os.kill(os.getpid(), signal.SIGKILL)
     survivor = Survivor(communicator)
     watch = PeerWatch(survivor, {victim: pids[victim]}, Survivor.lost, lambda _: None)
@@ -509,7 +505,7 @@ def left_open(group: dist.ProcessGroup) -> None:
     failed.abort("a test")
     x = torch.ones(COUNT)
     if busy.rank == 1:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the other's op waits for it
     ticket = all_reduce(busy, x, x)
     if busy.rank == 1:
         busy.wait(ticket)
@@ -555,7 +551,7 @@ def memory_of_ops_that_have_not_begun(group: dist.ProcessGroup) -> None:
         driver.wait_value(0, stream.handle, word.device_address, 1)
         driver.copy(0, parameters.data_ptr(), gradients.data_ptr(), 4 * COUNT, stream.handle)
         all_reduce(communicator, torch.ones(COUNT), gradients, after_stream=stream.handle)
-        time.sleep(0.1)
+        time.sleep(0.1)  # the first op is waiting for its peer, most likely
         communicator.lose(1, "a test")
         assert first.isnan().all() and not gradients.isnan().any()
         memoryview(word).cast("Q")[0] = 1
@@ -667,11 +663,11 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
         assert driver.synchronize(0, stream.handle, 10)
         assert torch.equal(x, torch.full((COUNT,), float(communicator.size)))
         time.sleep(0.01)
-    time.sleep(0.7)
+    time.sleep(0.7)  # longer than the deadline: a graph that is not replayed waits for nobody
     communicator.check()
     check_works(communicator)  # ops outside of graphs go on
     if communicator.rank == 0:
-        time.sleep(1.5)
+        dist.barrier(group)  # the other has given up
         communicator.close()  # raises nothing, though the graph is there still
     else:
         knobs.cuda_double_replay(graph[0], stream.handle)
@@ -679,6 +675,7 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
         assert driver.synchronize(0, stream.handle, 10) and time.monotonic() - begun < 1.4
         _, sentence = seconds_until(CollectiveTimeoutError, communicator.check)
         assert sentence.startswith("all_reduce (call 2) in a CUDA graph on rank 1 of 2 has waited ")
+        dist.barrier(group)
         communicator = None
         knobs.cuda_double_replay(graph[0], stream.handle)  # it outlives the communicator
         assert driver.synchronize(0, stream.handle, 10)

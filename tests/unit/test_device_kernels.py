@@ -84,12 +84,12 @@ def test_all_reduce(world: int, dtype: torch.dtype, algorithm: int) -> None:
             x_at = [placed(x, x_offset * (rank + 1)) for rank, x in enumerate(xs)]
             outs = [placed(torch.zeros_like(x), out_offset) for x in xs]
             blocks = 1 + (number + out_offset) % 4
-            ranks.run(lambda r: r.all_reduce(x_at[r.rank], outs[r.rank], algorithm=algorithm, blocks=blocks))  # noqa: B023
+            ranks.run(lambda r: r.all_reduce(x_at[r.rank], outs[r.rank], algorithm=algorithm, blocks=blocks))
             for x, given, out in zip(xs, x_at, outs, strict=True):
                 assert_bits(out, expected)
                 assert_bits(given, x)
                 assert guards_hold(out)
-            ranks.run(lambda r: r.all_reduce(x_at[r.rank], x_at[r.rank], algorithm=algorithm, blocks=blocks))  # noqa: B023
+            ranks.run(lambda r: r.all_reduce(x_at[r.rank], x_at[r.rank], algorithm=algorithm, blocks=blocks))
             for given in x_at:
                 assert_bits(given, expected)
                 assert guards_hold(given)
@@ -102,7 +102,7 @@ def test_all_reduce_with_bias(columns: int, algorithm: int) -> None:
         xs = inputs(world, 77, columns, dtype=dtype)
         bias = placed(seeded(columns, dtype=dtype, seed=9), columns % 2)
         outs = [torch.empty_like(x) for x in xs]
-        Ranks(world).run(lambda r: r.all_reduce(xs[r.rank], outs[r.rank], algorithm=algorithm, bias=bias))  # noqa: B023
+        Ranks(world).run(lambda r: r.all_reduce(xs[r.rank], outs[r.rank], algorithm=algorithm, bias=bias))
         if algorithm == MULTIMEM and world > 1:  # the switch rounds before the bias is added
             expected = summed([summed([x.flatten() for x in xs]), torch.zeros(xs[0].numel(), dtype=dtype)], bias)
         else:
@@ -131,12 +131,12 @@ def test_reduce_scatter(world: int, dtype: torch.dtype) -> None:
         x_at = [placed(x, (number + rank) % 3) for rank, x in enumerate(xs)]
         mine = [slice(*shard_range(count, world, rank)) for rank in range(world)]
         outs = [placed(torch.zeros_like(x[own]), number % 2) for x, own in zip(xs, mine, strict=True)]
-        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], outs[r.rank], chunk, bias=bias, blocks=3))  # noqa: B023
+        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], outs[r.rank], chunk, bias=bias, blocks=3))
         for rank, out in enumerate(outs):
             assert_bits(out, expected[mine[rank]])
             assert_bits(x_at[rank], xs[rank])
             assert guards_hold(out)
-        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], x_at[r.rank][mine[r.rank]], chunk, bias=bias))  # noqa: B023
+        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], x_at[r.rank][mine[r.rank]], chunk, bias=bias))
         for rank, given in enumerate(x_at):
             assert_bits(given[mine[rank]], expected[mine[rank]])
 
@@ -150,18 +150,18 @@ def test_all_gather(world: int, dtype: torch.dtype) -> None:
         whole = (torch.arange(count) * 37 % 251).to(dtype)
         shards = [placed(whole[slice(*shard_range(count, world, rank))], number % 5) for rank in range(world)]
         outs = [placed(torch.zeros_like(whole), (number + rank) % 4) for rank in range(world)]
-        ranks.run(lambda r: r.all_gather(shards[r.rank], outs[r.rank], chunk, blocks=3))  # noqa: B023
+        ranks.run(lambda r: r.all_gather(shards[r.rank], outs[r.rank], chunk, blocks=3))
         for out in outs:
             assert_bits(out, whole)
             assert guards_hold(out)
 
         def in_place(r: Rank) -> None:
-            own = slice(*shard_range(count, world, r.rank))  # noqa: B023
-            out = outs[r.rank]  # noqa: B023
+            own = slice(*shard_range(count, world, r.rank))
+            out = outs[r.rank]
             own_part = out[own].clone()
             out.fill_(1)
             out[own] = own_part
-            r.all_gather(out[own], out, chunk, blocks=1)  # noqa: B023
+            r.all_gather(out[own], out, chunk, blocks=1)
 
         ranks.run(in_place)
         for out in outs:
@@ -181,12 +181,12 @@ def test_all_to_all(world: int, dtype: torch.dtype, columns: int) -> None:
         outs = [torch.empty(world, batches, rows, columns, dtype=dtype) for _ in range(world)]
         run, part = columns * xs[0].element_size(), rows * columns * xs[0].element_size()
         layout = batches, rows, run, run, world * part, world * run, batches * part, part, run
-        ranks.run(lambda r: r.all_to_all(xs[r.rank], outs[r.rank], layout, blocks=2))  # noqa: B023
+        ranks.run(lambda r: r.all_to_all(xs[r.rank], outs[r.rank], layout, blocks=2))
         for rank, out in enumerate(outs):
             assert_bits(out, torch.stack([x[:, :, rank] for x in xs]))
         backs = [torch.zeros_like(x) for x in xs]
         back = (*layout[:3], *layout[6:], *layout[3:6])
-        ranks.run(lambda r: r.all_to_all(outs[r.rank], backs[r.rank], back, blocks=3))  # noqa: B023
+        ranks.run(lambda r: r.all_to_all(outs[r.rank], backs[r.rank], back, blocks=3))
         for x, given_back in zip(xs, backs, strict=True):
             assert_bits(given_back, x)
 
@@ -222,13 +222,13 @@ def test_all_reduce_rms_norm(world: int, dtype: torch.dtype, algorithm: int) -> 
         residuals = [placed(torch.zeros_like(x), 0) for x in xs]
 
         def apart(r: Rank) -> None:
-            results = normed[r.rank], residuals[r.rank]  # noqa: B023
-            r.all_reduce_rms_norm(xs[r.rank], residual, weight, *results, eps=EPS, algorithm=algorithm, blocks=3)  # noqa: B023
+            results = normed[r.rank], residuals[r.rank]
+            r.all_reduce_rms_norm(xs[r.rank], residual, weight, *results, eps=EPS, algorithm=algorithm, blocks=3)
 
         def in_place(r: Rank) -> None:
-            x = xs[r.rank]  # noqa: B023
-            own = residuals[r.rank].copy_(residual)  # noqa: B023
-            r.all_reduce_rms_norm(x, own, weight, x, own, eps=EPS, algorithm=algorithm, blocks=2)  # noqa: B023
+            x = xs[r.rank]
+            own = residuals[r.rank].copy_(residual)
+            r.all_reduce_rms_norm(x, own, weight, x, own, eps=EPS, algorithm=algorithm, blocks=2)
 
         ranks.run(apart)
         for out, new in zip(normed, residuals, strict=True):
@@ -258,14 +258,14 @@ def test_all_reduce_rms_norm_to_fp8(world: int, algorithm: int, output: int) -> 
         scales = [torch.full((1 if static else rows,), 0.004 if static else torch.nan) for _ in xs]
 
         def call(r: Rank) -> None:
-            results = normed[r.rank], residuals[r.rank]  # noqa: B023
+            results = normed[r.rank], residuals[r.rank]
             r.all_reduce_rms_norm(
-                xs[r.rank],  # noqa: B023
-                residual,  # noqa: B023
-                weight,  # noqa: B023
+                xs[r.rank],
+                residual,
+                weight,
                 *results,
                 eps=EPS,
-                scale=scales[r.rank],  # noqa: B023
+                scale=scales[r.rank],
                 algorithm=algorithm,
                 output=output,
             )
@@ -311,9 +311,9 @@ def test_fp8_rows_whose_scale_would_be_zero(algorithm: int) -> None:
         results = [(torch.full((4, 24), 0x55, dtype=torch.uint8), torch.empty(4, 24), torch.zeros(4)) for _ in range(2)]
 
         def call(r: Rank) -> None:
-            normed, new, scale = results[r.rank]  # noqa: B023
+            normed, new, scale = results[r.rank]
             options = {"eps": EPS, "scale": scale, "algorithm": algorithm, "output": FP8_ROW_SCALE}
-            r.all_reduce_rms_norm(x, x, weight, normed, new, **options)  # type: ignore[arg-type]  # noqa: B023
+            r.all_reduce_rms_norm(x, x, weight, normed, new, **options)
 
         Ranks(2).run(call)
         for normed, _, scale in results:
@@ -354,7 +354,7 @@ def test_no_rank_passes_a_barrier_before_all_have_come() -> None:
     came: list[float] = [0.0] * 3
 
     def late(r: Rank) -> float:
-        time.sleep(0.05 * r.rank)
+        time.sleep(0.05 * r.rank)  # the others would have left by then
         came[r.rank] = time.monotonic()
         r.barrier()
         return time.monotonic()
@@ -564,7 +564,7 @@ def test_the_stop_word_ends_waits_for_a_rank() -> None:
     def stopped(r: Rank) -> Any:
         if r.rank == 0:
             return call(r)
-        time.sleep(0.1)
+        time.sleep(0.1)  # rank 0 waits by then, most likely
         ranks.ranks[0].state[protocol.STOP] = 1 << 1
         return call(r) if r.rank == 2 else None
 

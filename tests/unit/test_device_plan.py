@@ -160,7 +160,7 @@ def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
             asked.append(("reduce_scatter", beside))
             return x[: counts[0]]
 
-    schedule = DeviceSchedule("two_shot", Device(), None)  # type: ignore[arg-type]  # only what is asked of it here
+    schedule = DeviceSchedule("two_shot", Device(), None)  # only what is asked of it here
     products = [(torch.ones(4, 3), torch.ones(2, 3))]
     for meanwhile in (None, lambda: None):
         schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)

@@ -147,7 +147,7 @@ def test_arguments_go_and_results_come_back() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.gpu.on_device.there", lambda t, device: t.double())
         called: list[bool] = []
-        result = on_device(fn, Half(), lambda: called.append(True))(x, [x], out=x)  # type: ignore[arg-type]  # a double
+        result = on_device(fn, Half(), lambda: called.append(True))(x, [x], out=x)  # a double
     assert result is x and called == [True] and seen == [torch.float64, torch.float64, True]
 
 

@@ -19,7 +19,7 @@ RANKS = [Facts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
 
 
 def changed(rank: int, **fields: object) -> list[Facts]:
-    return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]  # type: ignore[arg-type]
+    return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
 def test_gpus_of_one_host_that_reach_each_other_are_fine() -> None:

@@ -120,7 +120,7 @@ def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     told: list[str] = []
     memory = Memory()
     workspaces = Workspaces(memory, {"sum": Workspace}, told.append)
-    memory.allocate = lambda nbytes: (_ for _ in ()).throw(MemoryError("none left"))  # type: ignore[method-assign]
+    memory.allocate = lambda nbytes: (_ for _ in ()).throw(MemoryError("none left"))
     with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
         pass
     match = "making a workspace of 1048576 bytes for op failed"
@@ -137,7 +137,7 @@ def test_a_workspace_that_is_made_after_a_peer_was_lost_does_not_wait_for_it() -
         workspaces._peer_lost(1)
         return allocate(nbytes)
 
-    memory.allocate = lost_meanwhile  # type: ignore[method-assign]
+    memory.allocate = lost_meanwhile
     with workspaces.use("sum", 1, "op") as workspace:
         assert workspace.stopped
 

@@ -25,7 +25,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 @world_sizes
 def test_results_are_in_the_order_of_the_ranks(world_size: int) -> None:
     def fn(rank: LocalRank, factor: int) -> tuple[int, int, str]:
-        time.sleep(0.01 * (world_size - rank.rank))
+        time.sleep(0.01 * (world_size - rank.rank))  # the last rank is the first to end
         return factor * rank.rank, rank.world_size, threading.current_thread().name
 
     assert run_local(world_size, fn, 10) == [(10 * r, world_size, f"rank {r}") for r in range(world_size)]
@@ -52,7 +52,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(world_size: int) -> None:
         times = []
         for late in range(2 * world_size):
             if late % world_size == rank.rank:
-                time.sleep(0.02)
+                time.sleep(0.02)  # the others would have left by then
             came = time.monotonic()
             memory.barrier(channel=late % 3) if late >= world_size else rank.barrier()
             times.append((came, time.monotonic()))
@@ -179,7 +179,7 @@ def test_turns_do_not_overlap(world_size: int) -> None:
         for _ in range(5):
             with rank.in_turn():
                 inside.append(rank.rank)
-                time.sleep(0.001)
+                time.sleep(0.001)  # time for others to come in, were they let
                 order.append(rank.rank)
                 assert inside == [rank.rank]
                 inside.clear()
@@ -259,7 +259,7 @@ def test_a_rank_that_fails_releases_the_others(what: str) -> None:
     def fn(rank: LocalRank) -> None:
         _, memory = rank.symmetric_empty(8)
         if rank.rank == 2:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the others wait by then, most likely
             raise KeyError("a fault of its own")
         try:
             if what == "barrier":
@@ -301,7 +301,7 @@ def test_what_a_rank_put_before_it_returned_is_still_there() -> None:
         if rank.rank == 0:
             memory.put_signal(1)
         else:
-            time.sleep(0.05)
+            time.sleep(0.05)  # rank 0 has returned by then, most likely
             memory.wait_signal(0)
 
     run_local(2, fn)

@@ -499,7 +499,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     mask = AttentionMask(20, 20, causal=True)
     x, step = inputs(mask, torch.float32), make_step(mask, *whole(mask))
     made: list[weakref.ref[Tensor]] = []
-    step._on_devices[x.q.device] = Forgetful()  # type: ignore[assignment]
+    step._on_devices[x.q.device] = Forgetful()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
     state = SoftmaxState.empty(x.q, 16)

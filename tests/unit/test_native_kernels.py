@@ -113,7 +113,7 @@ def test_other_threads_run_while_a_launch_waits(kernels: Any) -> None:
     word = words(1)
 
     def release() -> None:
-        time.sleep(0.05)
+        time.sleep(0.05)  # the launch waits by then
         word[0] = 1
 
     other = threading.Thread(target=release)

@@ -115,7 +115,7 @@ def test_streams_wait_for_events_and_words(driver: _core.Driver) -> None:
     driver.record(0, event.handle, first.handle)
     driver.wait(0, second.handle, event.handle)
     driver.copy(0, copied, seen, 8, second.handle)
-    time.sleep(0.02)
+    time.sleep(0.02)  # enough for streams that do not wait
     assert not driver.done(0, event.handle) and list(host) == [0, 0, 0, 0]
     assert not driver.synchronize(0, second.handle, 0.01)
     host[0] = 9  # at least 7

@@ -62,5 +62,5 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
 def test_an_environment_that_makes_nccl_block(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_libraries(*nccl_tools.doubles())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
-    told = own_facts(SimpleNamespace(rank=0), CPU)  # type: ignore[arg-type]  # all that it looks at
+    told = own_facts(SimpleNamespace(rank=0), CPU)  # all that it looks at
     assert told.problem.startswith("NCCL_COMM_BLOCKING is set") == refused

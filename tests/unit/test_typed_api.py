@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import assert_type
 
 import fused_tp
+from fused_tp.nn import ContextKVCache
+from fused_tp.ops.attention_keywords import AttentionKeywords, ScoreKeywords
 
 X, W, B = torch.ones(4, 3), torch.ones(2, 3), torch.ones(2)
 
@@ -61,6 +67,10 @@ def test_context_parallel_decode() -> None:
     both = fused_tp.context_parallel_decode(q, q, q, group=None, cache_seqlens=lengths, return_lse=True)
     assert_type(both, tuple[Tensor, Tensor])
     assert isinstance(both, tuple)
+    cache = ContextKVCache(None)
+    cache.append(q, q)
+    assert isinstance(assert_type(cache.attend(q, window=(2, 0)), Tensor), Tensor)
+    assert isinstance(assert_type(cache.attend(q, return_lse=True), tuple[Tensor, Tensor]), tuple)
 
 
 def test_ulysses_attention() -> None:
@@ -68,6 +78,23 @@ def test_ulysses_attention() -> None:
     assert isinstance(assert_type(fused_tp.ulysses_attention(q, q, q, group=None, causal=True), Tensor), Tensor)
     out, lse = assert_type(fused_tp.ulysses_attention(q, q, q, group=None, return_lse=True), tuple[Tensor, Tensor])
     assert isinstance(out, Tensor) and isinstance(lse, Tensor)
+
+
+@pytest.mark.parametrize(
+    ("op", "keywords"),
+    [
+        (fused_tp.ring_attention, AttentionKeywords),
+        (fused_tp.ulysses_attention, AttentionKeywords),
+        (fused_tp.context_parallel_attention, AttentionKeywords),
+        (fused_tp.context_parallel_decode, ScoreKeywords),
+    ],
+)
+def test_shared_keywords_are_those_of_the_signature(op: Callable[..., object], keywords: type) -> None:
+    """Overloads name them by a TypedDict: none of them may be missing there, or be of another type."""
+    own = {"group", "mesh", "ulysses_dim", "ring_dim", "return_lse", "cache_seqlens", "page_table", "block"}
+    parameters = inspect.signature(op).parameters.values()
+    stated = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own}
+    assert stated == {name: kind.__forward_arg__ for name, kind in keywords.__annotations__.items()}
 
 
 def types_of_context_parallel_attention(mesh: DeviceMesh, flag: bool) -> None:

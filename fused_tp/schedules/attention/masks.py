@@ -103,6 +103,6 @@ def check_cu_seqlens(name: str, cu_seqlens: Sequence[int], seq_len: int) -> None
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or bool((np.diff(bounds) < 0).any()):
         shown = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
         raise ValueError(
-            f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the "
-            "sequence."
+            f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the whole "
+            "sequence, those of all ranks. Padding behind the last document is one more document."
         )

@@ -1,0 +1,184 @@
+"""The examples of README.md and of docstrings run as they are written, and print what is written below them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fused_tp
+from tests.workers import REPOSITORY, fresh_ranks, run_ranks
+
+README = Path(REPOSITORY, "README.md")
+VOCABULARY, HIDDEN = 64, 32
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def projections(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Of a model that reads on each rank its own tokens only, at their places in the sequence."""
+    assert x.shape[1] == len(positions)
+    turned = x + positions[:, None].sin()
+    return tuple(turned.unflatten(-1, (4, -1)) for _ in "qkv")
+
+
+def theirs(checkpoint: str) -> dict[str, Any]:
+    """What readers have: the names that no example defines."""
+    torch.manual_seed(0)
+    return {
+        "act": torch.relu,
+        "documents": [{"input_ids": list(range(2, 2 + length))} for length in (5, 9, 1, 13)],
+        "hidden": torch.randn(2, 24, HIDDEN),
+        "mlp": MLP(),
+        "next_token": torch.randn(1, 1, 256),
+        "packed": torch.randn(1, 16384, 4),
+        "path": checkpoint,
+        "projections": projections,
+        "prompt": torch.randn(1, 2100, 256),
+        "tokens": torch.randint(2, VOCABULARY, (2, 12)),
+        "w_down": torch.randn(HIDDEN, 2 * HIDDEN),
+        "w_up": torch.randn(2 * HIDDEN, HIDDEN),
+        "x_shard": torch.randn(6, HIDDEN),
+        **dict(zip("qkv", torch.randn(3, 1, 8, 4, 8), strict=True)),
+    }
+
+
+# The reader's checkpoint, and a layer that one CPU has at hand.
+SMALLER = {
+    '"path/to/llama"': "path",
+    '"path/to/saved"': "path + '/saved'",
+    "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
+}
+
+
+def readme(group: dist.ProcessGroup, blocks: list[tuple[str, str]], checkpoint: str) -> None:
+    names, printed = theirs(checkpoint), ""
+    for kind, block in blocks:
+        if kind == "text":
+            assert printed.rstrip() == block.rstrip()
+            continue
+        for written, smaller in SMALLER.items():
+            block = block.replace(written, smaller)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(block, "README.md", "exec"), names)
+        printed = out.getvalue()
+    loss = names["loss"]
+    assert loss.isfinite() and names["y"].shape == (1, 1, 256) and names["o"].shape == (1, 4096, 4, 1)
+
+
+@pytest.mark.skipif(not README.exists(), reason="this tree has no README.md")
+def test_readme(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", README.read_text(), re.M | re.S)
+    assert len(blocks) >= 10
+    run_ranks(4, readme, blocks, str(tmp_path))
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """(name, code) of all examples in docstrings of the public API; `parallelize` has that of README."""
+    public = [(name, getattr(fused_tp, name)) for name in fused_tp.__all__ if name not in ("nn", "parallelize")]
+    public += [(f"nn.{name}", getattr(fused_tp.nn, name)) for name in fused_tp.nn.__all__]
+    for name, thing in public:
+        found = re.search(r"^Example:\n(.*?)(?=^\S|\Z)", inspect.getdoc(thing) or "", re.M | re.S)
+        if found is not None:
+            code = textwrap.dedent(found[1])
+            if ">>> " in code:
+                code = "\n".join(line[4:] for line in code.splitlines() if line.startswith((">>> ", "... ")))
+            yield name, code.replace('"cuda", (hosts, 8)', '"cpu", (1, 2)')
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(512)
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(512, 1024), nn.Linear(1024, 512)
+        self.mlp.act = nn.GELU()
+
+
+def theirs_in_examples(code: str) -> dict[str, Any]:
+    """The same for docstrings, which share few names: W = 2 ranks, in the mesh dim that the example names."""
+    torch.manual_seed(0)
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    block = Block()
+    attention = fused_tp.nn.ParallelAttention(512, 8, causal=True, mesh=grid["tp"])
+    unsharded, tokens = nn.Linear(512, 4), torch.randn(2, 6, 512)
+    public = {name: getattr(fused_tp, name) for name in fused_tp.__all__}
+    return {
+        **public,
+        **{name: getattr(fused_tp.nn, name) for name in fused_tp.nn.__all__},
+        **{name: torch.randn(8, 512) for name in ("w_q", "w_k", "w_v", "w_gate", "w_up", "w_down")},
+        **dict(zip("qkv", torch.randn(3, 1, 6, 4, 8), strict=True)),
+        "F": nn.functional,
+        "attention": attention,
+        "block": block,
+        "h": tokens,
+        "hidden": tokens,
+        "ids": torch.randint(32_000, (2, 6)),
+        "init_device_mesh": init_device_mesh,
+        "keys": torch.randn(1, 64, 4, 8),
+        "labels": torch.randint(8, (2, 6)),
+        "lengths": torch.tensor([20]),
+        "lm_head": nn.Linear(512, 4),
+        "logits": torch.randn(1, 3, 8),
+        "logits_shard_n": torch.randn(1, 6, 4),
+        "mesh": grid if 'mesh["cp"]' in code else line,
+        "mlp": nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}),
+        "model": block if "model.mlp" in code else unsharded,
+        "my_own_part": nn.Identity(),
+        "next_token": torch.randn(1, 1, 512),
+        "next_tokens": torch.randn(2, 1, 512),
+        "nn": nn,
+        "norm": nn.RMSNorm(8 if "residual" in code else 512),
+        "parallelize_module": torch.distributed.tensor.parallel.parallelize_module,
+        "partial": torch.randn(2, 6, 8),
+        "prompt": torch.randn(1, 70, 512),
+        "residual": torch.randn(2, 6, 8),
+        "rotary": lambda positions: (positions.cos(), positions.sin()),
+        "seq_len": 6,
+        "torch": torch,
+        "unsharded_model": unsharded,
+        "values": torch.randn(1, 64, 4, 8),
+        "x": tokens,
+        "x_shard": tokens,
+        "x_shard_m": tokens,
+    }
+
+
+def docstrings(group: dist.ProcessGroup, written: list[tuple[str, str]]) -> None:
+    for name, code in written:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, name, "exec"), theirs_in_examples(code))
+        except Exception as error:
+            raise AssertionError(f"the example of fused_tp.{name} raised {error!r}:\n{code}") from error
+
+
+def test_examples_of_docstrings() -> None:
+    written = list(examples())
+    assert len(written) >= 35
+    for rank in fresh_ranks(2, docstrings, written):
+        rank.unwrap()

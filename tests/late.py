@@ -1,0 +1,38 @@
+"""A rank that comes too late: once the others have given up, not after seconds that a busy machine stretches for them.
+
+The ranks are those of the default group, whose store they meet at:
+
+    if rank == 2:
+        wait_for_those_who_gave_up("all_reduce", (0, 1))
+    with pytest.raises(CollectiveTimeoutError):
+        fused_tp.all_reduce(x, group=group)
+    give_up("all_reduce")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_SECONDS = 60
+
+
+def give_up(what: str) -> None:
+    """This rank has; `what`: the same on all, and a new one each time."""
+    _get_default_store().set(_key(what, dist.get_rank()), "")
+
+
+def wait_for_those_who_gave_up(what: str, ranks: Iterable[int]) -> None:
+    store, keys = _get_default_store(), [_key(what, rank) for rank in ranks]
+    deadline = time.monotonic() + _SECONDS
+    while not store.check(keys):  # and not store.wait, which would keep this process's other threads from the store
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all of {keys} came within {_SECONDS} s")
+        time.sleep(0.01)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"gave up/{what}/{rank}"
