@@ -18,6 +18,7 @@ fills the time that the last blocks travel, and on a stream of its own it would 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -66,6 +67,10 @@ class CopyEngineSchedule:
         self._chunks = chunks
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        # Of what goes by messages. Peers whose copy engines wait for this rank's find out at the deadline.
+        return nullcontext() if self._plain is None else self._plain.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ kernels do not add, and results without elements, go to plain collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -57,6 +58,10 @@ class DeviceSchedule:
         self._plain = plain
         self._beside = Beside()
         self._gathers: torch.cuda.Stream | None = None
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        # Of what goes by messages. Peers whose kernels wait for this rank's find out at the deadline.
+        return nullcontext() if self._plain is None else self._plain.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

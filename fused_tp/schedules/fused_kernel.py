@@ -13,6 +13,7 @@ cores do not take, runs on plain collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
 
@@ -74,6 +75,10 @@ class FusedKernel:
         for name in ("workspace", "gather", "launch", "operands", "gemm_all_reduce", "gemm_reduce_scatter"):
             kernel_module(name)
         kernel_module("all_gather_gemm")
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        # Of what goes by messages. Peers whose kernels wait for this rank's find out at the deadline.
+        return nullcontext() if self._plain is None else self._plain.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
