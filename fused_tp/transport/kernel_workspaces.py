@@ -143,14 +143,14 @@ class Workspaces:
         self._on_failure(sentence)
 
     def _expired(self) -> str | None:
-        for slots in (self._slots.values(), self._outgrown):
-            for slot in slots:
-                expired = slot.workspace.expired()
-                if expired is not None:
-                    return str(expired)
+        for slot in self._all():
+            expired = slot.workspace.expired()
+            if expired is not None:
+                return str(expired)
         return None
 
     def _all(self) -> list[_Slot]:
+        # A copy: the watch's thread looks at them while a call may make another.
         return [*self._slots.values(), *self._outgrown]
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
