@@ -12,9 +12,10 @@ costs the same packing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,9 +42,18 @@ class OneSided:
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self._gathers: WeakSet[Workspace] = WeakSet()  # under way
 
-    def several(self, op: str) -> AbstractContextManager[object]:
-        return nullcontext()  # ranks compare what they call: none is taken for another
+    @contextmanager
+    def several(self, op: str) -> Iterator[None]:
+        # Ranks compare what they call, so no call is taken for another. But whoever keeps an exception keeps what it
+        # has interrupted, and 16 calls later the peers wait for its end.
+        try:
+            yield
+        except BaseException:
+            for workspace in list(self._gathers):
+                workspace.abandon()
+            raise
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -56,8 +66,10 @@ class OneSided:
             workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
             workspace.signal(1)
             on_error.pop_all()
+        self._gathers.add(workspace)
 
         def finish() -> Tensor:
+            self._gathers.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(shape)
                 for rank, (offset, size) in enumerate(zip(rank_offsets(sizes), sizes, strict=True)):

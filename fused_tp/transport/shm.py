@@ -93,7 +93,7 @@ class Workspace:
     Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
     """
 
-    __slots__ = ("_call", "_core_group", "_memories")
+    __slots__ = ("__weakref__", "_call", "_core_group", "_memories")
 
     def __init__(self, call: Any, core_group: Any) -> None:
         self._call = call
@@ -130,6 +130,10 @@ class Workspace:
         """`wait` for every other rank."""
         self._call.wait_all(stage)
 
+    def abandon(self) -> None:
+        """End the call on this rank before its time: peers that wait for more of it are told that this rank left."""
+        self._call.abandon()
+
     def __enter__(self) -> Workspace:
         return self
 
@@ -137,7 +141,7 @@ class Workspace:
         if kind is None:
             self._call.end()
         else:
-            self._call.abandon()
+            self.abandon()
 
 
 def folded(shape: Sequence[int]) -> tuple[int, ...]:

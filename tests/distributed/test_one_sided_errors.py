@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import one_sided
 from fused_tp.schedules.one_sided import OneSided
 from fused_tp.transport.shm import Workspace, shm_transport
 from tests.workers import run_ranks
@@ -61,3 +63,20 @@ def test_a_rank_that_cannot_copy_in(op: str, world_size: int) -> None:
     for said in peers:
         assert said.startswith(f"rank {world_size - 1} left {op}({3 * world_size}, 5, 0; float32), call ")
         assert said.endswith("because of an error of its own")
+
+
+def fail_between_two_calls(group: dist.ProcessGroup) -> str:
+    """Rank 0 raises in a backward while its gather of x is under way, and keeps the error. The group works on."""
+    x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+    y = fused_tp.all_gather_matmul(x, w, group=group)
+    broken = mock.patch.object(one_sided, "sum_of_products", side_effect=MemoryError("no room for a product"))
+    with broken if dist.get_rank(group) == 0 else nullcontext(), pytest.raises((MemoryError, FusedTPError)) as error:
+        y.sum().backward()
+    for _ in range(40):
+        assert gather(group, x.detach()).shape == (4 * dist.get_world_size(group), 6)
+    return str(error.value)
+
+
+def test_what_an_error_has_interrupted_has_ended_though_the_error_is_kept() -> None:
+    own, others = run_ranks(2, fail_between_two_calls, env={"FUSED_TP_SCHEDULE": "one_sided"})
+    assert own == "no room for a product" and others.startswith("rank 0 left matmul_reduce_scatter(8, 6, 0; float32)")
