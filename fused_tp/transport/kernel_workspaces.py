@@ -80,6 +80,7 @@ class Workspaces:
         self._told = False
         self._on_failure = on_failure
         self._turn = _turn_of(memory)
+        self.calls = 0  # of ops that have been given a workspace
         self.broken: str | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
@@ -102,6 +103,7 @@ class Workspaces:
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
         slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
+        self.calls += 1
         if not slot.on_gpu:
             return Use(self, slot)
         return UseOnGpu(self, slot, takes_turn)
@@ -123,6 +125,11 @@ class Workspaces:
             self._fail(self._loss())
             raise PeerLostError(self.broken)
         self._raise_expired()
+
+    def give_up(self, sentence: str) -> None:
+        """No more calls, for a reason of the caller's; peers that wait for one find out at their deadline."""
+        if self.broken is None:
+            self._fail(sentence)
 
     def _raise_expired(self) -> None:
         expired = self._expired()
