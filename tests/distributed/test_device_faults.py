@@ -265,10 +265,30 @@ def skips_a_batch(group: Any) -> tuple[str, float, list[float]]:
     return "", 0.0, found
 
 
+def raises_between_tensors(group: Any) -> str:
+    """Rank 0 raises when q is on its way to the ranks that have its heads, and k and v are not."""
+    q = torch.ones(1, 4, 2, 4)
+    with forced(group, "two_shot"):
+        if dist.get_rank(group) == 0:
+            real = DeviceCollectives.sequence_to_heads
+            moves = iter((real, mock.Mock(side_effect=MemoryError)))
+            once = mock.patch.object(DeviceCollectives, "sequence_to_heads", lambda device, x: next(moves)(device, x))
+            with once, pytest.raises(MemoryError):
+                fused_tp.ulysses_attention(q, q, q, group=group)
+        with pytest.raises(FusedTPError) as raised:
+            fused_tp.ulysses_attention(q, q, q, group=group)
+        return str(raised.value)
+
+
+def between_kernels(_: Any) -> tuple[tuple[str, float, list[float]], str]:
+    return skips_a_batch(dist.new_group([0, 1])), raises_between_tensors(dist.new_group([0, 1]))
+
+
 def test_a_rank_that_raises_between_two_kernels_and_goes_on_gives_nobody_wrong_numbers() -> None:
-    (own, _, first), (said, seconds, second) = (
-        outcome.unwrap() for outcome in fresh_device_ranks(2, skips_a_batch, env={"FUSED_TP_TIMEOUT": "1"})
+    ((own, _, first), heads), ((said, seconds, second), _) = (
+        outcome.unwrap() for outcome in fresh_device_ranks(2, between_kernels, env={"FUSED_TP_TIMEOUT": "1"})
     )
     assert "unusable since an earlier failure: all_gather_matmul_backward raised MemoryError half-way" in own
     assert "reduce_scatter, call" in said and "waited for tile 0 of rank 0" in said and seconds < 1.0 + NOTICE_SECONDS
     assert first == second == [16.0, 8.0]
+    assert "unusable since an earlier failure: ulysses_attention raised MemoryError half-way" in heads
