@@ -332,6 +332,27 @@ def test_a_store_that_does_not_answer_is_asked_once_and_left() -> None:
     assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.answers
 
 
+def shift_between_two_of_three(group: Any) -> list[int]:
+    """On torch's NCCL, for which gloo stands here: how many ranks have made its communicator by then."""
+    with mock.patch("fused_tp.transport.torch_dist.backend_of", lambda group, device_type: "nccl"):
+        transport, rank = TorchDist(resolve_group(group), "cpu"), dist.get_rank(group)
+    met, real = [], dist.all_reduce
+
+    def all_reduce(x: torch.Tensor, **keywords: Any) -> Any:
+        met.append(dist.get_world_size(keywords["group"]))
+        return real(x, **keywords)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        for _ in range(2):
+            x, out = torch.full((3 if rank == 0 else 0,), 7.0), torch.empty(3 if rank == 1 else 0)
+            assert transport.shift("shift", x, out, 1).wait().eq(7.0).all()
+    return met
+
+
+def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() -> None:
+    assert run_ranks(3, shift_between_two_of_three) == [[3]] * 3
+
+
 def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store, said = HiccupStore(dist.HashStore()), []
     store.stop()
