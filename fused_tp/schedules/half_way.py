@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.errors import RankMismatchError, raised_half_way
 from fused_tp.schedules.collective import Collective
 from fused_tp.transport.group_calls import Call
 
@@ -38,9 +38,5 @@ def gives_up_half_way(
         if calls() != before and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             if plain is not None and plain.transport.broken is None:
                 plain.transport.raised_half_way(Call(op, plain.transport.calls, time.perf_counter()), error)
-            said = str(error).splitlines()
-            give_up(
-                f"{op} raised {type(error).__name__}{f' ({said[0][:300]})' if said else ''} half-way, when its peers "
-                "had taken part in it."
-            )
+            give_up(f"{op} {raised_half_way(error)}")
         raise

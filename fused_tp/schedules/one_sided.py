@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import fused_tp._core as _core
+from fused_tp.runtime.errors import FusedTPError, raised_half_way
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
@@ -46,11 +47,14 @@ class OneSided:
 
     @contextmanager
     def several(self, op: str) -> Iterator[None]:
-        # Ranks compare what they call, so no call is taken for another. But whoever keeps an exception keeps what it
-        # has interrupted, and 16 calls later the peers wait for its end.
+        core_group = self.transport.core_group
+        before = core_group.calls
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if core_group.calls != before and not isinstance(error, FusedTPError):
+                core_group.give_up(f"{op} {raised_half_way(error)}")
+            # Whoever keeps an exception keeps what it has interrupted, and 16 calls later peers wait for its end.
             for workspace in list(self._gathers):
                 workspace.abandon()
             raise

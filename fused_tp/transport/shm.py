@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, raised_half_way
 from fused_tp.runtime.group import Group
 from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer
 from fused_tp.transport.gloo_connections import Departures
@@ -91,14 +91,19 @@ class Workspace:
     """One call of an op in flight on this rank; a context manager that ends the call.
 
     Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
+
+    Left by an exception, the call is abandoned: peers that wait for more of it raise, and the ranks are in step. Once
+    this rank has signalled, peers may have come to the end of it, and could take a second try for their next call: then
+    the group is given up, unless the exception is one between ranks.
     """
 
-    __slots__ = ("__weakref__", "_call", "_core_group", "_memories")
+    __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "_signalled")
 
     def __init__(self, call: Any, core_group: Any) -> None:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
+        self._signalled = False
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
@@ -116,6 +121,7 @@ class Workspace:
 
     def signal(self, stage: int) -> None:
         """Publish all that this rank has written, as its `stage` (from 1, growing) of this call."""
+        self._signalled = True
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
@@ -141,6 +147,8 @@ class Workspace:
         if kind is None:
             self._call.end()
         else:
+            if self._signalled and error is not None and not isinstance(error, FusedTPError):
+                self._core_group.give_up(f"call {self._call.number} {raised_half_way(error)}")
             self.abandon()
 
 
