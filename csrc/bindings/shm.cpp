@@ -133,6 +133,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
       .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
       .def("close", &Group::close)
+      .def("give_up", &Group::give_up, py::arg("because"),
+           "Leaves the group: later calls of this rank raise, and peers that wait for it are told that it has left.")
       .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
       .def("allocate",
            [](const std::shared_ptr<Group>& group, size_t bytes) {

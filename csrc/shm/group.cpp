@@ -150,6 +150,17 @@ void Group::close() {
   control(rank_).state.compare_exchange_strong(running, static_cast<uint32_t>(RankState::kClosed));
 }
 
+void Group::give_up(const std::string& because) {
+  if (forks_ != count_forks()) return;
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (unusable_state_ != RankState::kRunning) return;
+    unusable_state_ = RankState::kClosed;
+    unusable_because_ = because;
+  }
+  close();
+}
+
 void Group::throw_if_unusable() {
   if (!connected_) throw GroupError("this group is not connected yet: give every rank's address to connect()");
   if (forks_ != count_forks())
@@ -160,6 +171,7 @@ void Group::throw_if_unusable() {
   const std::string text =
       "this group is unusable since an earlier call failed; make a new group. Then: " + unusable_because_;
   if (unusable_state_ == RankState::kTimedOut) throw CollectiveTimeoutError(text);
+  if (unusable_state_ == RankState::kClosed) throw GroupError(text);
   throw PeerLostError(text);
 }
 

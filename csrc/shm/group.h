@@ -99,6 +99,8 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
   ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(segments_[rank]->data()); }
   void close();
+  // Leaves the group for good: this rank's later calls throw `because`, peers find that it has left.
+  void give_up(const std::string& because);
 
   // Counting signals between pairs of ranks, on words that the caller keeps in shared memory (a signal pad). Each put
   // adds one; wait returns once the word has reached `target` (modulo 2^32).

@@ -279,24 +279,25 @@ def _compute_grads(
         d_outputs, d_gathered, x_shard, weights, needs_weight, needs_x, group, gather_dim, gather_size
     )
     d_weights: list[Tensor] = []
-    gathering = (
-        schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size) if any(needs_weight) else None
-    )
+    with schedule.several("all_gather_matmul_backward"):
+        gathering = (
+            schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size) if any(needs_weight) else None
+        )
 
-    def compute_weight_grads() -> None:
-        if gathering is not None:
-            x = gathering.wait()
-            d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
+        def compute_weight_grads() -> None:
+            if gathering is not None:
+                x = gathering.wait()
+                d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
 
-    d_x = x_shard.new_empty(0)
-    if needs_x and d_outputs:
-        products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-        d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
-    else:
-        compute_weight_grads()
-    if needs_x and d_gathered is not None:
-        d_direct = schedule.reduce_scatter(d_gathered, scatter_dim=gather_dim)
-        d_x = d_x.add_(d_direct) if d_outputs else d_direct
+        d_x = x_shard.new_empty(0)
+        if needs_x and d_outputs:
+            products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
+            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
+        else:
+            compute_weight_grads()
+        if needs_x and d_gathered is not None:
+            d_direct = schedule.reduce_scatter(d_gathered, scatter_dim=gather_dim)
+            d_x = d_x.add_(d_direct) if d_outputs else d_direct
     return [d_x, *d_weights]
 
 

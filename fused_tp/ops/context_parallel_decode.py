@@ -280,19 +280,21 @@ def _decode(
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     mine = attend(call, q, lengths, keys, values, v.shape[3])
     # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
+    queries, found = (x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine))
+    schedule = _parts_schedule(queries[0], v, group)
     outs, lses = [], []
-    for some, part in zip(*(x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine)), strict=True):
-        parts = _everyone(part, some, words, *_parts_schedule(some, v, group), known.rank)
-        out, lse = merge(parts, sinks)
-        outs.append(out.to(q.dtype))
-        lses.append(lse)
+    with schedule.several("context_parallel_decode"):
+        for some, part in zip(queries, found, strict=True):
+            out, lse = merge(_everyone(part, some, words, schedule, known.rank), sinks)
+            outs.append(out.to(q.dtype))
+            lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
 
 
 def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
     a_query = (q.shape[0], 1, *q.shape[2:])
     return max(
-        1, _GATHERED_BYTES // (world_size * numbers_given(a_query, v.shape) * accumulate_dtype(q.dtype).itemsize)
+        1, _GATHERED_BYTES // (world_size * numbers_given(a_query, v.shape[3]) * accumulate_dtype(q.dtype).itemsize)
     )
 
 
@@ -326,10 +328,10 @@ def _rows(
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 
 
-def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, numbers: int, rank: int) -> Tensor:
+def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int) -> Tensor:
     """All ranks' `mine`, [W, ...], moved at once with what all of them must have been called with: its checksum, and
     which queries."""
-    flat = mine.new_empty((1, numbers))
+    flat = mine.new_empty((1, numbers_given(q.shape, mine.shape[3] - 1)))
     said = 1 + TOLD * q.shape[0] * q.shape[1]
     checked = mine.device.type == "cpu" or settings.check_ranks()
     flat[0, 0] = zlib.crc32(words.encode()) & 0xFFFFFF  # 24 bits: a float holds them
@@ -360,16 +362,15 @@ def _check_alike(checksums: list[float], queries: Tensor, words: str, rank: int)
         )
 
 
-def _parts_schedule(q: Tensor, v: Tensor, group: str) -> tuple[Schedule, int]:
-    """What moves the parts, and how many numbers each rank gives."""
+def _parts_schedule(q: Tensor, v: Tensor, group: str) -> Schedule:
+    """What moves the parts."""
     known = group_by_name(group)
-    numbers = numbers_given(q.shape, v.shape)
-    dtype = accumulate_dtype(q.dtype)
-    return select_schedule(_OP, known, dtype, q.device, known.size, None, numbers), numbers
+    numbers = numbers_given(q.shape, v.shape[3])
+    return select_schedule(_OP, known, accumulate_dtype(q.dtype), q.device, known.size, None, numbers)
 
 
 def _schedule(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Schedule:
-    return _parts_schedule(q, v, rest[-1])[0]
+    return _parts_schedule(q, v, rest[-1])
 
 
 def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

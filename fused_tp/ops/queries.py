@@ -145,7 +145,7 @@ def _of_decode(shapes: Sequence[Shape], size: int) -> Both:
             f"q, k_cache_shard and v_cache_shard are {tuple(q)}, {tuple(k)} and {tuple(v)}; they must be [batch, new, "
             "heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
         )
-    return ("all_gather", size, None, numbers_given(q, v)), None
+    return ("all_gather", size, None, numbers_given(q, v[3])), None
 
 
 def _meta(names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, torch.Tensor]:

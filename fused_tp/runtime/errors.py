@@ -21,3 +21,13 @@ class RankMismatchError(FusedTPError):
 
     All of them raise it, and are in step again for their next call.
     """
+
+
+def raised_half_way(error: BaseException) -> str:
+    """What happened to an op that peers had had a part of when this rank raised: the rest of a sentence."""
+    said = str(error).splitlines()
+    reason = type(error).__name__ + (f" ({said[0][:300]})" if said else "")
+    return (
+        f"raised {reason} half-way, when its peers had taken part in it: from there on the ranks would have been out "
+        "of step."
+    )

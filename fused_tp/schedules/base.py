@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -22,6 +23,11 @@ class Schedule(Protocol):
     """
 
     name: str
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        """Around calls that make one op together. What one rank raises between them gives the group up, and its peers
+        hear of it, wherever they could take its next call for the one that they wait in."""
+        ...
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         """Start gathering the shards along `gather_dim` (here any dim)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
@@ -29,6 +30,9 @@ class Collective:
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return self.transport.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

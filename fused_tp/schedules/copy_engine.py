@@ -18,6 +18,7 @@ fills the time that the last blocks travel, and on a stream of its own it would 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
@@ -28,6 +29,7 @@ from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective, gather_blocks
 from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.half_way import gives_up_half_way
 from fused_tp.schedules.layout import (
     as_rows,
     gathered_shape,
@@ -66,6 +68,9 @@ class CopyEngineSchedule:
         self._chunks = chunks
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return gives_up_half_way(op, lambda: self.engine.calls, self.engine.abort, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ kernels do not add, and results without elements, go to plain collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
@@ -21,6 +22,7 @@ from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.half_way import gives_up_half_way
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
@@ -57,6 +59,9 @@ class DeviceSchedule:
         self._plain = plain
         self._beside = Beside()
         self._gathers: torch.cuda.Stream | None = None
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return gives_up_half_way(op, lambda: self.device.calls, self.device.give_up, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

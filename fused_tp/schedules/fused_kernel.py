@@ -13,6 +13,7 @@ cores do not take, runs on plain collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.collective import Collective, gather_blocks
+from fused_tp.schedules.half_way import gives_up_half_way
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
@@ -74,6 +76,9 @@ class FusedKernel:
         for name in ("workspace", "gather", "launch", "operands", "gemm_all_reduce", "gemm_reduce_scatter"):
             kernel_module(name)
         kernel_module("all_gather_gemm")
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ Communication Operations in MPICH", 2005.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
@@ -61,6 +62,9 @@ class Hierarchical:
         self._flat = flat
         self._levels = Levels(hosts, flat.transport)
         self.rank, self.world_size = flat.rank, flat.world_size
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return self._levels.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

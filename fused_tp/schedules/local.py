@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ class Local:
     """What every schedule comes to on one rank."""
 
     name = "local"
+
+    def several(self, op: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         return Done(x_shard)

@@ -12,14 +12,16 @@ costs the same packing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 import fused_tp._core as _core
+from fused_tp.runtime.errors import FusedTPError, raised_half_way
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.gemm import linear, sum_of_products
@@ -41,6 +43,21 @@ class OneSided:
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self._gathers: WeakSet[Workspace] = WeakSet()  # under way
+
+    @contextmanager
+    def several(self, op: str) -> Iterator[None]:
+        core_group = self.transport.core_group
+        before = core_group.calls
+        try:
+            yield
+        except BaseException as error:
+            if core_group.calls != before and not isinstance(error, FusedTPError):
+                core_group.give_up(f"{op} {raised_half_way(error)}")
+            # Whoever keeps an exception keeps what it has interrupted, and 16 calls later peers wait for its end.
+            for workspace in list(self._gathers):
+                workspace.abandon()
+            raise
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -53,8 +70,10 @@ class OneSided:
             workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
             workspace.signal(1)
             on_error.pop_all()
+        self._gathers.add(workspace)
 
         def finish() -> Tensor:
+            self._gathers.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(shape)
                 for rank, (offset, size) in enumerate(zip(rank_offsets(sizes), sizes, strict=True)):

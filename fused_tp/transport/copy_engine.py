@@ -223,6 +223,7 @@ class CopyEngine:
         self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self._lost: list[int] = []  # in the order in which they ended
         self._told = False
+        self.calls = 0  # that have begun
         self.broken: str | None = None
         self._watch = PeerWatch(self, memory.pids, CopyEngine._peer_lost, CopyEngine._look)
         _engines.add(self)
@@ -251,6 +252,7 @@ class CopyEngine:
         slot = self._slot
         if slot is None or slot.gather_bytes < gather_bytes or slot.scatter_bytes < scatter_bytes:
             slot = self._grow(op, gather_bytes, scatter_bytes)
+        self.calls += 1
         return Call(self, slot, op)
 
     # -- failures -----------------------------------------------------------------------------------------------------

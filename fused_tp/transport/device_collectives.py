@@ -332,6 +332,15 @@ class DeviceCollectives:
 
     # -----------------------------------------------------------------------------------------------------------------
 
+    @property
+    def calls(self) -> int:
+        """How many have been launched that take other ranks."""
+        return self._workspaces.calls
+
+    def give_up(self, sentence: str) -> None:
+        """No more calls, for a reason of the caller's; peers that wait for one find out at their deadline."""
+        self._workspaces.give_up(sentence)
+
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
         self._workspaces.raise_if_expired()

@@ -17,7 +17,13 @@ from typing import Any
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.runtime.errors import (
+    CollectiveTimeoutError,
+    FusedTPError,
+    PeerLostError,
+    RankMismatchError,
+    raised_half_way,
+)
 from fused_tp.runtime.group import Group
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing, who_gave_up
 
@@ -114,13 +120,7 @@ class GroupCalls:
 
     def raised_half_way(self, call: Call, error: BaseException) -> None:
         """Give the group up because of an error that is no peer's doing."""
-        said = str(error).splitlines()
-        reason = type(error).__name__ + (f" ({said[0][:300]})" if said else "")
-        sentence = (
-            f"{self.where(call)} raised {reason} half-way, when its peers had taken part in it: "
-            "from there on the ranks would have been out of step."
-        )
-        self.give_up(FusedTPError, call, sentence)
+        self.give_up(FusedTPError, call, f"{self.where(call)} {raised_half_way(error)}")
 
     def give_up(self, kind: type[FusedTPError], call: Call, sentence: str) -> FusedTPError:
         """The error to raise, and what peers are to raise too. From here on the group is unusable, and they know."""

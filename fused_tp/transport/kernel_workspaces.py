@@ -80,6 +80,7 @@ class Workspaces:
         self._told = False
         self._on_failure = on_failure
         self._turn = _turn_of(memory)
+        self.calls = 0  # of ops that have been given a workspace
         self.broken: str | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
@@ -102,6 +103,7 @@ class Workspaces:
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
         slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
+        self.calls += 1
         if not slot.on_gpu:
             return Use(self, slot)
         return UseOnGpu(self, slot, takes_turn)
@@ -124,6 +126,11 @@ class Workspaces:
             raise PeerLostError(self.broken)
         self._raise_expired()
 
+    def give_up(self, sentence: str) -> None:
+        """No more calls, for a reason of the caller's; peers that wait for one find out at their deadline."""
+        if self.broken is None:
+            self._fail(sentence)
+
     def _raise_expired(self) -> None:
         expired = self._expired()
         if expired is None:
@@ -143,14 +150,14 @@ class Workspaces:
         self._on_failure(sentence)
 
     def _expired(self) -> str | None:
-        for slots in (self._slots.values(), self._outgrown):
-            for slot in slots:
-                expired = slot.workspace.expired()
-                if expired is not None:
-                    return str(expired)
+        for slot in self._all():
+            expired = slot.workspace.expired()
+            if expired is not None:
+                return str(expired)
         return None
 
     def _all(self) -> list[_Slot]:
+        # A copy: the watch's thread looks at them while a call may make another.
         return [*self._slots.values(), *self._outgrown]
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------

@@ -58,6 +58,20 @@ class Levels:
         """A call that the flat transport runs, and counts, by itself."""
         return Part(self)
 
+    @contextmanager
+    def several(self, op: str) -> Iterator[None]:
+        """Around several calls: as `GroupCalls.several`, on all levels."""
+        flat, before = self._flat, self._all_started()
+        call = Call(op, flat.calls, time.perf_counter())
+        try:
+            yield
+        except FusedTPError:  # of one of the calls, which has told the peers what there is to tell
+            raise
+        except BaseException as error:
+            if flat.broken is None and (before is None or self._all_started() != before):
+                self.failed(call, error)
+            raise
+
     def failed(self, call: Call | None, error: BaseException) -> BaseException:
         """What to raise for an error on some level. From here on the group is unusable, and its peers know."""
         flat = self._flat
@@ -112,6 +126,11 @@ class Levels:
             return None
         levels = (level for group in (self._hosts.inside, self._hosts.across) for level in calls_of(group))
         return sum(level.calls for level in levels) + int(shared.core_group.calls)
+
+    def _all_started(self) -> int | None:
+        """Counts those of the flat transport too."""
+        started = self.started()
+        return None if started is None else started + self._flat.calls
 
     def _leave(self) -> None:
         """Leave the levels, which ends the waits of all who wait for this rank there."""

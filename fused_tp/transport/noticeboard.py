@@ -4,8 +4,7 @@ torch.distributed does not say which ranks a wait was in vain for. So a rank tha
 who raises reads the notices of all, and names the ranks that have left none or are at an earlier call. Nothing is
 written while all goes well, since a round trip to the store costs more than many an op.
 
-Asking the store can itself block for ever (its host may be stopped), so a thread asks, and is left behind when it does
-not answer. Until it has come back nothing else is asked: the others would only queue behind it.
+Asking the store can itself block for ever (its host may be stopped), so it is asked with a deadline (`bounded_store`).
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore
+
 T = TypeVar("T")
 
-_ANSWER_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 # A rank that had been in the call for less than this when it failed came only after the others had given up: its call
 # ended at once, but a busy machine may have taken long to get there. Clocks of several hosts would compare no better.
@@ -65,16 +63,15 @@ class Noticeboard:
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
-        self._store = store
+        self._store = BoundedStore(store)
         self._rank = rank
         self._world_size = world_size
         self.answers = True
-        self._left: Thread | None = None  # the thread that had no answer in time
         self._prefix: str | None = None
 
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
         # Once: where it is not known whether that was counted, this board stays blank. Late is well.
-        def join() -> None:
+        def join(store: dist.Store) -> None:
             self._prefix = f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
 
         self._ask(join, None)
@@ -83,16 +80,16 @@ class Noticeboard:
         """Put up this rank's notice, in place of an earlier one."""
         text = json.dumps(asdict(notice))
 
-        def write() -> None:
-            self._store.set(self._key(f"rank/{self._rank}"), text)
+        def write(store: dist.Store) -> None:
+            store.set(self._key(f"rank/{self._rank}"), text)
             if notice.error:
-                self._store.set(self._key("given_up"), "")
+                store.set(self._key("given_up"), "")
 
         self._ask(write, None)
 
     def given_up(self) -> bool:
         """Whether some rank has given the group up."""
-        return self._ask(lambda: self._store.check([self._key("given_up")]), False)
+        return self._ask(lambda store: store.check([self._key("given_up")]), False)
 
     def read(self) -> dict[int, Notice]:
         """The notices there are, by rank."""
@@ -107,12 +104,12 @@ class Noticeboard:
                 return notices
             time.sleep(_POLL_SECONDS)
 
-    def _read(self) -> dict[int, Notice]:
+    def _read(self, store: dist.Store) -> dict[int, Notice]:
         found = {}
         for rank in range(self._world_size):
             key = self._key(f"rank/{rank}")
-            if self._store.check([key]):
-                found[rank] = Notice(**json.loads(self._store.get(key)))
+            if store.check([key]):
+                found[rank] = Notice(**json.loads(store.get(key)))
         return found
 
     def _key(self, what: str) -> str:
@@ -120,25 +117,14 @@ class Noticeboard:
             raise RuntimeError("This rank does not know which of the store's groups of this name is its own.")
         return f"{self._prefix}/{what}"
 
-    def _ask(self, question: Callable[[], T], unknown: T) -> T:
-        self.answers = False
-        if self._left is not None and self._left.is_alive():
-            return unknown
-        answer: list[T] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                answer.append(question())
-
-        thread = Thread(target=ask, name="fused_tp store", daemon=True)
+    def _ask(self, question: Callable[[dist.Store], T], unknown: T) -> T:
         try:
-            thread.start()
-        except RuntimeError:  # no more threads may be had, or the interpreter is shutting down
+            answer = self._store.ask(question, ANSWER_SECONDS)
+        except Exception:  # most likely its host is stopped, or has died; no reason not to raise what is being told
+            self.answers = False
             return unknown
-        self._left = thread
-        thread.join(_ANSWER_SECONDS)
-        self.answers = bool(answer)  # else its host is stopped, or has died
-        return answer[0] if answer else unknown
+        self.answers = True
+        return answer
 
 
 def who_gave_up(notices: Mapping[int, Notice]) -> tuple[int, Notice] | None:

@@ -20,15 +20,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, raised_half_way
 from fused_tp.runtime.group import Group
+from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer
 from fused_tp.transport.gloo_connections import Departures
 
 
@@ -39,6 +40,8 @@ def _load_core() -> tuple[Any, str]:
     except ImportError as error:
         return None, f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
 
+
+T = TypeVar("T")
 
 _core, _why_no_core = _load_core()
 
@@ -88,14 +91,19 @@ class Workspace:
     """One call of an op in flight on this rank; a context manager that ends the call.
 
     Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
+
+    Left by an exception, the call is abandoned: peers that wait for more of it raise, and the ranks are in step. Once
+    this rank has signalled, peers may have come to the end of it, and could take a second try for their next call: then
+    the group is given up, unless the exception is one between ranks.
     """
 
-    __slots__ = ("_call", "_core_group", "_memories")
+    __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "_signalled")
 
     def __init__(self, call: Any, core_group: Any) -> None:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
+        self._signalled = False
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
@@ -113,6 +121,7 @@ class Workspace:
 
     def signal(self, stage: int) -> None:
         """Publish all that this rank has written, as its `stage` (from 1, growing) of this call."""
+        self._signalled = True
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
@@ -127,6 +136,10 @@ class Workspace:
         """`wait` for every other rank."""
         self._call.wait_all(stage)
 
+    def abandon(self) -> None:
+        """End the call on this rank before its time: peers that wait for more of it are told that this rank left."""
+        self._call.abandon()
+
     def __enter__(self) -> Workspace:
         return self
 
@@ -134,7 +147,9 @@ class Workspace:
         if kind is None:
             self._call.end()
         else:
-            self._call.abandon()
+            if self._signalled and error is not None and not isinstance(error, FusedTPError):
+                self._core_group.give_up(f"call {self._call.number} {raised_half_way(error)}")
+            self.abandon()
 
 
 def folded(shape: Sequence[int]) -> tuple[int, ...]:
@@ -446,17 +461,19 @@ def shm_unavailable_reason(group: Group) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendezvous(group: Group, store: dist.Store) -> ShmTransport | str:
+def _rendezvous(group: Group, group_store: dist.Store) -> ShmTransport | str:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
+    store = BoundedStore(group_store)
     # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
-    generation = store.add(f"fused_tp/shm/generation/{group.rank}", 1)
+    generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
     core_group, problem = None, ""
 
     def exchange(what: str, mine: bytes) -> list[bytes]:
         key = f"fused_tp/shm/{generation}/{what}"
-        store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
+        text: Any = mine  # `set` takes bytes, whatever its stub says
+        _asked(store, group, lambda store: store.set(f"{key}/{group.rank}", text))
         return [_get(store, key, rank, group, core_group) for rank in range(group.size)]
 
     try:
@@ -492,8 +509,20 @@ def _close_all() -> None:
         core_group.close()
 
 
-def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any) -> bytes:
-    """What `rank` has put there. In slices: a wait inside the store sees neither Ctrl-C nor the death of a peer."""
+def _asked(store: BoundedStore, group: Group, question: Callable[[dist.Store], T], left: float | None = None) -> T:
+    """What the group's store answers within the deadline, of which so much is left."""
+    seconds = settings.timeout_seconds()
+    try:
+        return store.ask(question, max(ANSWER_SECONDS, seconds if left is None else left))
+    except NoAnswer as error:
+        raise CollectiveTimeoutError(
+            f"The store of group {group.name!r} did not answer within {seconds:g} s (FUSED_TP_TIMEOUT) in the "
+            f"shared-memory rendezvous; the process that hosts it may be stopped. This is rank {group.rank}."
+        ) from error
+
+
+def _get(store: BoundedStore, what: str, rank: int, group: Group, core_group: Any) -> bytes:
+    """What `rank` has put there. In slices: a wait inside the store sees not the death of a peer."""
     key = f"{what}/{rank}"
     seconds = settings.timeout_seconds()
     begin = time.perf_counter()
@@ -502,11 +531,18 @@ def _get(store: dist.Store, what: str, rank: int, group: Group, core_group: Any)
     try:
         while True:
             left = seconds - (time.perf_counter() - begin)
-            try:
-                store.wait([key], timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01)))
+            slice_seconds = timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01))
+
+            def wait(store: dist.Store, seconds: timedelta = slice_seconds) -> bytes:
+                store.wait([key], seconds)
                 return store.get(key)
+
+            try:
+                return _asked(store, group, wait, left)
+            except FusedTPError:
+                raise
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                absent = _absent(store, what, group.size)
+                absent = _absent(store, what, group, left)
                 lost = _lost_peers(departures, core_group, absent)
                 if lost and (absent is None or rank in absent):
                     raise PeerLostError(
@@ -531,9 +567,16 @@ def _lost_peers(departures: Departures, core_group: Any, absent: list[int] | Non
     return [dead] if dead >= 0 else departures.look(absent)
 
 
-def _absent(store: dist.Store, what: str, size: int) -> list[int] | None:
+def _absent(store: BoundedStore, what: str, group: Group, left: float) -> list[int] | None:
     """Ranks that have put nothing there; None when the store has died with its host."""
     try:
-        return [rank for rank in range(size) if not store.check([f"{what}/{rank}"])]
+        return _asked(
+            store,
+            group,
+            lambda store: [rank for rank in range(group.size) if not store.check([f"{what}/{rank}"])],
+            left,
+        )
+    except FusedTPError:
+        raise
     except RuntimeError:
         return None

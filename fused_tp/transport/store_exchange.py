@@ -9,13 +9,17 @@ import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
+from fused_tp.transport.bounded_store import ANSWER_SECONDS, NoAnswer, bounded_store
 from fused_tp.transport.gloo_connections import Departures
+
+T = TypeVar("T")
 
 _GAVE_UP = "gave up"
 _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
@@ -30,7 +34,7 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
 
     Raises:
         CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
-            which.
+            which. Or the store has not answered.
         PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
@@ -39,14 +43,18 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
             f"Group {group.name!r} is unusable since its ranks failed to agree: {group.memo['exchange failed']} "
             "Destroy the process group and make a new one."
         )
-    store, place = _place(group)
-    count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
-    key = f"{place}/{what}/{count}"
-    store.set(f"{key}/{group.rank}", mine)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
     assert group.process_group is not None
-    waiting = _Waiting(store, place, key, what, group, Departures(group.process_group))
+    waiting = _Waiting(group, what, Departures(group.process_group))
     try:
+        waiting.give(mine)
         return [waiting.get(rank) for rank in range(group.size)]
+    except NoAnswer as error:
+        silent = CollectiveTimeoutError(
+            f"{what} of group {group.name!r} on rank {group.rank}: the group's store has not answered within "
+            f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); the process that hosts it may be stopped."
+        )
+        give_up(group, silent)
+        raise silent from error
     except FusedTPError as error:
         give_up(group, error)
         raise
@@ -57,20 +65,21 @@ def give_up(group: Group, error: FusedTPError) -> None:
     if "exchange failed" in group.memo:
         return
     group.memo["exchange failed"] = str(error)
-    with contextlib.suppress(RuntimeError):  # of a store that has died with its host
-        store, place = _place(group)
-        said = f"{type(error).__name__}: {error}"
-        store.set(f"{place}/{_GAVE_UP}", said.encode())  # type: ignore[arg-type]  # as above
+    said = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
+        bounded_store(group).ask(lambda store: _set(store, f"{_place(group, store)}/{_GAVE_UP}", said.encode()))
 
 
-def _place(group: Group) -> tuple[dist.Store, str]:
-    """The group's store, and where in it its exchanges are."""
-    assert group.process_group is not None
-    store = dist.distributed_c10d._get_process_group_store(group.process_group)
+def _place(group: Group, store: dist.Store) -> str:
+    """Where in the group's store its exchanges are."""
     if "exchange generation" not in group.memo:
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
         group.memo["exchange generation"] = store.add(f"fused_tp/exchange/generation/{group.rank}", 1)
-    return store, f"fused_tp/exchange/{group.memo['exchange generation']}"
+    return f"fused_tp/exchange/{group.memo['exchange generation']}"
+
+
+def _set(store: dist.Store, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
 
 
 def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | None:
@@ -94,27 +103,42 @@ def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | N
 class _Waiting:
     """For what the ranks give in one exchange, within the deadline."""
 
-    def __init__(
-        self, store: dist.Store, place: str, key: str, what: str, group: Group, departures: Departures
-    ) -> None:
-        self._store, self._place, self._key, self._what, self._group = store, place, key, what, group
-        self._departures = departures
+    def __init__(self, group: Group, what: str, departures: Departures) -> None:
+        self._group, self._what, self._departures = group, what, departures
+        self._count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # Who died before needs not a whole slice to be noticed.
         self._slice = _FIRST_SLICE_SECONDS
 
+    def give(self, mine: bytes) -> None:
+        self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
+
     def get(self, rank: int) -> bytes:
-        key = f"{self._key}/{rank}"
         while True:
             left = self._deadline - time.monotonic()
+            seconds = timedelta(seconds=max(min(left, self._slice), 0.01))
+
+            def wait(store: dist.Store, seconds: timedelta = seconds) -> bytes:
+                key = self._key(store, rank)
+                store.wait([key], seconds)
+                return store.get(key)
+
             try:
-                self._store.wait([key], timedelta(seconds=max(min(left, self._slice), 0.01)))
-                return self._store.get(key)
+                return self._ask(wait)
+            except NoAnswer:
+                raise
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
                 if (failure := self._failure(rank, left <= self._slice)) is not None:
                     raise failure from error
                 self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
                 time.sleep(0.01)  # a store that has died raises at once
+
+    def _ask(self, question: Callable[[dist.Store], T]) -> T:
+        # A store that is only slow has until the deadline.
+        return bounded_store(self._group).ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
+
+    def _key(self, store: dist.Store, rank: int) -> str:
+        return f"{_place(self._group, store)}/{self._what}/{self._count}/{rank}"
 
     def _failure(self, rank: int, expired: bool) -> FusedTPError | None:
         group, absent = self._group, self._absent()
@@ -139,15 +163,23 @@ class _Waiting:
         )
 
     def _said(self) -> str | None:
-        key = f"{self._place}/{_GAVE_UP}"
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:  # the store has died with its host
-            return None
+        def question(store: dist.Store) -> str | None:
+            key = f"{_place(self._group, store)}/{_GAVE_UP}"
+            return store.get(key).decode() if store.check([key]) else None
+
+        return self._known(question)
 
     def _absent(self) -> list[int] | None:
         """Ranks that have given nothing; None where the store has died with its host."""
+        return self._known(
+            lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
+        )
+
+    def _known(self, question: Callable[[dist.Store], T]) -> T | None:
+        """What the store answers; None where it has died with its host."""
         try:
-            return [rank for rank in range(self._group.size) if not self._store.check([f"{self._key}/{rank}"])]
+            return self._ask(question)
+        except NoAnswer:
+            raise
         except RuntimeError:
             return None

@@ -62,9 +62,10 @@ class CpuSymmetricMemory:
         self.world_size = transport.world_size
         pad_bytes = CHANNELS * self.world_size * 4
         self._pad_begin = -(-nbytes // 64) * 64
-        own = transport.core_group.allocate(self._pad_begin + pad_bytes)
-        torch.frombuffer(own, dtype=torch.uint8)[self._pad_begin :].zero_()
         with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
+            # Inside of the call: where one rank's pool is full, the others are told.
+            own = transport.core_group.allocate(self._pad_begin + pad_bytes)
+            torch.frombuffer(own, dtype=torch.uint8)[self._pad_begin :].zero_()
             workspace.buffer(self.rank, (8,), torch.uint8).copy_(_as_bytes(own.offset))
             workspace.signal(1)
             workspace.wait_all(1)

@@ -55,7 +55,8 @@ class TorchDist(GroupCalls):
         own = f"{backend.lower()}/" if backend is not None else ""
         super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
-        self._collectives: list[Any] = []  # collectives on gloo
+        self._collectives: list[Any] = []  # under way on gloo
+        self._met = self.backend != "nccl"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -223,6 +224,7 @@ class TorchDist(GroupCalls):
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel."""
+        self._meet(op, x)
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
 
@@ -247,6 +249,17 @@ class TorchDist(GroupCalls):
             return out
 
         return After(finish)
+
+    def _meet(self, op: str, like: Tensor) -> None:
+        """Once, for all ranks to make the group's communicator together.
+
+        torch does that at the first call, and where that is a batch of sends and receives, all ranks must have some
+        (see batch_isend_irecv). In a shift some may have none: of a window most ranks see nothing of most others.
+        """
+        if not self._met:
+            self._met = True
+            word = like.new_zeros(1)
+            self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
         """This rank's rows of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""

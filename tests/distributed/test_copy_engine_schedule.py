@@ -338,7 +338,7 @@ def results_of_calls() -> Iterator[list[Tensor]]:
 
 def failures(schedule: CopyEngineSchedule, library: str) -> list[str]:
     """What ranks say of failures, each on a group of its own, as it is unusable afterwards."""
-    cases = [functools.partial(is_late, op=op) for op in OPS] + [fails_inside, gives_up_at_random]
+    cases = [functools.partial(is_late, op=op) for op in OPS] + [fails_inside, gives_up_at_random, fails_between]
     everyone = list(range(schedule.world_size))
     schedules = [schedule_of(dist.new_group(everyone), library) for _ in cases]
     said = []
@@ -384,6 +384,21 @@ def fails_inside(schedule: CopyEngineSchedule) -> str:
     return str(raised.value)
 
 
+def fails_between(schedule: CopyEngineSchedule) -> str:
+    """One rank raises between two calls that make one op, and goes on: nobody takes its next call for the second."""
+    begun = time.monotonic()
+    with pytest.raises((FusedTPError, MemoryError)) as raised, schedule.several("an_op"):
+        gathering = schedule.all_gather(torch.ones(4, 2), gather_dim=0, gather_size=None)
+        if schedule.rank == 0:
+            raise MemoryError
+        step(schedule, "matmul_reduce_scatter")
+        gathering.wait()
+    with pytest.raises(FusedTPError):
+        step(schedule, "matmul_reduce_scatter")
+    assert time.monotonic() - begun < 10
+    return str(raised.value)
+
+
 def gives_up_at_random(schedule: CopyEngineSchedule) -> str:
     """Ranks give up at different times, with several calls under way: nobody ever takes wrong bytes for right."""
     os.environ["FUSED_TP_TIMEOUT"] = str(0.3 + 0.2 * schedule.rank)
@@ -415,6 +430,7 @@ def test_failures_end_a_call_on_all_ranks_in_time() -> None:
     inside = [one[len(OPS)] for one in said]
     assert "matmul_reduce_scatter failed on rank 0 (RuntimeError: out of memory)" in inside[0]
     assert "Rank 0 told rank 1 that it has given up" in inside[1]
+    assert "Rank 0 told rank 1 that it has given up" in said[1][-1]
 
 
 def killed(schedule: CopyEngineSchedule, op: str) -> float:

@@ -27,10 +27,11 @@ from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.kernel_memory import group_memory
 from fused_tp.transport.local import LocalRank, run_local
-from tests.distributed.device_tools import CPU, device_ranks, fresh_device_ranks
+from tests.distributed.device_tools import CPU, device_ranks, forced, fresh_device_ranks
 from tests.native_build import cpu_device_library
 
 X = torch.ones(40, 24)
+NOTICE_SECONDS = 4.0  # where many processes share a core
 
 CALLS: dict[str, Callable[[DeviceCollectives], Any]] = {
     "one_shot": lambda device: device.all_reduce(X, "one_shot"),
@@ -242,3 +243,52 @@ def test_what_did_not_arrive_is_nan_never_what_was_there(name: str, monkeypatch:
             device.raise_if_expired()
 
     run_local(2, ranks, timeout=30)
+
+
+def skips_a_batch(group: Any) -> tuple[str, float, list[float]]:
+    """Rank 0 raises in a backward when its gather has been launched and its sum has not, and goes on."""
+    w, found = torch.ones(8, 6, requires_grad=True), []
+    begun = time.perf_counter()
+    with forced(group, "two_shot"):
+        try:
+            for batch in range(4):
+                x = torch.full((4, 6), 10.0**batch, requires_grad=True)
+                y = fused_tp.all_gather_matmul(x, w, group=group) * 10.0**batch
+                if dist.get_rank(group) == 0 and batch == 1:
+                    broken = mock.patch.object(DeviceSchedule, "matmul_reduce_scatter", side_effect=MemoryError)
+                    with broken, pytest.raises(MemoryError):
+                        y.sum().backward()
+                    continue
+                found += [g.flatten()[0].item() for g in torch.autograd.grad(y.sum(), (x, w))]
+        except FusedTPError as error:
+            return str(error), time.perf_counter() - begun, found
+    return "", 0.0, found
+
+
+def raises_between_tensors(group: Any) -> str:
+    """Rank 0 raises when q is on its way to the ranks that have its heads, and k and v are not."""
+    q = torch.ones(1, 4, 2, 4)
+    with forced(group, "two_shot"):
+        if dist.get_rank(group) == 0:
+            real = DeviceCollectives.sequence_to_heads
+            moves = iter((real, mock.Mock(side_effect=MemoryError)))
+            once = mock.patch.object(DeviceCollectives, "sequence_to_heads", lambda device, x: next(moves)(device, x))
+            with once, pytest.raises(MemoryError):
+                fused_tp.ulysses_attention(q, q, q, group=group)
+        with pytest.raises(FusedTPError) as raised:
+            fused_tp.ulysses_attention(q, q, q, group=group)
+        return str(raised.value)
+
+
+def between_kernels(_: Any) -> tuple[tuple[str, float, list[float]], str]:
+    return skips_a_batch(dist.new_group([0, 1])), raises_between_tensors(dist.new_group([0, 1]))
+
+
+def test_a_rank_that_raises_between_two_kernels_and_goes_on_gives_nobody_wrong_numbers() -> None:
+    ((own, _, first), heads), ((said, seconds, second), _) = (
+        outcome.unwrap() for outcome in fresh_device_ranks(2, between_kernels, env={"FUSED_TP_TIMEOUT": "1"})
+    )
+    assert "unusable since an earlier failure: all_gather_matmul_backward raised MemoryError half-way" in own
+    assert "reduce_scatter, call" in said and "waited for tile 0 of rank 0" in said and seconds < 1.0 + NOTICE_SECONDS
+    assert first == second == [16.0, 8.0]
+    assert "unusable since an earlier failure: ulysses_attention raised MemoryError half-way" in heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import collective, pipelined
@@ -19,6 +21,8 @@ from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport import torch_dist as torch_dist_module
 from fused_tp.transport.torch_dist import TorchDist
 from tests.workers import run_ranks
+
+decode_module = import_module("fused_tp.ops.context_parallel_decode")  # the op has its name
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 
@@ -113,6 +117,63 @@ def test_peers_hear_of_it_at_once_and_nobody_goes_on() -> None:
             assert f"{op} (call" in message and "on rank 0 of 4 raised OutOfMemory (" in message, message
             assert "half-way" in message and "and more" not in message
             assert rank == 0 or "rank 0 has given the group up. It said: " in message, message
+            assert seconds < NOTICE_SECONDS, (op, seconds)
+
+
+def backward_of_a_gather(group: Any) -> Callable[[], Any]:
+    x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+    y = fused_tp.all_gather_matmul(x, w, group=group)
+    return lambda: torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+
+
+def long_prompt(group: Any) -> Callable[[], Any]:
+    q, cache, lengths = torch.ones(1, 6, 2, 4), torch.ones(1, 8, 2, 4), torch.tensor([6])
+    return lambda: fused_tp.context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths)
+
+
+# What comes of calls of a schedule, and where it raises on rank 0 between two of them.
+OPS: list[tuple[str, Callable[[Any], Callable[[], Any]], Any, str]] = [
+    ("all_gather_matmul_backward", backward_of_a_gather, collective, "sum_of_products"),
+    ("context_parallel_decode", long_prompt, decode_module, "merge"),
+]
+
+
+@mock.patch.object(decode_module, "_GATHERED_BYTES", 1)  # one query at a time
+def between_calls(_: Any) -> list[tuple[str, float]]:
+    found = []
+    for _, make, module, name in OPS:
+        group = group_of_its_own()
+        run = make(group)
+        run()
+        begun = time.perf_counter()
+        if dist.get_rank(group) == 0:
+            with mock.patch.object(module, name, at_call(1, getattr(module, name))):
+                said = raised_by(run)
+            assert said == "no memory for 12 bytes\nand more", said
+            said = raised_by(run)
+            assert "is unusable since an earlier failure" in said, said
+        else:
+            said = raised_by(run)
+        found.append((said, time.perf_counter() - begun))
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return found
+
+
+def raised_by(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_peers_hear_of_what_raises_between_the_calls_of_an_op() -> None:
+    outcomes = run_ranks(4, between_calls, env={"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"})
+    for rank, found in enumerate(outcomes):
+        for (op, *_), (said, seconds) in zip(OPS, found, strict=True):
+            assert f"{op} (call" in said and "on rank 0 of 4 raised OutOfMemory (" in said, said
+            assert rank == 0 or "rank 0 has given the group up. It said: " in said, said
             assert seconds < NOTICE_SECONDS, (op, seconds)
 
 

@@ -397,13 +397,30 @@ def half_way() -> tuple[str, str, float]:
         return group.group_name, str(caught.value), time.monotonic() - begun
 
 
+def between_two_calls() -> tuple[str, float]:
+    """Rank 0 raises when x is on its way for the gradient of the weight, and what that of x is summed of is not."""
+    x, w = torch.ones(2, 6, requires_grad=True), torch.ones(3, 6, requires_grad=True)
+    with on_hosts("aabb") as group:
+        y = fused_tp.all_gather_matmul(x, w, group=group)
+        begun = time.monotonic()
+        if dist.get_rank() == 0:
+            with patched(Hierarchical, "matmul_reduce_scatter"), pytest.raises(OutOfMemory):
+                y.sum().backward()
+            with pytest.raises(fused_tp.FusedTPError) as caught:
+                fused_tp.all_gather_matmul(x, w, group=group)
+        else:
+            with pytest.raises(fused_tp.PeerLostError) as caught:
+                y.sum().backward()
+        return str(caught.value), time.monotonic() - begun
+
+
 def patched(place: Any, name: str) -> Any:
     return mock.patch.object(place, name, side_effect=OutOfMemory)
 
 
 def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
     found = []
-    for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join, half_way):
+    for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join, half_way, between_two_calls):
         found.append(case())
         dist.barrier()
         # torch numbers groups: where one could not be made, the ranks still agree on the next one's number.
@@ -416,7 +433,7 @@ def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
 @beside(lambda: fresh_ranks(4, failing_one_after_the_other, env=FORCED, expect_deaths=True))
 def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[Outcome]) -> None:
     outcomes = [one.unwrap() for one in outcome]
-    for rank, (parts, memory, raised) in enumerate(outcomes):
+    for rank, (parts, memory, raised, between) in enumerate(outcomes):
         if rank < 3:
             assert parts.startswith("CollectiveTimeoutError: ")
             assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
@@ -426,6 +443,10 @@ def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[
         name, said, seconds = raised
         assert f"matmul_reduce_scatter (call 4 of group {name!r}) on rank 0 of 4 raised OutOfMemory half-way" in said
         assert rank == 0 or "rank 0 has given the group up. It said: " in said, said
+        assert seconds < NOTICE_SECONDS
+        said, seconds = between
+        wanted = "on rank 0 of 4 raised OutOfMemory half-way"
+        assert "all_gather_matmul_backward (call " in said and wanted in said, said
         assert seconds < NOTICE_SECONDS
     assert "some rank of [2, 3]" in outcomes[2][0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.runtime.errors import FusedTPError
+from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import one_sided
 from fused_tp.schedules.one_sided import OneSided
 from fused_tp.transport.shm import Workspace, shm_transport
-from tests.workers import run_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 SOON = 5.0  # seconds; the deadline is 60
 
@@ -61,3 +63,53 @@ def test_a_rank_that_cannot_copy_in(op: str, world_size: int) -> None:
     for said in peers:
         assert said.startswith(f"rank {world_size - 1} left {op}({3 * world_size}, 5, 0; float32), call ")
         assert said.endswith("because of an error of its own")
+
+
+def fail_half_way(group: dist.ProcessGroup, where: str) -> tuple[str, list[float]]:
+    """Rank 0 raises when its peer may have what it needs of it, and tries again from the beginning."""
+    x, found, failing = torch.ones(2, 4, requires_grad=True), [], dist.get_rank(group) == 0
+    said = ""
+    for _ in range(3):
+        broken = mock.patch.object(one_sided, where, side_effect=MemoryError("no room for a product"))
+        try:
+            for number in (2.0, 3.0):
+                w = torch.full((6, 4), number, requires_grad=True)
+                y = fused_tp.all_gather_matmul(x, w, group=group)
+                with broken if failing and number == 3.0 else nullcontext():
+                    dx, dw = torch.autograd.grad(fused_tp.all_gather_matmul(x, w, group=group).sum(), (x, w))
+                found += [y[0, 0].item(), dx[0, 0].item(), dw[0, 0].item()]
+            break
+        except (MemoryError, FusedTPError) as error:
+            said = str(error)
+            failing = False
+    return said, found
+
+
+@pytest.mark.parametrize("where", ["linear", "sum_of_products"])  # in the forward, in the backward
+def test_a_second_try_is_not_taken_for_the_next_call(where: str) -> None:
+    outcomes = fresh_ranks(2, fail_half_way, where, env={"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"})
+    (own, first), (others, second) = (outcome.unwrap() for outcome in outcomes)
+    assert "unusable since an earlier call failed" in own
+    assert "raised MemoryError (no room for a product) half-way" in own
+    assert "unusable since an earlier call failed" in others and "rank 0 has left the group" in others
+    # Of the second weight there are no numbers but those of the product that had come to its end.
+    right = [8.0, 24.0, 4.0]
+    assert first == right and second == right
+
+
+def disagree_between_two_calls(group: dist.ProcessGroup) -> str:
+    transport = shm_transport(resolve_group(group))
+    assert transport is not None
+    schedule, x = OneSided(transport), torch.ones(3, 5)
+    with pytest.raises(RankMismatchError) as error, schedule.several("op"):  # `error` keeps `gathering`
+        gathering = schedule.all_gather(x, gather_dim=0, gather_size=None)
+        schedule.all_reduce(torch.ones(1 + transport.rank))
+        gathering.wait()
+    for _ in range(40):
+        assert gather(group, x).shape == (3 * transport.world_size, 5)
+    return str(error.value)
+
+
+def test_what_an_error_has_interrupted_has_ended_though_the_error_is_kept() -> None:
+    for said in run_ranks(2, disagree_between_two_calls):
+        assert said.startswith("ranks disagree about call ")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fused_tp
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
-from fused_tp.transport import noticeboard
+from fused_tp.transport import noticeboard, shm, store_exchange
+from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
+from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
 from tests.beside import beside
 from tests.late import give_up, wait_for_those_who_gave_up
@@ -189,7 +194,7 @@ class HiccupStore(dist.Store):
 
 
 def test_a_store_that_hesitates_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noticeboard, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", 0.1)
     shared = dist.HashStore()
     other = Noticeboard(shared, "name", 1, 2)
     store = HiccupStore(shared)
@@ -307,6 +312,50 @@ def test_a_store_that_does_not_answer_is_asked_once_and_left() -> None:
     assert not board.given_up() and board.read() == {}
     assert board.read_until(bool, 5.0) == {}
     assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.answers
+
+
+def shift_between_two_of_three(group: Any) -> list[int]:
+    """On torch's NCCL, for which gloo stands here: how many ranks have made its communicator by then."""
+    with mock.patch("fused_tp.transport.torch_dist.backend_of", lambda group, device_type: "nccl"):
+        transport, rank = TorchDist(resolve_group(group), "cpu"), dist.get_rank(group)
+    met, real = [], dist.all_reduce
+
+    def all_reduce(x: torch.Tensor, **keywords: Any) -> Any:
+        met.append(dist.get_world_size(keywords["group"]))
+        return real(x, **keywords)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        for _ in range(2):
+            x, out = torch.full((3 if rank == 0 else 0,), 7.0), torch.empty(3 if rank == 1 else 0)
+            assert transport.shift("shift", x, out, 1).wait().eq(7.0).all()
+    return met
+
+
+def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() -> None:
+    assert run_ranks(3, shift_between_two_of_three) == [[3]] * 3
+
+
+def meet_where_the_store_is_stopped(group: Any) -> list[str]:
+    store, said = HiccupStore(dist.HashStore()), []
+    store.stop()
+    with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1), mock.patch.object(shm, "ANSWER_SECONDS", 0.1):
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
+        for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+            begun = time.perf_counter()
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                meet()
+            assert time.perf_counter() - begun < 4.0
+            said.append(str(caught.value))
+    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
+        exchange(described, "names", b"mine")
+    store.go_on()
+    return said
+
+
+def test_no_rank_waits_past_its_deadline_for_a_store_whose_host_is_stopped() -> None:
+    (said,) = run_ranks(1, meet_where_the_store_is_stopped, env={"FUSED_TP_TIMEOUT": "0.3"})
+    for sentence in said:
+        assert "answer" in sentence and "within 0.3 s (FUSED_TP_TIMEOUT)" in sentence, sentence
 
 
 def test_notices_of_an_earlier_group_of_the_name_are_not_read() -> None:

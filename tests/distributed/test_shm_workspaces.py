@@ -13,6 +13,7 @@ import torch
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
+from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
 from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of
 from tests.workers import fresh_ranks, run_ranks
 
@@ -194,6 +195,13 @@ def small_reserve(group: Any) -> list[str]:
         except FusedTPError as error:
             said.append(str(error))
         transport.barrier()
+    taken = transport.core_group.allocate(1 << 19) if transport.rank == 0 else None
+    try:
+        CpuSymmetricMemory(transport, 1 << 19)
+    except FusedTPError as error:
+        said.append(str(error))
+    del taken
+    transport.barrier()
     for i in range(50):  # four of them fill the pool; this rank may be ahead of its peers by more
         with transport.begin("waits", (i,), torch.uint8, 250_000) as workspace:
             workspace.signal(1)
@@ -215,6 +223,7 @@ def test_a_pool_that_is_too_small() -> None:
         assert full in said[rank] and "raise FUSED_TP_SHM_RESERVE" in said[rank]
         left = f"rank {1 - rank} left too_large(; uint8), call"
         assert left in said[1 - rank] and "because of an error of its own" in said[1 - rank]
+        assert ("rank 0 left symmetric_memory(" if rank else "the shared-memory pool of this rank is full") in said[2]
 
 
 def bad_reserve(group: Any, text: str) -> str:

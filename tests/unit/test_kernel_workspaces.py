@@ -110,6 +110,18 @@ def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
         workspaces.raise_if_expired()
 
 
+def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
+    workspaces, _ = made()
+    with workspaces.use("sum", 1, "op") as first:
+        pass
+
+    def makes_another() -> None:  # as the thread that calls, which may get its turn at any time
+        workspaces._grow("gather", 1, "op")
+
+    first.expired = makes_another
+    assert workspaces._expired() is None
+
+
 def test_an_error_of_the_caller_is_not_hidden() -> None:
     workspaces, _ = made()
     with pytest.raises(ZeroDivisionError), workspaces.use("sum", 1, "op"):

@@ -12,18 +12,27 @@ from torch import Tensor
 
 from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Share, take
 from fused_tp.schedules.attention.all_to_all_messages import MessagesAllToAll
-from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.schedules.device import DeviceSchedule
 
 
 class DeviceAllToAll:
     """Serves GPUs that reach each other's memory."""
 
-    def __init__(self, name: str, device: DeviceCollectives, messages: MessagesAllToAll) -> None:
-        self.name = name
-        self._device = device
+    def __init__(self, schedule: DeviceSchedule, messages: MessagesAllToAll) -> None:
+        self.name = schedule.name
+        self._several = schedule.several
+        self._device = schedule.device
         self._messages = messages
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        with self._several(exchange.op):
+            return self._to_heads(exchange, xs)
+
+    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        with self._several(exchange.op):
+            return self._to_sequence(exchange, xs)
+
+    def _to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         even, uneven = _sorted(exchange)
         found: dict[int, Tensor] = {}
         if uneven:
@@ -40,7 +49,7 @@ class DeviceAllToAll:
                 (found[i],) = one.outs
         return [found[i] for i in range(len(xs))]
 
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def _to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         even, uneven = _sorted(exchange)
         found: dict[int, Tensor] = {}
         if uneven:

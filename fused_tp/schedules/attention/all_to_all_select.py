@@ -34,4 +34,4 @@ def select_all_to_all(group: Group, dtype: torch.dtype, device: torch.device, to
         assert not isinstance(own, str), "select_schedule has just found it"
         return MessagesAllToAll(name, own)
     messages = MessagesAllToAll(name, torch_dist(group, device.type))
-    return DeviceAllToAll(name, schedule.device, messages) if isinstance(schedule, DeviceSchedule) else messages
+    return DeviceAllToAll(schedule, messages) if isinstance(schedule, DeviceSchedule) else messages

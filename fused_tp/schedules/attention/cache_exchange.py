@@ -34,7 +34,6 @@ def deal(
     Raises:
         RankMismatchError: it was not the same (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
     """
-    _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
     dealing = Dealing(group.size, group.rank, block)
     held = [first + one.indices for one in tokens]
     owners = [dealing.owners(indices) for indices in held]
@@ -42,7 +41,10 @@ def deal(
     send = np.bincount(owners[group.rank], minlength=group.size).tolist()
     receive = [int((theirs == group.rank).sum()) for theirs in owners]
     arriving = np.concatenate([indices[theirs == group.rank] for indices, theirs in zip(held, owners, strict=True)])
-    return arriving, _exchange(group, rows[torch.from_numpy(order).to(rows.device)], send, receive, sum(map(len, held)))
+    leaving = rows[torch.from_numpy(order).to(rows.device)]
+    # All that may raise on one rank alone comes before the first exchange: the peers would wait in the second.
+    _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
+    return arriving, _exchange(group, leaving, send, receive, sum(map(len, held)))
 
 
 def _check_alike(group: Group, words: str, rows: Tensor) -> None:

@@ -55,9 +55,9 @@ class CacheCall:
     paged: bool
 
 
-def numbers_given(q_shape: Sequence[int], v_shape: Sequence[int]) -> int:
+def numbers_given(q_shape: Sequence[int], dim: int) -> int:
     """How many numbers a rank gives the others: `attend`'s, one that says what it was called with, and `told_apart`."""
-    return 1 + TOLD * prod(q_shape[:2]) + prod(q_shape[:3]) * (v_shape[3] + 1)
+    return 1 + TOLD * prod(q_shape[:2]) + prod(q_shape[:3]) * (dim + 1)
 
 
 def told_apart(q: Tensor) -> Tensor:

@@ -1,0 +1,42 @@
+"""What one rank raises between two calls of kernels, or of copy engines, that make one op together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from fused_tp.runtime.errors import RankMismatchError, raised_half_way
+from fused_tp.schedules.collective import Collective
+from fused_tp.transport.group_calls import Call
+
+
+@contextmanager
+def gives_up_half_way(
+    op: str, calls: Callable[[], int], give_up: Callable[[str], None], plain: Collective | None
+) -> Iterator[None]:
+    """Around calls that make `op` together.
+
+    Kernels do not compare what the ranks call. One that raises between two calls and goes on, with the next batch say,
+    would have its next call taken for the one that its peers wait in, and the numbers of all would be wrong. So it
+    gives the group up. Peers that wait for its messages hear of it at once; a kernel that waits ends at the deadline.
+
+    Args:
+        calls: how many have been made.
+        give_up: makes this rank's later calls fail, with this sentence.
+        plain: what runs the calls that go by messages, if there is any.
+    """
+    before = calls()
+    try:
+        with nullcontext() if plain is None else plain.several(op):
+            yield
+    except RankMismatchError:  # which all ranks raise together
+        raise
+    except BaseException as error:
+        if calls() != before and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            if plain is not None and plain.transport.broken is None:
+                plain.transport.raised_half_way(Call(op, plain.transport.calls, time.perf_counter()), error)
+            give_up(f"{op} {raised_half_way(error)}")
+        raise
