@@ -35,7 +35,7 @@ def cases(quick: bool) -> list[Case]:
     """All cases, those that say most first: minutes may run out."""
     from . import gpu_attention as attention
     from . import gpu_collectives as collectives
-    from . import gpu_fused, gpu_gemm, gpu_overhead
+    from . import gpu_fused, gpu_gemm, gpu_overhead, gpu_ring
 
     fused = [*gpu_gemm.cases(["bf16"], quick), *gpu_fused.flag_cases(quick), *gpu_fused.rank_cases(2, quick)]
     kb, mb = collectives.KB, collectives.MB
@@ -48,6 +48,7 @@ def cases(quick: bool) -> list[Case]:
             *fused,
             *attention.cases(quick),
             *attention.ring_cases(quick),
+            *gpu_ring.cases(quick),
         ]
     small, large = (
         [n for n in collectives.SIZES if (n >= collectives.LARGE) == is_large] for is_large in (False, True)
@@ -60,6 +61,7 @@ def cases(quick: bool) -> list[Case]:
         *fused,
         *attention.cases(quick),
         *attention.ring_cases(quick),
+        *gpu_ring.cases(quick),
         *collectives.exchange_cases(2, small),
         *gpu_fused.rank_cases(4, quick),
         *collectives.latency_cases(4),

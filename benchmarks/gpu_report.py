@@ -45,7 +45,7 @@ def _attention_flops(p: Mapping[str, Any]) -> float:
     """Of its matmuls: two forward, five backward, half of each where the mask is causal."""
     rows = max(TOKENS, p["seq"]) if "causal" in p else p["seq"]
     pairs = rows * p["seq"] * (0.5 if p.get("causal", True) else 1.0)
-    return (5 if p["backward"] else 2) * 2.0 * pairs * WIDTH
+    return (5 if p.get("backward") else 2) * 2.0 * pairs * WIDTH
 
 
 def gpu_machine(device: torch.device) -> Machine:

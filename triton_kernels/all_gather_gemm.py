@@ -30,7 +30,6 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -339,7 +338,7 @@ def all_gather_gemm(
         puller.run_interpreted()
         puller = None
     staged = torch.cuda.current_stream(x_shard.device).record_event() if puller else None
-    if puller and staged and _one_after_another():
+    if puller and staged and gather.one_after_another():
         puller.begin(staged)
         puller.end()
         puller = None
@@ -350,14 +349,6 @@ def all_gather_gemm(
         puller.begin(staged)
         puller.end()
     return ys, kept if gathered else None
-
-
-def _one_after_another() -> bool:
-    """Whether nothing promises that the matmul and the copies it waits for run at once: then the copies come first.
-
-    That is so for branches of a CUDA graph, and where every launch is waited for.
-    """
-    return torch.cuda.is_current_stream_capturing() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
 
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:

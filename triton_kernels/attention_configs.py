@@ -13,7 +13,7 @@ from typing import Any
 
 # As Triton names them; fp32 by how it is multiplied.
 KINDS = ("bf16", "fp16", "tf32", "ieee")
-KERNELS = ("forward", "queries", "keys")
+KERNELS = ("forward", "ring", "queries", "keys")
 MAX_HEAD_DIM = 256
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
@@ -76,6 +76,13 @@ _RICH_AMPERE = {
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 32, 8, 1)},
 }
 _RICH = {80: _RICH_AMPERE, 90: _RICH_HOPPER, 100: _RICH_BLACKWELL}
+# The launch of a whole ring has its place among chunks beside the sums: these where the tiles of "forward" would spill.
+_RING = {
+    80: {64: _C(128, 64, 8, 3)},
+    90: {128: _C(128, 64, 8, 3, True), 256: _C(64, 32, 8, 2, True)},
+    100: {128: _C(128, 64, 8, 3, True), 256: _C(64, 32, 8, 2, True)},
+}
+_RICH_RING = {90: {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 32, 8, 1)}}
 _TF32 = {
     "forward": {64: _C(64, 32, 8, 2), 128: _C(64, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
@@ -112,7 +119,11 @@ def attention_config(
         table = _PLAIN[arch]
     else:
         table = _RICH[arch]
-    return table[kernel][64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM]
+    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
+    if kernel != "ring":
+        return table[kernel][width]
+    own = {} if kind in ("ieee", "tf32") else (_RING if plain else _RICH_RING).get(arch, {})
+    return own.get(width, table["forward"][width])
 
 
 def padded(head_dim: int) -> int:

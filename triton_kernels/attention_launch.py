@@ -92,6 +92,14 @@ def obstacle(
 
 def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: str) -> None:
     """Raises ValueError, in a sentence, where the kernels cannot compute it."""
+    check_tensors(q, k, v, terms, precision)
+    rows, keys = q.shape[1], k.shape[1]
+    if (rows, keys) != (seen.rows, seen.keys):
+        raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str) -> None:
+    """`check` of all but the mask."""
     why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
     if why is not None:
         raise ValueError(f"{why[0].upper()}{why[1:]}.")
@@ -105,15 +113,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: 
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
         check_rows(name, x)
-    batch, rows, heads, head_dim = q.shape
+    batch, _, heads, head_dim = q.shape
     _, keys, kv_heads, _ = k.shape
     if k.shape != (batch, keys, kv_heads, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
         raise ValueError(
             "k must be [batch, keys, kv_heads, head_dim] and v [batch, keys, kv_heads, any], with a number of kv_heads "
             f"that divides that of heads; q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
         )
-    if (rows, keys) != (seen.rows, seen.keys):
-        raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
     check_per_head("slopes", terms.slopes, q)
 
 

@@ -81,11 +81,7 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
     >>> tiles_of(np.zeros(4, int), np.arange(1, 5), (), 2, 2).tolist()  # causal
     [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
     """
-    segments = _segments(starts, stops, breaks, rows)
-    counts = -(-np.diff(segments) // rows)
-    segment = np.repeat(np.arange(len(counts)), counts)
-    first = segments[segment] + (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-    behind = np.minimum(first + rows, segments[segment + 1])
+    first, behind = _rows_of_tiles(starts, stops, breaks, rows)
     begin, end = starts[first].astype(np.int64), stops[behind - 1].astype(np.int64)
     end = np.maximum(begin, end)
     full_begin = begin + -(-(starts[behind - 1] - begin) // block) * block
@@ -94,6 +90,47 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
     full_begin, full_end = np.where(some, full_begin, begin), np.where(some, full_end, begin)
     table = np.stack((first, behind, begin, end, full_begin, full_end), 1)
     return np.ascontiguousarray(table[np.argsort(begin - end, kind="stable")].astype(np.int32))
+
+
+def tiles_of_chunks(
+    seen: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block: int
+) -> tuple[Any, Any]:
+    """The same for keys that come in chunks: int32 (tiles [tiles, 2], bounds [tiles, chunks, 4]), those with most to
+    look at first: (row, end of rows), and (begin, end, full begin, full end) in each chunk.
+
+    Args:
+        seen: starts and stops [queries] in the whole, by which tiles are cut.
+        starts, stops: [chunks, queries], in each chunk; none is seen where stop is not above start.
+
+    >>> starts, stops = np.zeros((2, 4), int), np.array([[1, 2, 3, 4], [0, 0, 2, 2]])
+    >>> tiles, bounds = tiles_of_chunks((starts[0], stops[0]), (), starts, stops, 2, 2)
+    >>> tiles.tolist(), bounds.tolist()
+    ([[2, 4], [0, 2]], [[[0, 4, 0, 2], [0, 2, 0, 2]], [[0, 2, 0, 0], [0, 0, 0, 0]]])
+    """
+    first, behind = _rows_of_tiles(*seen, breaks, rows)
+    nothing = stops <= starts
+    never = np.iinfo(np.int32).max
+    low, high = np.where(nothing, never, starts), np.where(nothing, 0, stops)
+    begin, end = np.minimum.reduceat(low, first, 1), np.maximum.reduceat(high, first, 1)
+    full_begin, full_end = np.maximum.reduceat(low, first, 1), np.minimum.reduceat(high, first, 1)
+    begin = np.minimum(begin, end)
+    full_begin = begin + -(-(full_begin.astype(np.int64) - begin) // block) * block
+    full_end = begin + (np.minimum(full_end, end) - begin) // block * block
+    some = full_end > full_begin
+    full_begin, full_end = np.where(some, full_begin, begin), np.where(some, full_end, begin)
+    order = np.argsort((begin - end).sum(0), kind="stable")
+    bounds = np.stack((begin, end, full_begin, full_end), -1).transpose(1, 0, 2)[order]
+    tiles = np.stack((first, behind), 1)[order]
+    return np.ascontiguousarray(tiles.astype(np.int32)), np.ascontiguousarray(bounds.astype(np.int32))
+
+
+def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> tuple[Any, Any]:
+    """(first row, end of rows) of each tile of up to `rows` rows."""
+    segments = _segments(starts, stops, breaks, rows)
+    counts = -(-np.diff(segments) // rows)
+    segment = np.repeat(np.arange(len(counts)), counts)
+    first = segments[segment] + (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+    return first, np.minimum(first + rows, segments[segment + 1])
 
 
 def _segments(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> Any:

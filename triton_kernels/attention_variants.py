@@ -6,7 +6,7 @@ compiled once per kernel, with a head dim of v that is not that of q; fp32 in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,12 @@ class Shape:
         }
 
     def variant(
-        self, function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any] | None = None,
+        *,
+        odd: Iterable[str] = (),
     ) -> Variant:
         given = config_arguments(
             self.config, self.head_dim, self.v_head_dim, "ieee" if self.dtype != "fp32" else self.kind
@@ -85,7 +90,7 @@ class Shape:
             {**common, **arguments},
             {**given, **flags, **(constants or {})},
             options,
-            frozenset((*ODD, "heads", "shared")),
+            frozenset((*ODD, "heads", "shared", *odd)),
             units,
         )
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -83,7 +84,7 @@ def join(workspaces, state, error, rank, half_bytes, timeout_ns):
 
 
 @triton.jit
-def wait_pulled(call, peer, WORLD: tl.constexpr):
+def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once `peer` has read what was in this rank's region in the call before; as `wait`."""
     epoch = tl.maximum(call.epoch - 1, 0)
     before = Call(call.workspaces, call.state, call.error, call.rank, call.half_bytes, call.timeout_ns, epoch)
@@ -156,7 +157,7 @@ def stage_kernel(
     call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
     free = True
     for distance in tl.range(1, WORLD):
-        free = wait_pulled(call, (rank + distance) % WORLD, WORLD) & free
+        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
     region = region_at(call, rank, x_ptr.dtype.element_ty, WORLD)
     copy_rows(x_ptr, stride_xm, stride_xk, region, rows, K, free)
     if is_last(call, STAGED, tl.num_programs(0)):
@@ -384,6 +385,14 @@ class Puller:
                     return source
             time.sleep(20e-6)
         return pending[0]
+
+
+def one_after_another() -> bool:
+    """Whether nothing promises that a kernel and the copies it waits for run at once: then the copies come first.
+
+    That is so for branches of a CUDA graph, and where every launch is waited for.
+    """
+    return torch.cuda.is_current_stream_capturing() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
 
 
 def run(launch: LaunchOf) -> None:

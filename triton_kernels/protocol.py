@@ -33,6 +33,7 @@ OPS = (
     "all_gather",
     "all_to_all",
     "all_reduce_rms_norm",
+    "ring_attention",
 )
 MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
 

@@ -29,6 +29,7 @@ KERNEL_MODULES = (
     "gemm_all_reduce",
     "flash_attention_forward",
     "flash_attention_backward",
+    "ring_forward",
 )
 
 # What multiplies matrices on each architecture, in PTX.

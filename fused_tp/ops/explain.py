@@ -11,9 +11,13 @@ from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.attention.providers import Wanted, choose_provider
+from fused_tp.schedules.attention.ring_fused import FusedRing
+from fused_tp.schedules.attention.ring_select import no_fused_ring
+from fused_tp.schedules.attention.triton import TRITON
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.torch_dist import backend_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,10 @@ def explain(
     def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
         return decide(name, resolved, dtype, where, m, k, n)
 
-    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask)
+    def messages() -> str:
+        return backend_of(resolved, where.type)
+
+    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages)
 
 
 def explain_for(
@@ -119,6 +126,10 @@ def explain_for(
 
     device_type = "cuda" if arch.startswith("sm_") else arch
 
+    def messages() -> str:
+        # A table may prefer messages where there is shared memory.
+        return "torch.distributed" if transport == "shm" else transport
+
     def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
         if world_size == 1:
             return ALONE
@@ -132,13 +143,11 @@ def explain_for(
             or world_size > (way.most_ranks or world_size)
         )
         choice = dispatch.choose(*arguments, without=lacking)
-        # A table may prefer messages where there is shared memory.
-        messages = "torch.distributed" if transport == "shm" else transport
-        moves = WAYS[choice.schedule].moves_over or messages
+        moves = WAYS[choice.schedule].moves_over or messages()
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask)
+    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages)
 
 
 def _explain(
@@ -150,6 +159,7 @@ def _explain(
     where: str,
     size: int,
     ask: Callable[..., Decision],
+    messages: Callable[[], str],
 ) -> Explanation:
     forward, backward = queries(op, shapes, dim, size)
     # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
@@ -159,20 +169,34 @@ def _explain(
     def answer(query: Query | None) -> Decision | None:
         return None if query is None else ask(query[0], moved, *query[1:])
 
+    decisions = answer(forward), answer(backward)
     provider = None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
         single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
         wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
-        chosen, reason = choose_provider(wanted)
-        provider = Provider(chosen.name, reason)
+        if op == "ring_attention" and decisions[0] is not None and decisions[0].schedule == FusedRing.name:
+            why = no_fused_ring(wanted.device, dtype, q[-1], v[-1])
+            decisions = _of_fused_ring(decisions[0], why, messages())
+        if decisions[0] is not None and decisions[0].schedule == FusedRing.name:
+            provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
+        else:
+            chosen, reason = choose_provider(wanted)
+            provider = Provider(chosen.name, reason)
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"
     ranks = f"{size} rank{'s' if size != 1 else ''}"
     return Explanation(
         op=op,
         call=f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {where}, {ranks}",
-        forward=answer(forward),
-        backward=answer(backward),
+        forward=decisions[0],
+        backward=decisions[1],
         provider=provider,
     )
+
+
+def _of_fused_ring(decision: Decision, why_not: str | None, messages: str) -> tuple[Decision, Decision]:
+    """Forward and backward of a ring that goes by `decision`; `why_not` says that its forward cannot."""
+    note = why_not or "its backward goes step by step"
+    by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
+    return (decision if why_not is None else by_messages), by_messages

@@ -15,9 +15,12 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.attention.plan import RingPlan, ring_plan
+from fused_tp.schedules.attention.provider import AttentionProvider
 from fused_tp.schedules.attention.providers import provider_for
 from fused_tp.schedules.attention.ring import Ring, RingCall, Saved
+from fused_tp.schedules.attention.ring_fused import FusedRing
 from fused_tp.schedules.attention.ring_select import select_ring
+from fused_tp.schedules.attention.triton import TRITON
 from fused_tp.transport.base import accumulate_dtype
 
 if TYPE_CHECKING:
@@ -179,7 +182,10 @@ def _prepare(
     slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
     keywords, group = Keywords(*how), group_by_name(group_name)
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1 and mask.is_one_piece)
+    ring = select_ring(group, q, k, v, keywords.seq_len_kv, keywords.scale)
+    provider: AttentionProvider = TRITON
+    if ring.name != FusedRing.name:
+        provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1 and mask.is_one_piece)
     plan = ring_plan(mask, group.size, keywords.layout)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _check_capture(seed)
@@ -188,7 +194,7 @@ def _prepare(
     given = {"alibi_slopes": slopes is not None, "sinks": sinks is not None}
     words = in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())
     dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
-    return select_ring(group, q, k, v, keywords.seq_len_kv), call, dims, words
+    return ring, call, dims, words
 
 
 # Graphs read what a plan has on the device, so plans that were captured are never dropped.
@@ -204,7 +210,8 @@ def _check_capture(seed: Tensor | None) -> None:
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
-    return select_ring(group_by_name(rest[-1]), q, k, v, Keywords(*rest[_TENSORS:-1]).seq_len_kv)
+    keywords = Keywords(*rest[_TENSORS:-1])
+    return select_ring(group_by_name(rest[-1]), q, k, v, keywords.seq_len_kv, keywords.scale)
 
 
 def _as_kernels_take_them(*tensors: Tensor) -> list[Tensor]:

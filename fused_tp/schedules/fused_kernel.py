@@ -4,6 +4,7 @@
   while tiles of what is there already are multiplied.
 - matmul_reduce_scatter, matmul_all_reduce: each tile goes to the rank that sums it as soon as it is multiplied.
 - matmul_all_reduce_rms_norm: residual and norm are taken behind the sum, in that launch too.
+- ring_attention, forward: all steps are one launch (`attention.ring_fused`).
 
 It needs GPUs that write into each other's memory, or `TRITON_INTERPRET=1` and ranks on one host, which run the same
 kernels on the CPU, interpreted: for tests. What has no kernel here, movements without a matmul and dtypes that tensor
@@ -32,8 +33,10 @@ from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
 from fused_tp.transport.kernel_workspaces import Workspaces
 from fused_tp.transport.kernels import kernel_module
+from fused_tp.transport.torch_dist import TorchDist
 
-OPS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
+MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
+OPS = MATMULS | {"ring_attention"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _COLUMNS = 512  # of what is gathered without a matmul
@@ -63,7 +66,11 @@ class FusedKernel:
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernel_module("operands").kernels_of(memory.arch)
         self._most_rows_of_tiles = kernel_module("workspace").COUNTERS
-        kinds = {"sum": kernel_module("workspace").Workspace, "gather": kernel_module("gather").GatherWorkspace}
+        kinds = {
+            "sum": kernel_module("workspace").Workspace,
+            "gather": kernel_module("gather").GatherWorkspace,
+            "ring": kernel_module("ring_keys").RingWorkspace,
+        }
         self.workspaces = Workspaces(memory, kinds, self._give_up)
 
     def _give_up(self, sentence: str) -> None:
@@ -76,6 +83,7 @@ class FusedKernel:
         for name in ("workspace", "gather", "launch", "operands", "gemm_all_reduce", "gemm_reduce_scatter"):
             kernel_module(name)
         kernel_module("all_gather_gemm")
+        kernel_module("ring_forward")
 
     def several(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
@@ -96,7 +104,7 @@ class FusedKernel:
         rows = shard.shape[0]
         module = kernel_module("all_gather_gemm")
         launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
-        self._check("all_gather", (flat.numel(),), flat)
+        self.check("all_gather", (flat.numel(),), flat)
         nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
 
         def pull() -> Tensor:
@@ -160,7 +168,7 @@ class FusedKernel:
         module = kernel_module("all_gather_gemm")
         # Tiles need not be alike on all ranks here; weights may differ in width.
         launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in weights), least_margin=1)
-        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
+        self.check("all_gather_matmul", (*shape, gather_dim), x_shard)
         nbytes = module.workspace_bytes(rows_per_rank, k, x_shard.dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
@@ -193,7 +201,7 @@ class FusedKernel:
         module = kernel_module("gemm_reduce_scatter")
         # A gather may be under way beside it (x for the weight's gradient), whose small kernels need an SM.
         launch = self._launch(x.dtype, sum(counts), shape[-1], least_margin=1)
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
+        self.check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
         nbytes = module.workspace_bytes(
             sum(counts), shape[-1], x.dtype, self.world_size, launch, rows_per_rank=counts[0]
         )
@@ -238,7 +246,7 @@ class FusedKernel:
         module = kernel_module("gemm_all_reduce")
         launch = self._launch(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
-        self._check(op, shape, x, launch)
+        self.check(op, shape, x, launch)
         nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x.device):
             rows = _few([(as_rows(x), w) for x, w in products])
@@ -259,7 +267,7 @@ class FusedKernel:
             precision="tf32" if dtype == torch.float32 and _tf32_allowed() else "ieee",
         )
 
-    def _check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any = None) -> None:
+    def check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any = None) -> None:
         """With FUSED_TP_CHECK=1 compares what the ranks are about to do, programs and tiles of a sum included."""
         if self._plain is None:
             return
@@ -268,9 +276,20 @@ class FusedKernel:
             op = f"{op} in {launch.precision}"
         self._plain.transport.check(op, dims, x.dtype, x.device)
 
+    def messages(self) -> TorchDist:
+        """The group's messages.
+
+        Raises:
+            ValueError: the ranks are threads, which have none.
+        """
+        return self._movements().transport
+
     def _movements(self) -> Collective:
         if self._plain is None:
-            raise ValueError("Ranks that are threads of one process have kernels for matmuls only, nothing that moves.")
+            raise ValueError(
+                "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, "
+                "nothing that moves."
+            )
         return self._plain
 
 

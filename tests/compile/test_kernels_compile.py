@@ -52,3 +52,26 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     assert flags
     assert all(events[index - 1] == "bar.sync" for index in flags)
     assert events[flags[0] - 2] == "st.global"
+
+
+def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
+    """The loops over blocks are pipelined: their first loads stand before them, but not before the wait for a chunk."""
+    variant = next(
+        variant
+        for variant in all_variants(("ring_forward",), (90,))
+        if variant.kernel == "attention ring" and variant.name.startswith("bf16 64 ") and variant.constants["TMA"]
+    )
+    lines = compiled(variant).asm["ttgir"].splitlines()
+
+    def depth(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    at = {
+        what: [number for number, line in enumerate(lines) if what in line]
+        for what in ("acquire, sys", "fence.proxy.async.global", "async_tma_copy_global_to_local", "scf.for %")
+    }
+    (fence,), loads = at["fence.proxy.async.global"], at["async_tma_copy_global_to_local"]
+    assert max(at["acquire, sys"]) < fence < min(loads)
+    # Of the two loops around the wait, the inner one is that over chunks: all loads are inside of it.
+    over_chunks = max(number for number in at["scf.for %"] if number < at["acquire, sys"][0])
+    assert all(depth(lines[number]) > depth(lines[over_chunks]) for number in loads)

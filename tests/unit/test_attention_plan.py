@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fused_tp.ops.cu_seqlens import as_bounds
+from fused_tp.schedules.attention import chunks
 from fused_tp.schedules.attention.layouts import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
 from fused_tp.schedules.attention.masks import AttentionMask, check_cu_seqlens
 from fused_tp.schedules.attention.plan import RingPlan, Step, make_step, ring_plan
@@ -214,3 +215,49 @@ def test_what_is_no_layout_and_what_are_no_documents() -> None:
     check_cu_seqlens("cu_seqlens", (0, 0, 4, 4), 4)
     assert as_bounds("cu_seqlens", None, 4) == ()
     assert as_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    window=st.tuples(st.integers(-1, 12), st.integers(-1, 12)),
+    causal=st.booleans(),
+    world_size=st.integers(2, 4),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    size=st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8])),
+)
+def test_chunks_of_a_launch_have_what_each_query_sees(
+    lengths: list[int],
+    window: tuple[int, int],
+    causal: bool,
+    world_size: int,
+    layout: str,
+    size: tuple[int, int],
+) -> None:
+    """Each query finds every key that it sees once, inside of its tile's bounds, and unmasked blocks are all seen."""
+    bounds = tuple(int(b) for b in np.cumsum([0, *lengths]))
+    seq_len = max(1, bounds[-1])
+    mask = AttentionMask(seq_len, seq_len, causal, window, bounds if bounds[-1] else ())
+    plan = ring_plan(mask, world_size, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_ROWS_OF_A_CHUNK", 7)
+        for rank in range(world_size):
+            everything = chunks.Chunks(plan, rank)
+            tables = {name: t.numpy() for name, t in everything.on(torch.device("cpu"), *size).items()}
+            assert sum(len(chunk.rows) for chunk in everything.others) <= chunks.most_rows(plan)
+            _, starts, stops = plan.seen(rank)
+            found: list[list[int]] = [[] for _ in range(plan.queries[rank].length)]
+            covered = np.zeros(len(found), int)
+            for (row, row_end), tile in zip(tables["tiles"], tables["bounds"], strict=True):
+                covered[row:row_end] += 1
+                for number, (begin, end, full_begin, full_end) in enumerate(tile):
+                    indices = tables["k_indices"][tables["chunks"][number, 2] :]
+                    for i in range(row, row_end):
+                        first, last = tables["starts"][number, i], tables["stops"][number, i]
+                        assert (full_end - full_begin) % size[1] == 0 and (full_begin - begin) % size[1] == 0
+                        assert full_begin == full_end or (first <= full_begin and full_end <= last)
+                        assert last <= first or begin <= first <= last <= end
+                        found[i] += indices[first:last].tolist()
+            assert (covered == 1).all()
+            for i, keys in enumerate(found):
+                assert sorted(keys) == list(range(starts[i], stops[i]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu, gpu_collectives, gpu_overhead, gpu_report, gpu_timing
+from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_overhead, gpu_report, gpu_ring, gpu_timing
 from benchmarks.case import OURS, Case, Rival
 from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows, race
 from benchmarks.race import Times
@@ -299,13 +299,12 @@ def test_matmul_cases(dtype: str) -> None:
 
 
 def attention_case(_group: dist.ProcessGroup, maker: str, parameters: dict[str, Any]) -> tuple[list[str], list[str]]:
-    from benchmarks import gpu_attention
-
     patch = pytest.MonkeyPatch()
     patch.setattr(gpu_attention, "WIDTH", 32)
     patch.setattr(gpu_attention, "TOKENS", 24)
+    make = getattr(gpu_ring if maker == "contestants" else gpu_attention, maker)
     with pretended_gpu() as context:
-        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_attention, maker), parameters))
+        times = gpu_timing.run_case(context, Case("tiny", make, parameters))
     patch.undo()
     return list(times.seconds), list(times.skipped)
 
@@ -316,6 +315,18 @@ def test_attention_cases(backward: bool) -> None:
     ((ran, left_out),) = interpreted_ranks(1, attention_case, "alone", {**shape, "causal": backward})
     assert ran == [OURS, "torch's FlashAttention"] and left_out == ["cuDNN"]
     assert interpreted_ranks(1, attention_case, "ring", {**shape, "ranks": 3}) == [([OURS, "the whole at once"], [])]
+
+
+def test_ring_of_ranks() -> None:
+    """With one rank: ranks that are threads cannot interpret kernels at the same time."""
+    shape = {"seq": 24, "head_dim": 16, "world_size": 1}
+    ((ran, left_out),) = interpreted_ranks(1, attention_case, "contestants", shape)
+    assert ran == [OURS, "a launch for each step", "the whole at once"] and not left_out
+
+
+def test_what_a_ring_computes_is_counted_once_for_all_ranks() -> None:
+    rates = {gpu_report._rate(case.parameters, 2, 1.0) for case in gpu_ring.cases(quick=False) if "16384" in case.name}
+    assert rates == {f"{2 * 2 * 16384**2 / 2 * 2048 / 1e9:.0f} TFLOP/s"}
 
 
 # -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------

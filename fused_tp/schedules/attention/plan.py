@@ -139,6 +139,7 @@ class RingPlan:
         self._steps: dict[tuple[int, int], Step] = {}
         self._extents: dict[tuple[int, int], tuple[range, range]] = {}
         self._seen: tuple[int, _Seen] | None = None
+        self.memo: dict[Any, Any] = {}  # what others make of it, once
 
     def source(self, rank: int, t: int) -> int:
         """Whose keys `rank` looks at in step t."""
@@ -149,14 +150,18 @@ class RingPlan:
         source = self.source(rank, t)
         known = self._steps.get((rank, source))
         if known is None:
-            # One process asks for the steps of one rank: what its queries see of the whole is the same in all of them.
-            seen = self._seen  # once: ranks may be threads
-            if seen is None or seen[0] != rank:
-                seen = self._seen = rank, self.mask.seen(self.queries[rank].indices)
             rows, _ = self._extent(rank, source)
-            known = _make_step(seen[1], rows, self.queries[rank], self.keys[source])
+            known = _make_step(self.seen(rank), rows, self.queries[rank], self.keys[source])
             self._steps[rank, source] = known
         return known
+
+    def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """Place, start and stop of each of the rank's queries, in numbers of the whole."""
+        # One process asks for the steps of one rank: what its queries see of the whole is the same in all of them.
+        known = self._seen  # once: ranks may be threads
+        if known is None or known[0] != rank:
+            known = self._seen = rank, self.mask.seen(self.queries[rank].indices)
+        return known[1]
 
     def needed(self, rank: int, source: int) -> range:
         """Which rows of its keys `source` has to give `rank`; found without making the step."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fused_tp.runtime.group import Group
+from fused_tp.schedules.attention.providers import forced_provider
 from fused_tp.schedules.attention.ring import Ring
 from fused_tp.schedules.attention.ring_collective import CollectiveRing
+from fused_tp.schedules.attention.ring_fused import FusedRing
 from fused_tp.schedules.attention.ring_local import LocalRing
 from fused_tp.schedules.attention.ring_one_sided import OneSidedRing
 from fused_tp.schedules.attention.ring_send_recv import SendRecvRing
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.schedules.attention.triton import TRITON, obstacle
+from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist
 from fused_tp.transport.shm import shm_transport
@@ -26,13 +32,27 @@ def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple
     return seq_len * batch, None, heads * (head_dim + v_shape[3])
 
 
-def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int) -> Ring:
+def no_fused_ring(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0
+) -> str | None:
+    """Why a call in a group that has schedule `fused_kernel` goes by messages nevertheless, or None."""
+    forced = forced_provider()
+    if forced not in (None, TRITON.name):
+        return f"FUSED_TP_ATTENTION={forced} asks for other kernels"
+    return obstacle(device, dtype, head_dim, v_head_dim, Scores(scale))
+
+
+def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float) -> Ring:
     """The ring for one call, by the size of all K/V in the dtype of q.
 
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
     """
-    name = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len)).name
+    schedule = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len))
+    name = schedule.name
+    if isinstance(schedule, FusedKernel):
+        served = no_fused_ring(q.device, q.dtype, q.shape[3], v.shape[3], scale) is None
+        return FusedRing(schedule) if served else SendRecvRing(schedule.messages())
     if name == "local":
         return LocalRing()
     if name == "one_sided":

@@ -1,0 +1,238 @@
+"""The Triton attention kernels in a ring of processes over CPU shared memory, interpreted: every mask and score.
+
+Two ways: a kernel launch for each step, over peers' memory read in place; and all steps of a forward as one launch, for
+which keys are pulled chunk by chunk, with the backward step by step over messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import fused_tp
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from tests.attention_cases import DOCUMENTS, Case, case, check, on_ranks, whole
+from tests.kernels.ranks import delays, interpreted_ranks
+from tests.reference import seeded
+from tests.workers import fresh_ranks
+
+WAYS = {
+    "steps": {"FUSED_TP_ATTENTION": "triton", "FUSED_TP_SCHEDULE": "one_sided"},
+    "one launch": {"FUSED_TP_SCHEDULE": "fused_kernel"},
+}
+FUSED = WAYS["one launch"]
+SMALL = {"heads": 2, "kv_heads": 1}
+SCORES = {"softcap": 3.0, "alibi": True, "sinks": True, "dropout_p": 0.2, "grad_lse": True}
+BLIND = {"seq_len_kv": 9, "cu_seqlens": [0, 3, 7, 12], "cu_seqlens_kv": [0, 4, 4, 9]}
+CASES: dict[str, Case] = {
+    "every score": case(75, causal=True, window=(60, 0), **SCORES, **SMALL),
+    "documents": case(37, causal=True, cu_seqlens=DOCUMENTS, layout="balanced", batch=2, heads=2),
+    "queries that see nothing": case(12, **BLIND, heads=2),
+    "empty steps": case(41, causal=True, window=(5, 0), layout="contiguous", **SMALL),
+    "several tiles": case(140, causal=True, dtype=torch.bfloat16, head_dim=16, v_head_dim=12, **SMALL),
+    "fewer tokens than ranks": case(2, heads=2, kv_heads=2),
+}
+
+
+@contextlib.contextmanager
+def small_chunks() -> Iterator[None]:
+    """Heads go in as many groups, and keys in as many chunks, as if they were large."""
+    from fused_tp.schedules.attention import chunks
+    from fused_tp.transport.kernels import kernel_module
+
+    keys = kernel_module("ring_keys")
+    with mock.patch.object(keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(chunks, "_ROWS_OF_A_CHUNK", 9):
+        yield
+
+
+def features(group: Any, way: str, names: list[str], small: bool) -> Any:
+    with mock.patch.dict(os.environ, WAYS[way]), small_chunks() if small else contextlib.nullcontext():
+        return on_ranks(group, [CASES[name] for name in names])
+
+
+@pytest.mark.parametrize(
+    ("way", "world_size", "names", "small"),
+    [
+        ("steps", 2, ["every score", "queries that see nothing"], False),
+        ("steps", 3, ["documents"], False),
+        ("steps", 4, ["empty steps"], False),
+        ("one launch", 2, ["every score", "several tiles"], False),
+        ("one launch", 3, ["every score", "documents", "queries that see nothing"], True),
+        ("one launch", 4, ["empty steps", "documents", "fewer tokens than ranks"], True),
+    ],
+)
+def test_features(way: str, world_size: int, names: list[str], small: bool) -> None:
+    results = interpreted_ranks(world_size, features, way, names, small, timeout=200)
+    for index, name in enumerate(names):
+        check(CASES[name], whole(CASES[name], [rank[index] for rank in results]))
+
+
+# -- one launch -------------------------------------------------------------------------------------------------------
+
+
+def many_calls(group: Any, late_rank: int) -> None:
+    """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late."""
+    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.transport.symmetric_memory import symmetric_empty
+    from tests.gpu.test_ring_kernel import make_call, run_calls
+
+    rank, world, device = group.rank(), group.size(), torch.device("cpu")
+    draw = random.Random(rank)
+
+    def late() -> None:
+        if rank == late_rank or draw.random() < 0.2:
+            time.sleep(0.05 * draw.random())
+
+    with small_chunks():
+        calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]
+        buffer, handle = symmetric_empty((max(call.nbytes for call in calls),), torch.uint8, group=group)
+        workspace = kernel_module("ring_keys").RingWorkspace(buffer, handle, timeout_seconds=30)
+        with delays(rank, on=rank == late_rank, chance=0.02):
+            run_calls(calls, workspace, late, repeat=2)
+
+
+@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (3, 2)])
+def test_calls_of_any_masks_follow_each_other(world_size: int, late_rank: int) -> None:
+    interpreted_ranks(world_size, many_calls, late_rank, timeout=120)
+
+
+def launches(group: Any) -> list[str]:
+    """The kernels that a forward runs, with another op of the group between two of it."""
+    from fused_tp.transport.kernels import kernel_module
+
+    ran: list[str] = []
+    run = kernel_module("gather").run
+
+    def noted(launch: Any) -> None:
+        ran.append(launch[0].fn.__name__)
+        run(launch)
+
+    q, k, v = (seeded(1, 9, heads, 8, dtype=torch.float32) for heads in (4, 2, 2))
+    with mock.patch.dict(os.environ, FUSED):
+        first = fused_tp.ring_attention(q, k, v, group=group, causal=True)
+        fused_tp.all_gather_matmul(seeded(4, 8), seeded(3, 8), group=group)
+        # `run` by its name in each module that uses it.
+        with (
+            mock.patch.object(kernel_module("gather"), "run", noted),
+            mock.patch.object(kernel_module("ring_keys"), "run", noted),
+        ):
+            again = fused_tp.ring_attention(q, k, v, group=group, causal=True)
+    assert torch.equal(first, again)
+    return ran
+
+
+def test_all_steps_are_one_launch() -> None:
+    for ran in interpreted_ranks(3, launches):
+        assert ran.count("ring_kernel") == 1 and ran[0] == "stage_kernel" and ran[-1] == "ring_kernel"
+
+
+def without_last(group: Any) -> str:
+    q, k, v = (seeded(1, 5, 2, 8, dtype=torch.float32, seed=seed) for seed in range(3))
+    with mock.patch.dict(os.environ, FUSED):
+        fused_tp.ring_attention(q, k, v, group=group)
+        os.environ["FUSED_TP_TIMEOUT"] = "1"
+        if group.rank() == 2:
+            time.sleep(3)  # alive, but it does not come
+            return ""
+        begun = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            fused_tp.ring_attention(q, k, v, group=group)
+        assert 1 <= time.monotonic() - begun < 30  # not the 60 of before
+        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+            fused_tp.ring_attention(q, k, v, group=group)
+        return str(raised.value)
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    outcomes = fresh_ranks(3, without_last, env=INTERPRETED)
+    for outcome in outcomes[:2]:
+        sentence = outcome.unwrap()
+        assert "ring_attention, call 2" in sentence and "rank 2 had not begun the call" in sentence
+        assert "in 1 s (FUSED_TP_TIMEOUT)" in sentence
+
+
+def untold(group: Any) -> tuple[str, bool]:
+    """What becomes of a launch whose second chunk is never told of."""
+    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.transport.symmetric_memory import symmetric_empty
+    from tests.gpu.test_ring_kernel import make_call
+
+    keys = kernel_module("ring_keys")
+    call = make_call(group.rank(), group.size(), 2, 21, 2, 8, torch.float32, torch.device("cpu"))
+    buffer, handle = symmetric_empty((call.nbytes,), torch.uint8, group=group)
+    workspace = keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
+    relay = keys.KeysPuller.relay_launch
+
+    def silent(self: Any, before: Any, behind: Any) -> Any:
+        return relay(self, None if before is not None and before.chunk == 1 else before, behind)
+
+    dist.barrier(group)
+    with mock.patch.object(keys.KeysPuller, "relay_launch", silent):
+        out, lse = call.launch(workspace)
+    return str(workspace.expired()), bool(out.isnan().all() and lse.isnan().all())
+
+
+def test_what_has_not_arrived_is_not_computed_with() -> None:
+    for rank, (text, all_nan) in enumerate(interpreted_ranks(3, untold)):
+        assert f"waited for tile 2 of rank {(rank - 2) % 3}" in text and all_nan
+
+
+def bad_input(_group: Any) -> list[str]:
+    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.transport.local import LocalGroup
+    from tests.gpu.test_ring_kernel import make_call
+
+    keys = kernel_module("ring_keys")
+    buffer, handle = LocalGroup(1).rank(0).symmetric_empty(1 << 13)
+    small = keys.RingWorkspace(buffer, handle, timeout_seconds=1)
+    messages = []
+    for world, number in ((1, 0), (2, 2)):
+        with pytest.raises(ValueError) as raised:
+            make_call(0, world, number, 900, 2, 8, torch.float32, torch.device("cpu")).launch(small)
+        messages.append(str(raised.value))
+    with pytest.raises(ValueError) as raised:
+        small.barrier()
+    return [*messages, str(raised.value)]
+
+
+def test_bad_input_is_refused() -> None:
+    (messages,) = interpreted_ranks(1, bad_input)
+    assert "Make it larger" in messages[0] and "layout must be of this rank" in messages[1]
+
+
+def explained(group: Any) -> list[str]:
+    shapes = ((1, 8, 4, 16), (1, 8, 2, 16), (1, 8, 2, 16))
+    wide = tuple((*shape[:3], 300) for shape in shapes)
+    with mock.patch.dict(os.environ, FUSED):
+        said = [str(fused_tp.explain("ring_attention", *these, group=group)) for these in (shapes, wide)]
+        said.append(str(fused_tp.explain("ring_attention", *shapes, dtype=torch.float64, group=group)))
+        q = torch.ones(1, 2, 1, 300)
+        out = fused_tp.ring_attention(q, q, q, group=group)  # by messages, as `explain` says
+        torch.testing.assert_close(out, q)
+    with mock.patch.dict(os.environ, FUSED | {"FUSED_TP_ATTENTION": "torch-blocks"}):
+        said.append(str(fused_tp.explain("ring_attention", *shapes, group=group)))
+    return said
+
+
+def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
+    for fits, wide, double, forced in interpreted_ranks(2, explained):
+        assert "forward: fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel" in fits
+        assert "backward: pipelined over gloo" in fits and "its backward goes step by step" in fits
+        assert "each step: triton, because the steps of a forward are one launch" in fits
+        assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
+        assert "forward: one_sided over shm" in double
+        assert "forward: pipelined over gloo" in forced and "torch-blocks asks for other kernels" in forced

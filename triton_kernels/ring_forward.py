@@ -1,0 +1,455 @@
+"""Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these are on their way.
+
+The equations are those of flash_attention_forward.py, whose blocks are folded in here. What is new is the order: a
+program takes a tile of queries of one head through all chunks of keys (module `ring_keys`), this rank's own first and
+then source by source, and waits for the flag of each before it looks at it. The sums never leave the registers: no
+launch for each step, no state in memory, nothing merged. The order is that of the steps, not of arrival, so every run
+gives the same bits; copies are made in that order too, which makes it the order of arrival but for accidents.
+
+A tile that waited for its last chunk while others could do without would waste what overlap is for. So heads come in
+groups: all tiles of a group are computed while the chunks of the next group, heads of the same rows, arrive. A tile
+waits only for chunks of which its queries see something, and once for a program.
+
+The launch is persistent: its programs must all run at once, and leave an SM to the relays between the copies. Where
+nothing promises that copies and kernel run at once (interpreter, CUDA graphs, CUDA_LAUNCH_BLOCKING=1) the groups whose
+chunks are held at a time are copied, then computed, then the next: as many launches as that takes, the same bits.
+
+Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv:2310.01889); Dao,
+"FlashAttention-2" (arXiv:2307.08691); the overlap of Chang et al., "FLUX" (arXiv:2406.06858).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import gather, ptx, ring_keys
+from .attention_blocks import (
+    base_of,
+    block_pointers,
+    load_block,
+    load_rows,
+    load_whole,
+    masked_block,
+    masked_blocks,
+    row_of,
+)
+from .attention_configs import AttentionConfig, config_arguments, padded
+from .attention_launch import (
+    Terms,
+    check_per_head,
+    check_tensors,
+    config_for,
+    dense,
+    descriptor,
+    fits_tma,
+    on_device,
+    strides_of,
+)
+from .attention_scores import LN_2, LOG2_E
+from .attention_variants import ODD, attention_shapes
+from .flash_attention_forward import add_sink, fold
+from .gather import LaunchOf, join, unbroken
+from .launch import workspace_arguments
+from .resources import Variant
+from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
+from .signals import is_last, put, wait
+from .slots import or_nan
+from .tiles import rounded
+
+CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, where its k_indices begin
+BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of what needs no mask
+
+_RING_ODD = (
+    "chunk_count",
+    "queries",
+    "own_rows",
+    "slots_row",
+    "slot_rows",
+    "slots",
+    "first_group",
+    "last_group",
+    "rank",
+)
+
+
+@triton.jit(do_not_specialize=[*ODD, *_RING_ODD])
+def ring_kernel(
+    q,
+    k,
+    v,
+    k_tma,
+    v_tma,
+    out,
+    lse,
+    sinks,
+    slopes,
+    starts,
+    stops,
+    places,
+    q_indices,
+    k_indices,
+    tiles,
+    bounds,
+    chunks,
+    tile_count,
+    heads,
+    batch_heads,
+    together,
+    shared,
+    scale,
+    softcap,
+    keep_scale,
+    seed_low,
+    seed_high,
+    dropped_below,
+    first_head,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    lse_strides,
+    chunk_count,
+    queries,
+    own_rows,
+    slots_row,
+    slot_rows,
+    slots,
+    first_group,
+    last_group,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
+
+    starts and stops [chunks, queries] are in keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
+    heads look at the keys of a group; this launch computes groups [first_group, last_group).
+    """
+    ALIBI: tl.constexpr = slopes is not None
+    per_group = tile_count * together
+    arrived = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
+    group_before = first_group
+    # What does not change in a loop is made in it nevertheless: made before, it would take registers beside the sums.
+    for work in tl.range(
+        tl.program_id(0) + first_group * per_group,
+        last_group * per_group,
+        tl.num_programs(0),
+        num_stages=1,
+        disable_licm=True,
+    ):
+        group = work // per_group
+        arrived = tl.where(group == group_before, arrived, 0)
+        group_before = group
+        within = work % per_group
+        number = within // together
+        batch_head = group * together + within % together
+        batch = batch_head // heads
+        head = batch_head % heads
+        key_head = within % together // shared
+        row = tl.load(tiles + 2 * number)
+        row_end = tl.load(tiles + 2 * number + 1)
+        k_base = base_of(k, 0, key_head, k_strides)
+        v_base = base_of(v, 0, key_head, v_strides)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + head)
+
+        n = tl.full((ROWS,), float("-inf"), tl.float32)
+        sums = tl.zeros((ROWS,), tl.float32)
+        values = tl.zeros((ROWS, PADDED_DV), tl.float32)
+        for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
+            chunk = chunks + c * CHUNK_COLUMNS
+            bound = bounds + (number * chunk_count + c) * BOUND_COLUMNS
+            begin = tl.load(bound)
+            end = tl.load(bound + 1)
+            full_begin = tl.load(bound + 2)
+            full_end = tl.load(bound + 3)
+            first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, slots_row + group % slots * slot_rows)
+            bit = tl.cast(1, tl.int64) << tl.cast(c, tl.int64)
+            if (c > 0) & (end > begin) & (arrived & bit == 0):
+                call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+                wait(call, arrived_flag(group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
+                arrived |= bit
+                if TMA:
+                    ptx.async_fence()
+
+            # Anew for each chunk: kept for all of them, queries would take registers beside the sums.
+            q_block = load_block(base_of(q, batch, head, q_strides), row, row_end, q_strides[1], D, ROWS, PADDED_D)
+            indices = k_indices + tl.load(chunk + 2)
+            first_key = load_rows(starts + tl.cast(c, tl.int64) * queries, row, row_end, ROWS, 0)
+            last_key = load_rows(stops + tl.cast(c, tl.int64) * queries, row, row_end, ROWS, 0)
+            place = first_key
+            query = first_key
+            if ALIBI:
+                place = load_rows(places, row, row_end, ROWS, 0)
+            if DROPOUT:
+                query = load_rows(q_indices, row, row_end, ROWS, 0)
+            for key in tl.range(full_begin, full_end, BLOCK, disable_licm=True):
+                keys = load_whole(k_tma, k_base, 0, key_head, first + key, k_strides[1], D, BLOCK, PADDED_D, TMA)
+                v_block = load_whole(v_tma, v_base, 0, key_head, first + key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
+                n, sums, values = fold(
+                    n, sums, values, q_block, keys, v_block, key, end, first_key, last_key, place, query, indices,
+                    slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
+                    False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+                )  # fmt: skip
+            for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK), disable_licm=True):
+                key = masked_block(index, begin, full_begin, full_end, BLOCK)
+                keys = load_block(k_base, first + key, first + end, k_strides[1], D, BLOCK, PADDED_D)
+                v_block = load_block(v_base, first + key, first + end, v_strides[1], DV, BLOCK, PADDED_DV)
+                n, sums, values = fold(
+                    n, sums, values, q_block, keys, v_block, key, end, first_key, last_key, place, query, indices,
+                    slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
+                    True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+                )  # fmt: skip
+
+        if sinks is not None:
+            n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
+        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+        good = unbroken(call)
+        none = sums == 0
+        sums = tl.where(none, 1.0, sums)
+        values *= (1.0 / sums)[:, None]
+        log = tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
+        here = row + tl.arange(0, ROWS)
+        tl.store(row_of(lse, batch, head, lse_strides) + here, or_nan(log, good), mask=here < row_end)
+        pointers, mask = block_pointers(
+            base_of(out, batch, head, out_strides), row, row_end, out_strides[1], DV, ROWS, PADDED_DV
+        )
+        tl.store(pointers, rounded(or_nan(values, good), out.dtype.element_ty), mask=mask)
+        if is_last(call, GROUP_DONE + group, per_group):
+            put(call, rank, done_flag(group, WORLD), True)
+
+
+class Seen(Protocol):
+    """What this rank's queries see of its own keys and of each chunk; the first chunk are own keys."""
+
+    def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
+        """int32 tensors there, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and bounds
+        [tiles, chunks, BOUND_COLUMNS], as in attention_tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
+        [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, of own keys and of each
+        chunk's, one behind the other."""
+        ...
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    terms: Terms,
+    layout: KeysLayout,
+    *,
+    workspace: RingWorkspace,
+    programs: int,
+    sinks: Tensor | None = None,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
+
+    Args:
+        q: [B, S, H, D], k: [B, rows, Hkv, D], v: [B, rows, Hkv, Dv]: this rank's, bf16, fp16 or fp32, of any strides
+            with a dense last dim.
+        layout: of the keys of all ranks in this call.
+        workspace: of this group and stream, of at least `layout.nbytes(W)` bytes.
+        programs: that run at once, on a GPU beside the relays: fewer than there are SMs.
+        sinks: [H] scores of one more key each, whose value is 0; they count in lse.
+        precision: of fp32: "ieee", or "tf32".
+        config: tiles, in place of the shipped ones.
+
+    Raises:
+        ValueError: something is not as above; says what. Nothing has run then.
+
+    Example:
+        out, lse = ring_forward(q, k, v, seen, Terms(128**-0.5), layout, workspace=workspace, programs=131)
+    """
+    _check(q, k, v, terms, layout, workspace, programs, sinks, precision)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
+    puller = KeysPuller(layout, workspace)
+
+    def compute(groups: range) -> LaunchOf:
+        return _launch(q, out, lse, seen, terms, layout, workspace, programs, sinks, precision, config, groups)
+
+    windows = [
+        range(first, min(first + layout.slots, layout.groups)) for first in range(0, layout.groups, layout.slots)
+    ]
+    with on_device(q):
+        if not q.is_cuda:
+            gather.run(stage)
+            for groups in windows:
+                puller.run_interpreted(groups)
+                _run(q, compute(groups))
+            return out, lse
+        whole = range(layout.groups)
+        key = _key(q, k, v, terms, layout, sinks, precision, config, workspace.timeout_ns)
+        if key not in workspace.loaded:
+            for kernel in (stage, puller.relay_launch(None, None), *([compute(whole)] if q.numel() else [])):
+                gather.load(kernel)
+            workspace.loaded.add(key)
+        gather.run(stage)
+        event = torch.cuda.current_stream(q.device).record_event()
+        if gather.one_after_another():
+            for groups in windows:
+                puller.begin(event, groups)
+                puller.end()
+                _run(q, compute(groups))
+                event = torch.cuda.current_stream(q.device).record_event()
+        else:
+            # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
+            _run(q, compute(whole))
+            puller.begin(event, whole)
+            puller.end()
+    return out, lse
+
+
+def _run(q: Tensor, launch: LaunchOf) -> None:
+    if q.numel():
+        gather.run(launch)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    layout: KeysLayout,
+    workspace: RingWorkspace,
+    programs: int,
+    sinks: Tensor | None,
+    precision: str,
+) -> None:
+    check_tensors(q, k, v, terms, precision)
+    check_per_head("sinks", sinks, q)
+    if not isinstance(workspace, RingWorkspace):
+        raise ValueError(f"workspace must be a RingWorkspace; got a {type(workspace).__name__}.")
+    given = (workspace.rank, workspace.world_size, k.shape[1], k.shape[0] * k.shape[2], k.shape[3], v.shape[3], k.dtype)
+    said = (
+        *(layout.rank, len(layout.rows), layout.own_rows, layout.pairs),
+        *(layout.head_dim, layout.v_head_dim, layout.dtype),
+    )
+    if given != said:
+        raise ValueError(
+            "layout must be of this rank, its keys and their pairs of batch row and head: (rank, ranks, rows, pairs, "
+            f"head_dim, v_head_dim, dtype) are {given}, and it says {said}."
+        )
+    if len(layout.chunks) >= ring_keys.MAX_CHUNKS.value or layout.groups > ring_keys.MAX_GROUPS.value:
+        raise ValueError(
+            f"layout has {len(layout.chunks)} chunks and {layout.groups} groups; it may have "
+            f"{ring_keys.MAX_CHUNKS.value - 1} and {ring_keys.MAX_GROUPS.value}."
+        )
+    if programs < 1:
+        raise ValueError(f"programs must be 1 or more; got {programs}.")
+
+
+def _launch(
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seen: Seen,
+    terms: Terms,
+    layout: KeysLayout,
+    workspace: RingWorkspace,
+    programs: int,
+    sinks: Tensor | None,
+    precision: str,
+    config: AttentionConfig | None,
+    groups: range,
+) -> LaunchOf:
+    config = config or config_for("ring", q, out, terms, precision)
+    tables = seen.on(q.device, config.rows, config.block)
+    keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
+    tma = config.tma and fits_tma(keys) and fits_tma(values)
+    heads = q.shape[2]
+    together = q.shape[0] * heads // layout.groups
+    arguments = {
+        "q": q,
+        "k": keys,
+        "v": values,
+        "k_tma": descriptor(keys, config.block, padded(layout.head_dim)) if tma else None,
+        "v_tma": descriptor(values, config.block, padded(layout.v_head_dim)) if tma else None,
+        "out": out,
+        "lse": lse,
+        "sinks": dense(sinks),
+        **tables,
+        "tile_count": len(tables["tiles"]),
+        "heads": heads,
+        "batch_heads": q.shape[0] * heads,
+        "together": together,
+        "shared": together // layout.per_group,
+        "q_strides": strides_of(q),
+        "k_strides": strides_of(keys),
+        "v_strides": strides_of(values),
+        "out_strides": strides_of(out),
+        "lse_strides": strides_of(lse, 2),
+        "chunk_count": 1 + len(layout.chunks),
+        "queries": q.shape[1],
+        "own_rows": layout.own_rows,
+        "slots_row": layout.slots_row,
+        "slot_rows": layout.most,
+        "slots": layout.slots,
+        "first_group": groups.start,
+        "last_group": groups.stop,
+        "WORLD": workspace.world_size,
+        "TMA": tma,
+        **terms.arguments(),
+        **config_arguments(config, layout.head_dim, layout.v_head_dim, precision),
+        **workspace_arguments(workspace),
+    }
+    # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
+    arguments["timeout_ns"] = 2 * workspace.timeout_ns
+    works = len(tables["tiles"]) * together * len(groups)
+    return ring_kernel, (max(1, min(programs, works)),), arguments
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, terms: Terms, layout: KeysLayout, sinks: Tensor | None, *rest: Any) -> Any:
+    """Launches of the same key run the same compiled kernels."""
+    given = tuple((x.shape, x.stride(), x.data_ptr() % 16) for x in (q, k, v))
+    scores = terms.softcap != 0, terms.slopes is None, terms.dropout is not None and terms.dropout.p > 0
+    return layout, given, scores, sinks is None, *rest
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """The kernels of a forward with W = 8: plain, and with all that scores may have and sinks."""
+    for element in ("bf16", "fp16", "fp32"):
+        yield from ring_keys.stage_and_relay_variants(arch, element)
+    for shape in attention_shapes("ring", arch):
+        yield shape.variant(
+            ring_kernel,
+            {
+                "k_tma": shape.descriptor(shape.head_dim),
+                "v_tma": shape.descriptor(shape.v_head_dim),
+                "out": f"*{shape.dtype}",
+                "lse": "*fp32",
+                "sinks": "*fp32" if shape.rich else None,
+                **dict.fromkeys(("starts", "stops", "bounds", "chunks"), "*i32"),
+                "out_strides": ("i32",) * 3,
+                "lse_strides": ("i32",) * 2,
+                **dict.fromkeys(_RING_ODD, "i32"),
+                **dict.fromkeys(("workspaces_ptr", "state_ptr", "error_ptr"), "*i64"),
+                **dict.fromkeys(("half_bytes", "timeout_ns"), "i64"),
+            },
+            {"WORLD": 8},
+            odd=_RING_ODD,
+        )

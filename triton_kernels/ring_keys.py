@@ -1,0 +1,399 @@
+"""Keys and values of all ranks for a kernel of ring attention: pulled chunk by chunk, told of by flags as they arrive.
+
+A rank's queries look at rows of other ranks' keys: its chunks, each of one source. Heads go by groups, so that what is
+held of other ranks is two groups' heads (SLOTS), not all, and the second group travels while the first is computed
+with. Memory of a rank, [rows, heads of a group, D + Dv], K beside V so that a chunk of a group is one piece:
+
+    own keys         group by group, all rows of this rank; what peers read
+    slots            group g's chunks, one behind the other, in slot g % SLOTS
+
+`stage` copies own keys there and says so (module `gather` has that part of the protocol, and its words begun, ready and
+pulled, of W each); between two copies of the copy engine `relay`, one program, tells of the one and waits for what the
+other needs. More words:
+
+    verdict[s]       this rank, between two of its own launches: whether rank s's keys came
+    arrived[g][c]    this rank: chunk c of group g is in its slot
+    done[g]          this rank: all of group g has been computed with, so its slot may be written again
+
+Between calls a slot is free, since copies are behind `stage`, which is behind the kernel of the call before. Own keys
+are free once all ranks have pulled: each puts pulled in each call, at once where it needs nothing of that source, so
+calls whose masks skip different steps do not pass each other.
+
+A wait that expires is on record before anything is overwritten or missed because of it: who reads chunks looks for
+that when it ends (`gather.unbroken`), and makes what it writes NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_blocks import base_of, block_pointers, load_block
+from .attention_configs import padded
+from .attention_launch import strides_of
+from .gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, join, run, unbroken, wait_pulled
+from .launch import compile_arguments, workspace_arguments
+from .resources import Variant
+from .signals import EPOCH, begin, flag_at, is_last, put, wait
+from .workspace import DATA_ALIGNMENT, OPS
+
+OP = tl.constexpr(OPS.index("ring_attention"))
+
+VERDICT = tl.constexpr(3)  # run of W words, behind begun, ready and pulled
+FLAGS = tl.constexpr(4)  # runs before the flags of chunks and groups
+MAX_CHUNKS = tl.constexpr(64)  # of a rank in one call
+MAX_GROUPS = tl.constexpr(8)
+GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that have done with a group
+NONE = tl.constexpr(-1)
+
+SLOTS = 2  # groups whose chunks are held at a time
+MAX_STREAMS = 2  # one copies while the other's relay runs; more would let a later chunk slow an earlier one down
+LEAST_GROUP_BYTES = 1 << 20  # of a shard's keys and values: a smaller copy takes less time than its relay
+ROWS = tl.constexpr(32)  # that a program of `stage` copies at a time
+
+
+@triton.jit
+def arrived_flag(group, chunk, WORLD: tl.constexpr):
+    """Number of the flag that tells of a chunk (0 is the first behind a rank's own keys)."""
+    return FLAGS * WORLD + group * MAX_CHUNKS + chunk
+
+
+@triton.jit
+def done_flag(group, WORLD: tl.constexpr):
+    """Number of the flag that tells that a group's slot is free."""
+    return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
+
+
+_STAGE_ODD = ("rank", "rows", "heads", "per_group", "unneeded")
+_RELAY_ODD = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
+
+
+@triton.jit(do_not_specialize=_STAGE_ODD)
+def stage_kernel(
+    k,
+    v,
+    own,
+    rows,
+    heads,
+    pairs,
+    per_group,
+    k_strides,
+    v_strides,
+    unneeded,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_DV: tl.constexpr,
+):
+    """Begins a call: copies k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all have
+    read what was there. Bit s of `unneeded` says that nothing of rank s's keys will be pulled."""
+    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
+    free = True
+    for distance in tl.range(1, WORLD):
+        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
+    width = per_group * (D + DV)
+    for block in tl.range(tl.program_id(0), pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        pair = block % pairs
+        row = block // pairs * ROWS
+        end = tl.where(free, rows, row)
+        k_rows = load_block(
+            base_of(k, pair // heads, pair % heads, k_strides), row, end, k_strides[1], D, ROWS, PADDED_D
+        )
+        v_rows = load_block(
+            base_of(v, pair // heads, pair % heads, v_strides), row, end, v_strides[1], DV, ROWS, PADDED_DV
+        )
+        target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
+        pointers, mask = block_pointers(target, row, end, width, D, ROWS, PADDED_D)
+        tl.store(pointers, k_rows, mask=mask)
+        pointers, mask = block_pointers(target + D, row, end, width, DV, ROWS, PADDED_DV)
+        tl.store(pointers, v_rows, mask=mask)
+    if is_last(call, STAGED, tl.num_programs(0)):
+        # All programs have read the call's number and, had one of them not been free to write, that is on record.
+        good = unbroken(call)
+        for distance in tl.range(1, WORLD):
+            peer = (rank + distance) % WORLD
+            put(call, peer, READY * WORLD + rank, good)
+            if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
+                put(call, peer, PULLED * WORLD + rank, good)
+        tl.atomic_xchg(state_ptr + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=_RELAY_ODD)
+def relay_kernel(
+    group,
+    chunk,
+    source,
+    last,
+    awaited,
+    freed,
+    workspaces_ptr,
+    state_ptr,
+    error_ptr,
+    rank,
+    half_bytes,
+    timeout_ns,
+    WORLD: tl.constexpr,
+):
+    """Between two copies, one program: tells that a chunk of `source` has arrived, the last of its chunks or not, and
+    waits for rank `awaited`'s keys, or until group `freed` has been computed with. NONE: of none, for none."""
+    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    if source != NONE:
+        good = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
+        put(call, rank, arrived_flag(group, chunk, WORLD), good)
+        if last != 0:
+            put(call, source, PULLED * WORLD + rank, good)
+    if freed != NONE:
+        wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
+    if awaited != NONE:
+        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+
+
+class Chunk(NamedTuple):
+    """Rows [first, first + rows) of the keys of rank `source`."""
+
+    source: int
+    first: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysLayout:
+    """Where the keys of one call lie in the memory of all ranks.
+
+    Attributes:
+        rows: of keys that each rank has.
+        chunks: of this rank, in the order in which it computes with them; not its own keys.
+        most: rows of the chunks of the rank that has most of them; the same on all ranks, like all below.
+        pairs: of a batch row and a head of keys.
+        groups: that these are cut into; divides them.
+    """
+
+    rank: int
+    rows: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    most: int
+    pairs: int
+    groups: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def per_group(self) -> int:
+        return self.pairs // self.groups
+
+    @property
+    def own_rows(self) -> int:
+        return self.rows[self.rank]
+
+    @property
+    def slots(self) -> int:
+        return min(SLOTS, self.groups)
+
+    @property
+    def slots_row(self) -> int:
+        """Where slots begin, in rows."""
+        return self.groups * max(self.rows)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each chunk begins in its slot, in rows; and where the last ends."""
+        found = [0]
+        for chunk in self.chunks:
+            found.append(found[-1] + chunk.rows)
+        return tuple(found)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a rank's memory: rows, heads, elements."""
+        return self.slots_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
+
+    def nbytes(self, world_size: int) -> int:
+        """The smallest workspace for it; the same on all ranks."""
+        return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
+
+    def own(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
+        """Rows [start, stop) of `rank`'s memory that hold these of its keys, in heads of `group`."""
+        start = group * self.rows[rank] + first
+        return start, start + rows
+
+    def pulled(self, group: int, chunk: int) -> tuple[int, int]:
+        """Rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
+        slot = self.slots_row + group % self.slots * self.most
+        return slot + self.offsets[chunk], slot + self.offsets[chunk + 1]
+
+
+def data_offset(world_size: int) -> int:
+    """Where keys begin in a rank's memory, in bytes, behind all words."""
+    words = FLAGS.value * world_size + MAX_GROUPS.value * (MAX_CHUNKS.value + 1)
+    return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+def groups_of(pairs: int, shard_bytes: int) -> int:
+    """Into how many groups heads are cut, where the longest shard's keys and values have that many bytes.
+
+    >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
+    (8, 3, 1)
+    """
+    most = max(1, min(MAX_GROUPS.value, shard_bytes // LEAST_GROUP_BYTES))
+    return max(count for count in range(1, most + 1) if pairs % count == 0)
+
+
+class RingWorkspace(GatherWorkspace):
+    """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
+
+    def keys(self, rank: int, layout: KeysLayout) -> Tensor:
+        """The memory of `rank`, in the shape of `layout`.
+
+        Raises:
+            ValueError: it is too small.
+        """
+        needed = layout.nbytes(self.world_size)
+        if needed > self.nbytes:
+            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
+        offset = (self.begin + data_offset(self.world_size)) // layout.dtype.itemsize
+        return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
+
+
+def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> LaunchOf:
+    """What begins a call, with `programs` programs at most."""
+    needed = {chunk.source for chunk in layout.chunks}
+    unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
+    arguments = {
+        "k": k,
+        "v": v,
+        "own": workspace.keys(workspace.rank, layout),
+        "rows": layout.own_rows,
+        "heads": k.shape[2],
+        "pairs": layout.pairs,
+        "per_group": layout.per_group,
+        "k_strides": strides_of(k),
+        "v_strides": strides_of(v),
+        "unneeded": unneeded,
+        "WORLD": workspace.world_size,
+        **_dims(layout.head_dim, layout.v_head_dim),
+    }
+    blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
+    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace_arguments(workspace)
+
+
+def _dims(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    return {"D": head_dim, "DV": v_head_dim, "PADDED_D": padded(head_dim), "PADDED_DV": padded(v_head_dim)}
+
+
+class _Pull(NamedTuple):
+    """One copy: chunk number `chunk` in heads of `group`."""
+
+    group: int
+    chunk: int
+
+
+class KeysPuller:
+    """Pulls the chunks of a call into this rank's slots by the copy engine, in the order in which they are used.
+
+    Sources are dealt to the workspace's side streams in turn. Each stream is a chain: relay, copy, relay, copy, ...,
+    relay. A relay is one warp, but needs an SM that can take it while others compute: leave at least one free.
+    """
+
+    def __init__(self, layout: KeysLayout, workspace: RingWorkspace) -> None:
+        self.layout, self.workspace = layout, workspace
+        self._memory = [workspace.keys(rank, layout) for rank in range(workspace.world_size)]
+        self._sources = list(dict.fromkeys(chunk.source for chunk in layout.chunks))
+        self._last = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
+        self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
+
+    def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
+        """What tells of the copy before it and waits for what that behind it needs."""
+        layout, chunks = self.layout, self.layout.chunks
+        told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
+        if before is not None:
+            source = chunks[before.chunk].source
+            last = before.chunk == self._last[source] and before.group == layout.groups - 1
+            told = {"group": before.group, "chunk": before.chunk, "source": source, "last": int(last)}
+        awaited = freed = NONE.value
+        if behind is not None:
+            source = chunks[behind.chunk].source
+            if behind.group >= layout.slots:
+                freed = behind.group - layout.slots
+            elif behind.group == 0 and behind.chunk == self._first[source]:
+                awaited = source
+        arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
+        arguments |= workspace_arguments(self.workspace)
+        if freed != NONE.value:
+            # The kernel waits for other chunks meanwhile; whoever waits for a peer is to say so when it gives up.
+            arguments["timeout_ns"] = 3 * self.workspace.timeout_ns
+        return relay_kernel, (1,), arguments
+
+    def begin(self, staged: torch.cuda.Event, groups: range) -> None:
+        """Puts the chunks of these groups into the side streams, behind `staged`."""
+        streams = self.workspace.streams[:MAX_STREAMS]
+        for index, stream in enumerate(streams):
+            stream.wait_event(staged)
+            with torch.cuda.stream(stream):
+                self._chain(groups, self._sources[index :: len(streams)])
+
+    def end(self) -> None:
+        """The current stream goes on once everything has been pulled."""
+        current = torch.cuda.current_stream(self.workspace.buffer.device)
+        for stream in self.workspace.streams[:MAX_STREAMS]:
+            current.wait_stream(stream)
+
+    def run_interpreted(self, groups: range) -> None:
+        """The chunks of these groups, now, on the CPU."""
+        self._chain(groups, self._sources)
+
+    def _chain(self, groups: range, sources: Sequence[int]) -> None:
+        chunks = self.layout.chunks
+        pulls = [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
+        before = None
+        for pull in pulls:
+            run(self.relay_launch(before, pull))
+            self._copy(pull)
+            before = pull
+        if before is not None:
+            run(self.relay_launch(before, None))
+
+    def _copy(self, pull: _Pull) -> None:
+        layout = self.layout
+        chunk = layout.chunks[pull.chunk]
+        start, stop = layout.own(chunk.source, pull.group, chunk.first, chunk.rows)
+        to, end = layout.pulled(pull.group, pull.chunk)
+        self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
+
+
+def stage_and_relay_variants(arch: int, element: str) -> Iterator[Variant]:
+    """The kernels of this module, for `ring_forward.compile_variants`."""
+    stage: dict[str, Any] = dict(compile_arguments(stage_kernel, element))
+    stage |= dict.fromkeys(("k", "v", "own"), f"*{element}") | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 3)
+    stage["unneeded"] = "i64"
+    for name, kernel, arguments, constants, options in (
+        ("ring_stage", stage_kernel, stage, {"WORLD": 8, **_dims(128, 128)}, {}),
+        ("ring_relay", relay_kernel, compile_arguments(relay_kernel, element), {"WORLD": 8}, {"num_warps": 1}),
+    ):
+        yield Variant(
+            name,
+            element,
+            arch,
+            kernel,
+            {name: kind for name, kind in arguments.items() if name not in constants},
+            constants,
+            options,
+            odd=frozenset(_STAGE_ODD + _RELAY_ODD),
+            matrix_instruction=False,
+        )
