@@ -1,9 +1,12 @@
-"""What a sequence costs in memory on each rank: `python -m benchmarks.attention_memory [--tokens N ...] [--ranks W]`.
+"""What a sequence costs in memory on each rank: `python -m benchmarks.attention_memory [--tokens N ...]`.
 
-Forward and backward of causal zigzag attention in bf16; W ranks as processes of one thread. The peak is that of the
-process (VmHWM, which Linux counts), above what it had before it made its inputs. Ranks that read their peers' keys in
-place count the pages they read, too, so the one-sided ring shows more than it allocates. Writes attention_memory.json
-and attention_memory.png.
+Forward and backward of causal zigzag attention in bf16, inputs and gradients included; W ranks as processes of one
+thread, new ones for each figure. A rank's figure is what it adds to the host at its peak: private pages (the peak that
+Linux counts, VmHWM) above those it had before, and the pages of its own shared memory. A peer's memory that it reads in
+place is the peer's; it is mapped and touched beforehand, so that its share of VmHWM is known. malloc gives back at once
+what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps; `--as-is` leaves malloc.
+Writes attention_memory.json, after each figure, and attention_memory.png. Figures that are there already and are not
+measured again stay, if they come from such a machine and setting: long ones can be had one by one (`--ways`, `--plot`).
 """
 
 from __future__ import annotations
@@ -11,27 +14,31 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .machine import this_machine, versions
 from .ranks import RankContext, Ranks
 
 HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
-TOKENS, RANKS = (4096, 8192, 16384, 32768), (1, 2, 4)
-TORCH = "torch, whole"
+TOKENS, RANKS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
 WAYS = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # FUSED_TP_SHM
-SECONDS = 1200.0
+TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
+MOST_MATH_TOKENS = 8192  # whose scores take 2 GiB
+SECONDS = 3600.0
+
+_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM = -3, 1 << 16  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
@@ -42,83 +49,159 @@ class Peak:
     tokens: int
     ranks: int
     mib: float
+    date: str
+
+    @property
+    def where(self) -> tuple[str, int, int]:
+        return self.way, self.ranks, self.tokens
 
 
-def chunk_mib(tokens: int) -> float:
-    """K and V of so many tokens."""
-    return 2 * tokens * HEADS * HEAD_DIM * DTYPE.itemsize / 2**20
+@dataclass(frozen=True)
+class Setting:
+    """What all figures of a run have in common."""
+
+    heads: int = HEADS
+    head_dim: int = HEAD_DIM
+    as_is: bool = False
+
+    def chunk_mib(self, tokens: int) -> float:
+        """K and V of so many tokens."""
+        return 2 * tokens * self.heads * self.head_dim * DTYPE.itemsize / 2**20
 
 
-def measure(context: RankContext, way: str, tokens: int) -> float:
-    """MiB of this rank."""
-    if way != TORCH:
+def measure(context: RankContext, way: str, tokens: int, setting: Setting) -> float:
+    """MiB of this rank, in a process that has measured nothing yet; `tokens` in all."""
+    if way in WAYS:
         os.environ["FUSED_TP_SHM"] = WAYS[way]
-    run = _by_torch if way == TORCH else _by_ring
-    run(context, 64 * context.world_size)  # whatever is made once
+    return peak_mib(way, tokens, context.world_size, setting)
+
+
+def peak_mib(way: str, tokens: int, world_size: int, setting: Setting) -> float:
+    """The same; the world has `world_size` ranks, and FUSED_TP_SHM is set."""
+    libc = ctypes.CDLL(None)
+    if not setting.as_is:
+        libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
+    _run(way, 64 * world_size, world_size, setting)  # whatever is made once
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
+    libc.malloc_trim(0)
+    before = _kib("RssAnon") + _kib("RssFile")
+    if way in WAYS:
+        _touch_peers(tokens // world_size, world_size, setting)
+    gc.collect()
+    libc.malloc_trim(0)
+    shared = _kib("RssShmem")  # grows, if at all: so no part of a peak is missed
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    run(context, tokens)
-    return (_status("VmHWM") - before) / 1024
+    _run(way, tokens, world_size, setting)
+    return (_kib("VmHWM") - shared - before + _own_shared_kib()) / 1024
 
 
-def _status(name: str) -> int:
-    """KiB."""
+def _kib(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
     raise RuntimeError(f"This system does not tell {name} in /proc/self/status.")
 
 
-def _inputs(tokens: int) -> list[Tensor]:
+def _own_shared_kib() -> int:
+    """Pages of the shared memory that this process has made; of peers' it holds no descriptors."""
+    blocks = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            if "memfd:fused_tp" in os.readlink(descriptor):
+                blocks += descriptor.stat().st_blocks
+        except OSError:  # that of the directory itself, which is closed by now
+            continue
+    return blocks // 2
+
+
+def _inputs(tokens: int, setting: Setting) -> list[Tensor]:
     """q, k, v, as leaves, and the gradient of the output."""
-    return [torch.full((1, tokens, HEADS, HEAD_DIM), 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
+    shape = 1, tokens, setting.heads, setting.head_dim
+    return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
 
-def _by_ring(context: RankContext, tokens: int) -> None:
+def _run(way: str, tokens: int, world_size: int, setting: Setting) -> None:
+    q, k, v, grad = _inputs(tokens // world_size, setting)
+    if way in WAYS:
+        from fused_tp import ring_attention
+
+        out = ring_attention(q, k, v, group=None, causal=True)
+    else:
+        with sdpa_kernel(TORCH[way]):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+            ).transpose(1, 2)
+    torch.autograd.grad(out, (q, k, v), grad)
+
+
+def _touch_peers(tokens: int, world_size: int, setting: Setting) -> None:
+    """Few queries that look at all ranks' keys: every page that a ring reads of its peers is then mapped here."""
     from fused_tp import ring_attention
 
-    q, k, v, grad = _inputs(tokens // context.world_size)
-    torch.autograd.grad(ring_attention(q, k, v, group=None, causal=True), (q, k, v), grad)
+    (q, *_), (_, k, v, _) = _inputs(64, setting), _inputs(tokens, setting)
+    out = ring_attention(q, k, v, group=None, seq_len_kv=tokens * world_size)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-def _by_torch(context: RankContext, tokens: int) -> None:
-    q, k, v, grad = _inputs(tokens)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-    torch.autograd.grad(out.transpose(1, 2), (q, k, v), grad)
-
-
-def peaks(tokens: Sequence[int], ranks: Sequence[int]) -> list[Peak]:
-    """Of all ways, `tokens` on each rank: W ranks have a sequence W times as long."""
-    found = []
-    for world_size in ranks:
+def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: Setting) -> Iterator[Peak]:
+    """`tokens` on each rank: W ranks have a sequence W times as long. torch's are on one rank alone."""
+    for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
+        if way in TORCH and (world_size > 1 or (way == "torch, math" and length > MOST_MATH_TOKENS)):
+            continue
         with Ranks(world_size) as processes:
-            for length in tokens:
-                for way in [TORCH, *WAYS] if world_size == 1 else [*WAYS]:
-                    all_tokens = length * world_size
-                    mib = max(processes.call(measure, way, all_tokens, seconds=SECONDS))
-                    found.append(Peak(way, all_tokens, world_size, mib))
-                    print(f"{way}, {all_tokens} tokens on {world_size}: {mib:.0f} MiB a rank", flush=True)
-    return found
+            mib = max(processes.call(measure, way, length * world_size, setting, seconds=SECONDS))
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        yield Peak(way, length * world_size, world_size, mib, date)
 
 
-def picture(found: Sequence[Peak], path: Path) -> None:
+class Results:
+    """The file of figures: those that were there and are of such a machine, and those that come in."""
+
+    def __init__(self, path: Path, setting: Setting) -> None:
+        self._path = path
+        self._source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        same = all(stored.get(name) == value for name, value in self._source.items())
+        self.peaks = [Peak(**one) for one in stored["peaks"]] if same else []
+
+    def add(self, peak: Peak) -> None:
+        others = [one for one in self.peaks if one.where != peak.where]
+        self.peaks = sorted([*others, peak], key=lambda one: one.where)
+        peaks = [asdict(one) for one in self.peaks]
+        self._path.write_text(json.dumps({**self._source, "peaks": peaks}, indent=1) + "\n")
+
+
+def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
+    """What one rank needs for as many tokens as each of `peak` has, and two chunks, which are under way in a ring."""
+    length = peak.tokens // peak.ranks
+    alone = [p.mib for p in found if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
+    return alone[0] + 2 * setting.chunk_mib(length) if alone and peak.ranks > 1 else None
+
+
+def picture(found: Sequence[Peak], setting: Setting, path: Path) -> None:
     """Sequence against memory, a line for each way and number of ranks."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axis = figure.subplots()
+    most = max(peak.ranks for peak in found)
     for way, ranks in dict.fromkeys((peak.way, peak.ranks) for peak in found):
         line = [peak for peak in found if (peak.way, peak.ranks) == (way, ranks)]
-        style = "--" if way == TORCH else "-" if way.endswith("messages") else ":"
-        label = way if way == TORCH else f"{way}, W = {ranks}"
+        style = "--" if way in TORCH else "-" if way.endswith("messages") else ":"
+        label = f"{way}, whole" if way in TORCH else f"{way}, W = {ranks}"
         axis.plot([p.tokens for p in line], [p.mib for p in line], style, marker="o", markersize=3, label=label)
+        limits = [(p.tokens, bar) for p in line if (bar := limit(found, p, setting)) is not None]
+        if ranks == most and limits and way.endswith("messages"):
+            axis.plot(
+                *zip(*limits, strict=True), "_", color="black", markersize=14, label="W = 1 and two chunks of K/V"
+            )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set_xlabel("tokens of the whole sequence")
     axis.set_ylabel("MiB on each rank, peak")
-    axis.set_title(f"Causal attention, forward and backward: {HEADS} heads of {HEAD_DIM}, bf16", fontsize=10)
+    axis.set_title(
+        f"Causal attention, forward and backward, bf16, heads: {setting.heads} of {setting.head_dim}", fontsize=10
+    )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -129,22 +212,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.attention_memory", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help="on each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="W")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *TORCH], default=[*WAYS, *TORCH])
+    parser.add_argument("--heads", type=int, default=HEADS, help=f"of {HEAD_DIM}")
+    parser.add_argument("--as-is", action="store_true", help="leave malloc as it is")
+    parser.add_argument("--plot", action="store_true", help="measure nothing, draw what is there")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
     options = parser.parse_args(arguments)
     if sys.platform != "linux":
         print("benchmarks.attention_memory reads /proc, which only Linux has.", file=sys.stderr)
         return 2
-    found = peaks(options.tokens, options.ranks)
+    setting = Setting(heads=options.heads, as_is=options.as_is)
     options.out.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
-        "versions": versions(),
-        "peaks": [asdict(peak) for peak in found],
-    }
     path = options.out / "attention_memory.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    picture(found, path.with_suffix(".png"))
+    results = Results(path, setting)
+    for peak in () if options.plot else peaks(options.ways, options.tokens, options.ranks, setting):
+        results.add(peak)
+        bar = limit(results.peaks, peak, setting)
+        told = "" if bar is None else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {bar:.1f}"
+        print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{told}", flush=True)
+    if not results.peaks:
+        print(f"{path} has no figures of this machine, these versions and this setting.", file=sys.stderr)
+        return 1
+    picture(results.peaks, setting, path.with_suffix(".png"))
     print(f"Results: {path} and {path.with_suffix('.png')}")
     return 0
 

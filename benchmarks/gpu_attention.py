@@ -226,7 +226,7 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
             for t in range(ranks):
                 source = call.plan.source(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
-            dq.append(state.result(dk[rank], dv[rank]).dq)
+            dq.append(state.result([dk[rank], dv[rank]]).dq)
         return [whole(dq), *(whole([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
 
     return gradients

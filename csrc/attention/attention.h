@@ -41,7 +41,8 @@ struct Shape {
 };
 
 // int32 vectors: of queries where their interval of keys starts and stops, where they stand on the axis of the keys,
-// and which ones of the whole they are; of keys which ones of the whole they are.
+// and which ones of the whole they are; of keys which ones of the whole they are. The last three may be null where
+// there are neither slopes nor dropout.
 struct Seen {
   const int32_t* starts;
   const int32_t* stops;

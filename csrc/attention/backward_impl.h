@@ -173,7 +173,8 @@ void differentiate(const Backward& step, const Rule<L>& rule, int64_t batch, int
         const int32_t key = static_cast<int32_t>(part.begin + r + i);
         const int64_t at = (r + i) * kQueries + v;
         Vector x = L::load(mine.s + at), bend = L::broadcast(1), distance = L::zero();
-        const int32_t index = (!kPlain || kDropout) && key < step.shape.keys ? step.seen.k_indices[key] : 0;
+        const bool indexed = kDropout || (!kPlain && rule.sloped);
+        const int32_t index = indexed && key < step.shape.keys ? step.seen.k_indices[key] : 0;
         if constexpr (kPlain) {
           x = L::fma(x, rule.factor, -lse);
         } else {

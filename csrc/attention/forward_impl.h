@@ -93,7 +93,7 @@ void score_block(const Problem& step, const Rule<L>& rule, const Rows& rows, con
       Vector x = L::load(at);
       if constexpr (!kPlain) {
         Vector bend;
-        const int32_t index = key < step.shape.keys ? step.seen.k_indices[key] : 0;
+        const int32_t index = rule.sloped && key < step.shape.keys ? step.seen.k_indices[key] : 0;
         x = rule.score(x, rule.sloped ? L::distance(places, index) : L::zero(), bend);
       }
       if (part.masked) x = L::select(L::holds(starts, stops, key), x, hidden);

@@ -28,8 +28,8 @@ struct Rows {
       const bool real = i < count;
       starts[i] = real ? step.seen.starts[at + i] : 0;
       stops[i] = real ? step.seen.stops[at + i] : 0;
-      places[i] = real ? step.seen.places[at + i] : 0;
-      indices[i] = real ? step.seen.q_indices[at + i] : 0;
+      places[i] = real && step.seen.places != nullptr ? step.seen.places[at + i] : 0;
+      indices[i] = real && step.seen.q_indices != nullptr ? step.seen.q_indices[at + i] : 0;
     }
     measure();
   }

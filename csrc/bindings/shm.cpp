@@ -163,12 +163,15 @@ void bind_group(py::module_& m) {
            })
       .def(
           "begin",
-          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes) {
+          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes,
+             bool reuse) {
             const Signature signature = to_signature(op, dtype, dims);
             py::gil_scoped_release release;
-            return group.begin(signature, bytes);
+            return group.begin(signature, bytes, true, reuse);
           },
-          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"))
+          py::arg("op"), py::arg("dtype"), py::arg("dims"), py::arg("bytes"), py::arg("reuse") = false,
+          "`reuse`: wait for peers that are still in calls which this rank has ended, and use the memory of those.")
+      .def("settled", &Group::settled, "Whether `begin` with `reuse` would not wait.", release_gil())
       .def(
           "begin_in",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,

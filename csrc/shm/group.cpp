@@ -301,6 +301,15 @@ void Group::recycle() {
   }
 }
 
+// After recycle: what is left of a call that has ended here, its peers still read.
+bool Group::peers_lag() const { return !to_recycle_.empty() && has_ended(rank_, to_recycle_.front().number); }
+
+bool Group::settled() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  recycle();
+  return !peers_lag();
+}
+
 size_t Group::allocate(size_t bytes) {
   size_t offset;
   if (heap_->try_allocate(bytes, &offset)) return offset;
@@ -310,10 +319,10 @@ size_t Group::allocate(size_t bytes) {
 }
 
 // A rank may run up to kSlots calls ahead of its peers; where memory does not allow that, it waits for them.
-size_t Group::allocate_workspace(size_t bytes, const Signature& signature, uint64_t number) {
+size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
   size_t offset;
-  while (!heap_->try_allocate(bytes, &offset)) {
-    if (to_recycle_.empty() || !has_ended(rank_, to_recycle_.front().number)) return heap_->allocate(bytes);  // throws
+  while ((reuse && peers_lag()) || !heap_->try_allocate(bytes, &offset)) {
+    if (!peers_lag()) return heap_->allocate(bytes);  // throws
     const uint64_t oldest = to_recycle_.front().number;
     auto all_ended = [&] {
       for (int r = 0; r < size_; ++r)
@@ -328,15 +337,16 @@ size_t Group::allocate_workspace(size_t bytes, const Signature& signature, uint6
   return offset;
 }
 
-std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish) {
-  return begin_at(signature, bytes, publish, nullptr);
+std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish, bool reuse) {
+  return begin_at(signature, bytes, publish, reuse, nullptr);
 }
 
 std::unique_ptr<Call> Group::begin_in(const Signature& signature, size_t offset, size_t bytes) {
-  return begin_at(signature, bytes, true, &offset);
+  return begin_at(signature, bytes, true, false, &offset);
 }
 
-std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, bool publish, const size_t* offset) {
+std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, bool publish, bool reuse,
+                                      const size_t* offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   throw_if_unusable();
   const uint64_t number = last_call_ + 1;
@@ -367,7 +377,7 @@ std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, 
     else if (bytes <= kInlineBytes)
       slot.workspace_offset = kInlineBegin + static_cast<size_t>(slot_index) * kInlineBytes;
     else
-      slot.workspace_offset = allocate_workspace(bytes, signature, number);
+      slot.workspace_offset = allocate_workspace(bytes, reuse, signature, number);
   } catch (...) {
     // Ended though never begun: peers find that this rank has left the call.
     last_call_ = number;

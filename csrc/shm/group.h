@@ -75,7 +75,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // `publish` false peers see the call only at its first signal: one transfer of the slot's line less.
   // A begin that fails on this rank alone (no memory, interrupted) still counts as the call: its peers are told that
   // this rank left it, and the ranks stay in step.
-  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true);
+  // With `reuse` it waits for peers that are still in calls which this rank has ended, so that its workspace takes the
+  // place of theirs and not the one next to it.
+  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false);
+  // Whether a begin with `reuse` would have nothing to wait for.
+  bool settled();
 
   // `begin` with a range of the heap that the caller owns as the workspace: he must keep it until no peer reads it.
   std::unique_ptr<Call> begin_in(const Signature& signature, size_t offset, size_t bytes);
@@ -122,8 +126,10 @@ class Group : public std::enable_shared_from_this<Group> {
   [[noreturn]] void fail(RankState state, const std::string& because);
   [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
   void recycle();
-  std::unique_ptr<Call> begin_at(const Signature& signature, size_t bytes, bool publish, const size_t* offset);
-  size_t allocate_workspace(size_t bytes, const Signature& signature, uint64_t number);
+  bool peers_lag() const;
+  std::unique_ptr<Call> begin_at(const Signature& signature, size_t bytes, bool publish, bool reuse,
+                                 const size_t* offset);
+  size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
   uint64_t all_ended_by_me();
 
   int rank_;

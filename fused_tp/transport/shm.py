@@ -221,9 +221,20 @@ class ShmTransport:
         except FusedTPError:  # there is room, but in pieces
             return None
 
-    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int) -> Workspace:
-        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ."""
-        return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes), self.core_group)
+    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> Workspace:
+        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ.
+
+        Args:
+            reuse: wait for peers that are still in calls which this rank has ended, and use the memory of those again.
+                For large ones; small ones have memory of their own. Without it memory grows by what ranks drift apart.
+        """
+        return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse), self.core_group)
+
+    @property
+    def settled(self) -> bool:
+        """Whether `begin` with `reuse` would have nobody to wait for."""
+        settled: bool = self.core_group.settled()
+        return settled
 
     def all_reduce_of(
         self,

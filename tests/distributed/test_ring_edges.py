@@ -18,12 +18,14 @@ from fused_tp.ops.ring_attention import (
     _forward_fake,
     attention_over,
 )
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import SINGLE_NAME
-from fused_tp.schedules.attention.ring import Backward
+from fused_tp.schedules.attention.ring import Backward, Forward
+from fused_tp.transport.shm import ShmTransport
 from tests.attention_cases import FEATURES, ROUTES, inputs, keywords
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
-from tests.workers import run_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 ON_EVERY_ROUTE = pytest.mark.parametrize("route", list(ROUTES))
 ALONE: dict[str, Any] = {
@@ -87,6 +89,46 @@ def with_a_late_reader(group: dist.ProcessGroup, late: int) -> float:
 def test_a_slot_is_kept_for_its_reader_over_rounds_that_find_nothing(late: int) -> None:
     """In zigzag with a window a rank looks at both neighbours' keys, in the first step and the last."""
     assert max(run_ranks(4, with_a_late_reader, late, env=ROUTES["one_sided"])) < 1e-4
+
+
+def early_and_late(group: dist.ProcessGroup) -> list[bool]:
+    """Whether results have the same bits where peers seem to be in the call before, and step 0 comes first."""
+    found = []
+    for settled in (True, False):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(ShmTransport, "settled", settled)
+        q, k, v, grad = (seeded(2, 30, 2, 8, seed=10 * dist.get_rank(group) + seed) for seed in range(4))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        try:
+            out = ring_attention(q, k, v, group=group, causal=True)
+            found.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+        finally:
+            patch.undo()
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+def test_step_0_may_come_before_the_call() -> None:
+    for same in run_ranks(3, early_and_late, env=ROUTES["one_sided"]):
+        assert all(same)
+
+
+def fails_in_step_0(group: dist.ProcessGroup) -> float:
+    """Seconds until this rank has an error, where step 0 comes first and raises on rank 0 alone."""
+    q = torch.ones(1, 16, 1, 8)
+    ring_attention(q, q, q, group=group)  # a rendezvous
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ShmTransport, "settled", False)
+    if dist.get_rank(group) == 0:
+        patch.setattr(Forward, "attend", lambda *_: 1 / 0)
+    begin = time.perf_counter()
+    with pytest.raises(ZeroDivisionError if dist.get_rank(group) == 0 else FusedTPError):
+        ring_attention(q, q, q, group=group)
+    return time.perf_counter() - begin
+
+
+def test_peers_hear_of_an_error_in_step_0() -> None:
+    for outcome in fresh_ranks(2, fails_in_step_0, env=ROUTES["one_sided"]):
+        assert outcome.unwrap() < 10
 
 
 @pytest.mark.parametrize("route", ["one_sided", "pipelined"])

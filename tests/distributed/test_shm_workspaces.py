@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +82,28 @@ def test_the_pool_reuses_memory() -> None:
     for in_use, _, after in run_ranks(3, pool_use, new_tag()):
         assert in_use == 0, "memory of ended calls has not come back"
         assert after <= most, "the pool grew with the number of calls"
+
+
+def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
+    """Twice: rank 1 is still in a call that rank 0 has ended; then a next one, with and without `reuse`."""
+    transport, found = own_transport(group, tag), []
+    for reuse in (True, False):
+        with transport.begin("first", (), torch.uint8, 16 * INLINE_BYTES) as workspace:
+            workspace.wait_all(0)
+            if transport.rank == 1:
+                time.sleep(0.3)
+        settled = transport.settled
+        with transport.begin("second", (), torch.uint8, 16 * INLINE_BYTES, reuse=reuse) as workspace:
+            workspace.wait_all(0)
+        found.append((settled, transport.core_group.high_water_bytes // (16 * INLINE_BYTES)))
+        for _ in range(LIMIT + 1):  # until all have ended what came before
+            transport.barrier()
+        assert transport.settled
+    return found
+
+
+def test_a_workspace_takes_the_place_of_the_one_before() -> None:
+    assert run_ranks(2, behind, new_tag())[0] == [(False, 1), (False, 2)]
 
 
 def outlive(group: Any, tag: str) -> None:

@@ -502,11 +502,11 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     step._on_devices[x.q.device] = Forgetful()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
-    state = SoftmaxState.empty(x.q, 16)
-    NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
+    state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
+    NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
     made.clear()
     _, lse = state.result(torch.float32)
-    backward(NativeCpu(), step, Scores(0.2), x, lse, torch.zeros_like(lse))
+    backward(NativeCpu(), step, scores, x, lse, torch.zeros_like(lse))
 
 
 @pytest.mark.parametrize("name", ["documents", "window", "blind"])

@@ -62,7 +62,7 @@ class NativeCpu:
         return not (dtype == torch.bfloat16 and tiles)
 
     def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
-        slopes, vectors = _slopes(scores, q), _vectors(step, q)
+        slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
         _core.attention_forward(
             *_common(vectors, scores, slopes, q, k, v),
             _rows_first(state.weighted),
@@ -99,7 +99,7 @@ class NativeCpu:
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
         lse, sums = lse.to(wide), sums.to(wide)
-        slopes, vectors = _slopes(scores, q), _vectors(step, q)
+        slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
         slope_terms = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
         _core.attention_backward(
             *_common(vectors, scores, slopes, q, k, v),
@@ -117,14 +117,18 @@ class NativeCpu:
             d_slopes.add_(slope_terms)
 
 
-def _vectors(step: Step, q: Tensor) -> list[Tensor]:
-    """Which keys are seen. Callers hold them: of what two threads make at once for a step, it keeps only one."""
+def _vectors(step: Step, scores: Scores, q: Tensor) -> list[Tensor | None]:
+    """Which keys are seen, and where tokens stand if scores depend on it. Callers hold them: of what two threads make
+    at once for a step, it keeps only one."""
     known = step.on(q.device)
-    return [known[name] for name in ("starts", "stops", "places", "q_indices", "k_indices")]
+    seen: list[Tensor | None] = [known["starts"], known["stops"]]
+    if scores.alibi_slopes is None and scores.dropout is None:
+        return seen + [None] * 3
+    return seen + [known[name] for name in ("places", "q_indices", "k_indices")]
 
 
 def _common(
-    vectors: list[Tensor], scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    vectors: list[Tensor | None], scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Any, ...]:
     """What the native functions of both directions take first: addresses, so callers keep alive what is pointed to."""
     dropout = scores.dropout
@@ -132,7 +136,7 @@ def _common(
     return (
         _DTYPES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
-        [vector.data_ptr() for vector in vectors],
+        [_address(vector) for vector in vectors],
         scores.scale,
         scores.softcap,
         _address(slopes),

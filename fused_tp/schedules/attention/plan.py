@@ -124,7 +124,7 @@ class _OnDevice(dict[str, Tensor]):
         return self[name]
 
     def _moved(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(self._device)
+        return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)
 
 
 class RingPlan:
@@ -259,12 +259,14 @@ def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: i
     )
 
 
-def of_keys(step: Step, k_start: int, k_stop: int) -> Step:
-    """A step against some of its source's keys only (numbered as `Step.k_start`), with the rows that see any."""
+def of_keys(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
+    """A step against some of its source's keys only (numbered as `Step.k_start`), with the rows that see any.
+
+    `keep`: make it once. All parts of a long sequence together have more bytes than its keys.
+    """
     first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
     if last - first == step.keys:
         return step
     seeing = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
-    if last <= first or not len(seeing):
-        return step.part(0, 0, 0, 0)
-    return step.part(int(seeing[0]), int(seeing[-1]) + 1, first, last)
+    part = (0, 0, 0, 0) if last <= first or not len(seeing) else (int(seeing[0]), int(seeing[-1]) + 1, first, last)
+    return step.part(*part) if keep else _part_of_step(step, *part)

@@ -162,7 +162,7 @@ class Forward:
 
 
 class Backward:
-    """dq, and what slopes get, summed over the steps so far."""
+    """dq, and what slopes get, summed over the steps so far; rounded once, in `result`."""
 
     def __init__(self, call: RingCall, saved: Saved) -> None:
         self._call, self._saved = call, saved
@@ -177,7 +177,8 @@ class Backward:
         """Step t, or that part of it whose keys are given: adds to dk and dv, which like k and v have rows of the
         source from `first` on."""
         call, saved = self._call, self._saved
-        step = of_keys(call.plan.step(call.rank, t), first, first + k.shape[1])
+        # A device keeps what it was given: copies to it take time, and graphs that were captured read them.
+        step = of_keys(call.plan.step(call.rank, t), first, first + k.shape[1], keep=k.is_cuda)
         if step.empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
@@ -198,14 +199,17 @@ class Backward:
                 saved.out[:, rows],
             )
 
-    def result(self, dk: Tensor, dv: Tensor) -> Gradients:
-        """With dk and dv of this rank's keys, all steps' terms in them."""
+    def result(self, own: list[Tensor]) -> Gradients:
+        """With `own`, dk and dv of this rank's keys, all steps' terms in them. Ends all sums and empties `own`: each is
+        let go of once it is rounded, so that not all of them lie beside their rounded copies."""
         saved, sinks = self._saved, self._call.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
+        dq = self._dq.to(saved.q.dtype)
+        del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
         # Dense, as the op's fake says.
-        dk, dv = (x.to(kv_dtype).contiguous() for x in (dk, dv))
-        return Gradients(self._dq.to(saved.q.dtype), dk, dv, self._d_slopes, d_sinks)
+        dk, dv = (own.pop(0).to(kv_dtype).contiguous() for _ in range(2))
+        return Gradients(dq, dk, dv, self._d_slopes, d_sinks)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class CollectiveRing:
         own = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
         ).wait()
-        return state.result(*(x[:, : k.shape[1]] for x in _split(own, k)))
+        return state.result([x[:, : k.shape[1]] for x in _split(own, k)])
 
     def _gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
         """K and V of every rank, side by side: [W, rows of the longest, B, heads, D + Dv]."""

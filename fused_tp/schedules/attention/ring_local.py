@@ -24,6 +24,6 @@ class LocalRing:
         return state.result()
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
-        state, dk, dv = Backward(call, saved), zeros_like(saved.k), zeros_like(saved.v)
-        state.attend(0, saved.k, saved.v, dk, dv)
-        return state.result(dk, dv)
+        state, own = Backward(call, saved), [zeros_like(saved.k), zeros_like(saved.v)]
+        state.attend(0, saved.k, saved.v, own[0], own[1])
+        return state.result(own)

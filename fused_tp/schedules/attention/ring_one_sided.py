@@ -14,7 +14,8 @@ and memory does not grow with W. Owners add terms in the order of the rounds: th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -103,9 +104,7 @@ class OneSidedRing:
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         state = Forward(call, q, v)
-        with self._begin("ring_attention", call, k, v, dims, slots=0) as workspace:
-            exchange = _Exchange(workspace, call, k, v, slots=0)
-            state.attend(0, k, v)
+        with self._exchange("ring_attention", call, k, v, dims, 0, lambda: state.attend(0, k, v)) as exchange:
             for t in call.steps:
                 if call.needs(t):
                     state.attend(t, *exchange.keys(t))
@@ -113,10 +112,13 @@ class OneSidedRing:
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
         k, v, rounds = saved.k, saved.v, call.rounds
-        state, own = Backward(call, saved), (zeros_like(k), zeros_like(v))
-        with self._begin("ring_attention_backward", call, k, v, dims, slots=2) as workspace:
-            exchange = _Exchange(workspace, call, k, v, slots=2)
-            state.attend(0, k, v, *own)
+        state, own = Backward(call, saved), [zeros_like(k), zeros_like(v)]
+
+        def attend_own() -> None:
+            state.attend(0, k, v, own[0], own[1])
+
+        with self._exchange("ring_attention_backward", call, k, v, dims, 2, attend_own) as exchange:
+            workspace = exchange.workspace
             left: dict[int, int] = {}  # the round whose terms lie in each slot
             for n, one in enumerate(rounds, start=1):
                 if rows := one.needs:
@@ -135,14 +137,40 @@ class OneSidedRing:
                     workspace.signal(_added(n - 1))
             if rounds:
                 _add(exchange, call, len(rounds), own)
-        return state.result(*own)
+        return state.result(own)
 
-    def _begin(self, op: str, call: RingCall, k: Tensor, v: Tensor, dims: tuple[int, ...], slots: int) -> Workspace:
+    @contextmanager
+    def _exchange(
+        self,
+        op: str,
+        call: RingCall,
+        k: Tensor,
+        v: Tensor,
+        dims: tuple[int, ...],
+        slots: int,
+        attend_own: Callable[[], None],
+    ) -> Iterator[_Exchange]:
+        """A call in which this rank's keys are readable, and step 0 is done.
+
+        Step 0 comes first where peers are still in the call before this one: they cannot need these keys yet, and may
+        still read those of that call, next to which these would lie.
+        """
         nbytes = _Regions(call, call.rank, k, v, slots=slots).nbytes
-        return self._transport.begin(op, dims, k.dtype, nbytes)
+        early = self._transport.settled
+        if not early:
+            try:
+                attend_own()
+            except BaseException:
+                with self._transport.begin(op, dims, k.dtype, 0):
+                    raise  # which tells the peers
+        with self._transport.begin(op, dims, k.dtype, nbytes, reuse=True) as workspace:
+            exchange = _Exchange(workspace, call, k, v, slots=slots)
+            if early:
+                attend_own()
+            yield exchange
 
 
-def _add(exchange: _Exchange, call: RingCall, n: int, own: tuple[Tensor, Tensor]) -> None:
+def _add(exchange: _Exchange, call: RingCall, n: int, own: list[Tensor]) -> None:
     """Add what the rank that looks at our keys in round n found."""
     t, _, rows = call.rounds[n - 1]
     if rows:
