@@ -141,7 +141,8 @@ def ring_attention(
         cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len), of the whole sequence, on the
             CPU (elsewhere reading it waits for the device). A token sees its own document only. Any lengths, 0 too.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable.
-        deterministic: both values give the same, deterministic result; there is no faster way that is not.
+        deterministic: both values give the same, deterministic result (FUSED_TP_ATTENTION=torch-cudnn, which must be
+            asked for, looks at torch.use_deterministic_algorithms instead).
         seq_len: length of the whole sequence, where the ranks do not all hold equally many tokens.
         seq_len_kv: length of the keys' sequence, where it is another one than that of the queries (cross-attention).
             It is cut by `layout`, too. Under masks the last query stands at the last key, of each document.

@@ -157,7 +157,7 @@ def test_the_provider_of_the_ring_is_the_one_that_runs(op: str) -> None:
             320,
             "torch-blocks, because plain torch serves every device, dtype and score; no tri",
         ),
-        ("sm_90", torch.float64, 64, "FlashAttention takes float16 and bfloat16, not float64"),
+        ("sm_90", torch.float64, 64, "attention on GPUs takes float16 and bfloat16, not float64"),
         ("xpu", torch.float16, 64, "torch-blocks, because plain torch serves every device, dtype and score"),
     ],
 )

@@ -2,7 +2,8 @@
 
 The order holds what was measured: on CPUs the native kernels are the fastest but for bf16 where torch's have matrix
 tiles (AMX). On GPUs nothing has been measured yet: Triton's kernels round once however many steps there are, torch's
-once each piece of a step; so torch's serve what is a single one.
+once each piece of a step; so torch's serve what is a single one. cuDNN's attention is taken on request only: torch does
+not vouch for equal bits from run to run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fused_tp.schedules.attention import native, triton
 from fused_tp.schedules.attention.blocks import BLOCKS
 from fused_tp.schedules.attention.provider import AttentionProvider
 from fused_tp.schedules.attention.scores import Scores
-from fused_tp.schedules.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA
+from fused_tp.schedules.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA, TORCH_CUDNN, no_cudnn
 
 NATIVE = native.NativeCpu()
 
@@ -103,7 +104,8 @@ def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]
 
 def _is_for(name: str, device: torch.device) -> bool:
     """Whether somebody would look for that provider on such a device."""
-    return {"native-cpu": "cpu", "torch-cpu": "cpu", "torch-cuda": "cuda", "triton": "cuda"}.get(name) == device.type
+    cuda = ("triton", "torch-cudnn", "torch-cuda")
+    return (name in ("native-cpu", "torch-cpu") and device.type == "cpu") or (name in cuda and device.type == "cuda")
 
 
 def _no_native(wanted: Wanted) -> str | None:
@@ -149,10 +151,19 @@ def _no_torch_cuda(wanted: Wanted) -> str | None:
     if wanted.device.type != "cuda":
         return "it takes CUDA tensors"
     if wanted.dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention takes float16 and bfloat16, not {str(wanted.dtype).removeprefix('torch.')}"
+        return f"torch's attention on GPUs takes float16 and bfloat16, not {str(wanted.dtype).removeprefix('torch.')}"
     if max(wanted.head_dim, wanted.v_head_dim) > CUDA_MAX_HEAD_DIM:
-        return f"FlashAttention takes a head_dim of at most {CUDA_MAX_HEAD_DIM}"
+        return f"torch's attention on GPUs takes a head_dim of at most {CUDA_MAX_HEAD_DIM}"
     return _no_torch(wanted)
+
+
+def _no_torch_cudnn(wanted: Wanted) -> str | None:
+    why = _no_torch_cuda(wanted)
+    return why or no_cudnn(wanted.device, max(wanted.head_dim, wanted.v_head_dim))
+
+
+def _only_if_forced(wanted: Wanted) -> str | None:
+    return "its backward may differ from run to run, and it is not measured here: FUSED_TP_ATTENTION=torch-cudnn has it"
 
 
 PROVIDERS = {
@@ -160,6 +171,7 @@ PROVIDERS = {
     for entry in (
         _Entry(NATIVE, "the native kernels have every mask and score", _no_native, _torch_has_tiles),
         _Entry(triton.TRITON, "the Triton kernels round once in all steps", _no_triton, _others_are_better),
+        _Entry(TORCH_CUDNN, "cuDNN serves plain scores", _no_torch_cudnn, _only_if_forced),
         _Entry(TORCH_CUDA, "torch's FlashAttention serves plain scores", _no_torch_cuda),
         _Entry(TORCH_CPU, "torch's flash attention serves plain scores", _no_torch_cpu),
         _Entry(BLOCKS, "plain torch serves every device, dtype and score", lambda wanted: None),
