@@ -8,7 +8,7 @@ all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # As Triton names them; fp32 by how it is multiplied.
@@ -34,7 +34,7 @@ class AttentionConfig:
 
     def options(self) -> dict[str, int]:
         """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
-        programs = 1 if self.num_warps == 8 else 2
+        programs = 1 if self.num_warps >= 8 else 2
         registers = min(255, 65536 // (programs * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
@@ -88,6 +88,10 @@ _IEEE = {
     "keys": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
 
+# Of decoding: `rows` at most. A loop that waits for memory wants its blocks small and several programs beside it.
+_DECODE = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 4, 3)}
+_DECODE_FP32 = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
+
 
 # Where there is less than the 112 KB of shared memory that `_TF32` takes.
 _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
@@ -113,6 +117,17 @@ def attention_config(
     else:
         table = _RICH[arch]
     return table[kernel][64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM]
+
+
+def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
+    """Of flash_decode.py, on every architecture: for the larger head dim of q and v, and `rows` queries of a key head.
+
+    >>> str(decode_config("bf16", 128, 8))
+    '16x64 warps 4 stages 3'
+    """
+    table = _DECODE if kind in ("bf16", "fp16") else _DECODE_FP32
+    config = table[64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM]
+    return replace(config, rows=min(config.rows, max(16, 1 << (rows - 1).bit_length())))
 
 
 def padded(head_dim: int) -> int:

@@ -29,6 +29,7 @@ KERNEL_MODULES = (
     "gemm_all_reduce",
     "flash_attention_forward",
     "flash_attention_backward",
+    "flash_decode_parts",
 )
 
 # What multiplies matrices on each architecture, in PTX.

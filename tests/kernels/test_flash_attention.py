@@ -153,9 +153,9 @@ def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
 
 
 def terms(scores: Scores) -> Any:
-    from fused_tp.schedules.attention.triton import _terms
+    from fused_tp.schedules.attention.triton import terms_of
 
-    return _terms(scores)
+    return terms_of(scores)
 
 
 def kernels() -> Any:

@@ -25,7 +25,7 @@ def obstacle(
     if not has_triton():
         return "Triton is not installed"
     here = None if device.type == "cuda" and not torch.cuda.is_available() else device
-    why: str | None = _kernels().obstacle(dtype, head_dim, v_head_dim, _terms(scores or Scores(1.0)), here)
+    why: str | None = _kernels().obstacle(dtype, head_dim, v_head_dim, terms_of(scores or Scores(1.0)), here)
     return why
 
 
@@ -50,7 +50,7 @@ class TritonFlash:
     ) -> None:
         """Fold these keys into `state`; where it is `fresh` it is not read, and need not be initialised."""
         sums = (state.weighted, state.highest, state.total)
-        _kernels().flash_forward(q, k, v, step, _terms(scores), sums, fresh=fresh, precision=self.precision)
+        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
 
     def last(
         self,
@@ -70,7 +70,7 @@ class TritonFlash:
         """
         sums = None if state is None else (state.weighted, state.highest, state.total)
         _kernels().flash_attention(
-            q, k, v, step, _terms(scores), sinks=sinks, state=sums, out=out, lse=lse, precision=self.precision
+            q, k, v, step, terms_of(scores), sinks=sinks, state=sums, out=out, lse=lse, precision=self.precision
         )
 
     def alone(
@@ -111,7 +111,7 @@ class TritonFlash:
             dk,
             dv,
             step,
-            _terms(scores),
+            terms_of(scores),
             d_slopes=d_slopes,
             precision=self.precision,
         )
@@ -121,7 +121,8 @@ def _kernels() -> ModuleType:
     return kernel_module("flash_attention")
 
 
-def _terms(scores: Scores) -> Any:
+def terms_of(scores: Scores) -> Any:
+    """As the kernels take them."""
     kernels = _kernels()
     drop = scores.dropout
     dropout = None if drop is None else kernels.Dropout(drop.p, drop.seed, drop.first_head)
