@@ -168,6 +168,20 @@ def test_steps_add_up(provider: AttentionProvider) -> None:
     close([out, lse, dq, dk, dv], [*reference[:3], *(t[:, order] for t in reference[3:])], torch.float64)
 
 
+@PROVIDERS
+def test_a_fresh_state_may_hold_anything(provider: AttentionProvider) -> None:
+    """And a ring whose first step has but some of the rows does not read what it never wrote."""
+    mask = AttentionMask(100, 100, causal=True)
+    q, k, v, _ = made(mask, torch.float32, 2, 2, 8, 8)
+    states = [SoftmaxState.empty(q, 8), SoftmaxState.uninitialised(q, 8)]
+    for x in (states[1].weighted, states[1].highest, states[1].total):
+        x.fill_(torch.nan)
+    for state, fresh in zip(states, (False, True), strict=True):
+        provider.forward(everything(mask), PLAIN, q, k, v, state, fresh=fresh)
+    for one, other in zip(*(state.result(q.dtype) for state in states), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_tp.schedules.attention.blocks._MOST_SCORES", 1)  # 16 rows
     monkeypatch.setattr("fused_tp.schedules.attention.blocks._KEYS", 24)

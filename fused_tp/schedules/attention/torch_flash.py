@@ -33,7 +33,19 @@ class TorchFlash(ABC):
     multiple = 1  # of which a head_dim must be
     fewest_keys = 1
 
-    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+    def forward(
+        self,
+        step: Step,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        if fresh:
+            state.clear()
         for piece in pieces(step):
             rows, keys = _slices(piece)
             part = state.rows(piece.q_start, piece.q_stop)

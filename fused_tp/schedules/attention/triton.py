@@ -48,7 +48,7 @@ class TritonFlash:
         *,
         fresh: bool = False,
     ) -> None:
-        """Fold these keys into `state`; where it is `fresh` it is not read, and need not be initialised."""
+        """Fold these keys into `state`; where it is `fresh` it is not read."""
         sums = (state.weighted, state.highest, state.total)
         _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
 
