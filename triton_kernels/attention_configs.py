@@ -52,8 +52,8 @@ _HOPPER = {
 }
 _BLACKWELL = {
     "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(128, 64, 8, 2, True)},
-    "queries": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "keys": {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+    "queries": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(128, 32, 8, 2, True)},
+    "keys": {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
 }
 _AMPERE = {
     "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(64, 32, 8, 2)},
@@ -64,11 +64,13 @@ _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
 # A cap and random numbers take registers too.
 _RICH_HOPPER = {
     "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
+    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 16, 8, 2, True)},
     "keys": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
 }
-_RICH_BLACKWELL = _RICH_HOPPER | {
-    "forward": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+_RICH_BLACKWELL = {
+    "forward": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(128, 32, 8, 2, True)},
+    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+    "keys": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
 }
 _RICH_AMPERE = {
     "forward": {64: _C(64, 64, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
