@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 # As Triton names them; fp32 by how it is multiplied.
-KINDS = ("bf16", "fp16", "tf32", "ieee")
+KINDS = ("bf16", "fp16", "tf32", "ieee", "fp8")
 KERNELS = ("forward", "queries", "keys")
 MAX_HEAD_DIM = 256
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
@@ -48,7 +48,7 @@ _C = AttentionConfig
 _HOPPER = {
     "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 64, 8, 2, True)},
     "queries": {64: _C(128, 64, 8, 3, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "keys": {64: _C(128, 64, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+    "keys": {64: _C(128, 64, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(64, 32, 8, 2)},
 }
 _BLACKWELL = {
     "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(128, 64, 8, 2, True)},
@@ -58,7 +58,7 @@ _BLACKWELL = {
 _AMPERE = {
     "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(64, 32, 8, 2)},
     "queries": {64: _C(128, 64, 8, 2), 128: _C(64, 64, 8, 2), 256: _C(64, 32, 8, 1)},
-    "keys": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+    "keys": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 2)},
 }
 _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
 # A cap and random numbers take registers too.
@@ -83,6 +83,8 @@ _TF32 = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
+# Of the forward alone. Sums of fp8 products are kept apart from the whole until they are added in fp32.
+_FP8 = {64: _C(128, 128, 8, 2, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 32, 8, 2, True)}
 # On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
@@ -112,7 +114,9 @@ def attention_config(
         return INTERPRETED
     if kernel == "keys" and kind == "tf32" and head_dim > 128 and shared_bytes < 112 << 10:
         return _SMALL_TF32_KEYS
-    if kind in ("ieee", "tf32"):
+    if kind == "fp8":
+        table = {"forward": _FP8}
+    elif kind in ("ieee", "tf32"):
         table = _IEEE if kind == "ieee" else _TF32
     elif plain:
         table = _PLAIN[arch]
@@ -141,12 +145,14 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def config_arguments(config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str) -> dict[str, Any]:
+def config_arguments(
+    config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str, *, fp8: bool = False
+) -> dict[str, Any]:
     """The constexprs and options that all kernels have."""
     return {
         "D": head_dim,
         "DV": v_head_dim,
-        "PADDED_D": padded(head_dim),
+        "PADDED_D": max(32, padded(head_dim)) if fp8 else padded(head_dim),  # fp8 is multiplied by 32 at least
         "PADDED_DV": padded(v_head_dim),
         "PRECISION": precision,
         **config.constants(),

@@ -34,6 +34,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor: ...
 
 
@@ -60,6 +61,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -86,6 +88,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -111,6 +114,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank of `mesh` holds what `layout` gives it.
 
@@ -171,6 +175,7 @@ def context_parallel_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
+        fp8=fp8,
     )
 
 

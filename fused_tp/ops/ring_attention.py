@@ -41,6 +41,7 @@ def ring_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor: ...
 
 
@@ -65,6 +66,7 @@ def ring_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -89,6 +91,7 @@ def ring_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -112,6 +115,7 @@ def ring_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -147,6 +151,9 @@ def ring_attention(
         seq_len_kv: length of the keys' sequence, where it is another one than that of the queries (cross-attention).
             It is cut by `layout`, too. Under masks the last query stands at the last key, of each document.
         cu_seqlens_kv: the keys' documents, where they are others; as many as of the queries.
+        fp8: the forward multiplies in float8_e4m3fn, each head scaled by a power of 2, with the softmax and all sums in
+            float32: of random numbers the output is off by 5 % (root mean square), where bfloat16 is by 0.3 %. The
+            backward is that of the dtype of q. Takes bfloat16 or float16, and the Triton kernels on sm_90 or sm_100.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
@@ -186,6 +193,7 @@ def ring_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
+        fp8=fp8,
     )
     return (out, lse) if return_lse else out
 

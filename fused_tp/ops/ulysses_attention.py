@@ -43,6 +43,7 @@ def ulysses_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor: ...
 
 
@@ -67,6 +68,7 @@ def ulysses_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -91,6 +93,7 @@ def ulysses_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -114,6 +117,7 @@ def ulysses_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -169,6 +173,7 @@ def ulysses_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
+        fp8=fp8,
     )
 
 

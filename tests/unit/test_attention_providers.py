@@ -312,6 +312,20 @@ def test_cudnn_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
         assert found is None if why is None else why in str(found)
 
 
+def test_fp8_is_triton_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Wanted(torch.device("cuda"), torch.bfloat16, 128, 128, fp8=True)
+    assert choose_provider(wanted)[0].name == "triton"
+    for other, forced, said in (
+        (replace(wanted, device=torch.device("cpu")), "", "they run on GPUs, and q is on cpu"),
+        (replace(wanted, dtype=torch.float32), "", "bfloat16 and float16, not of float32"),
+        (replace(wanted, head_dim=512), "", "head dims go from 1 to 256"),
+        (wanted, "torch-cuda", "FUSED_TP_ATTENTION names torch-cuda"),
+    ):
+        monkeypatch.setenv("FUSED_TP_ATTENTION", forced)
+        with pytest.raises(ValueError, match=f"fp8=True takes the Triton kernels, .*{said}"):
+            choose_provider(other)
+
+
 @pytest.fixture
 def cudnn_on_cpus() -> Iterator[list[str]]:
     """cuDNN's ops have a kernel for CPUs, made of those of torch for CPUs; the list has what was called."""

@@ -34,6 +34,7 @@ class Wanted:
         grad_lse: the log-sum-exp has a gradient.
         single: there is one step only, in one piece, so that what torch's kernels round is rounded once.
         rising: scale is above 0.
+        fp8: the forward is to be in fp8.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Wanted:
     grad_lse: bool = False
     single: bool = True
     rising: bool = True
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def choose_provider(wanted: Wanted) -> tuple[AttentionProvider, str]:
     """The provider for such calls, and why it is that one.
 
     Raises:
-        ValueError: FUSED_TP_ATTENTION names none, or one that cannot.
+        ValueError: FUSED_TP_ATTENTION names none, or one that cannot; or nobody can, which is of fp8 alone.
     """
     return _choose(wanted, forced_provider())
 
@@ -79,12 +81,15 @@ def provider_for(
     q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True
 ) -> AttentionProvider:
     """The provider for q and v [B, S, H, D]."""
-    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, scores.scale > 0)
+    rising = scores.scale > 0
+    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, rising, scores.fp8)
     return choose_provider(wanted)[0]
 
 
 @lru_cache(maxsize=256)
 def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
+    if wanted.fp8:
+        return _choose_for_fp8(wanted, forced)
     if forced is not None:
         # Only ranks whose log-sum-exp has a gradient know of it, in the backward: it must not make them alone raise.
         obstacle = PROVIDERS[forced].obstacle(replace(wanted, grad_lse=False))
@@ -100,6 +105,19 @@ def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]
         if _is_for(name, wanted.device):
             notes += f"; no {name}: {reason}"
     raise AssertionError("torch-blocks serves everything")
+
+
+def _choose_for_fp8(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
+    """Who asks for fp8 is not given another precision."""
+    if forced not in (None, "triton"):
+        why: str | None = f"FUSED_TP_ATTENTION names {forced}"
+    elif wanted.device.type != "cuda" and forced is None:
+        why = f"they run on GPUs, and q is on {wanted.device}"
+    else:
+        why = _no_triton(wanted) or triton.fp8_obstacle(wanted.device, wanted.dtype)
+    if why is not None:
+        raise ValueError(f"fp8=True takes the Triton kernels, which cannot serve this call: {why}.")
+    return triton.TRITON, "no others multiply in fp8"
 
 
 def _is_for(name: str, device: torch.device) -> bool:
