@@ -10,7 +10,8 @@ that share keys are taken by the program that has those keys.
 
 That computes the scores and dp twice: 7 products of a block where one pass over the tiles of keys would do with 5. But
 one pass has to add dq to memory in fp32 from every tile of keys: by atomics, whose order, and so whose bits, differ
-from run to run, or in turns, where each tile waits for the one before it. Equal bits are promised, so it is not offered.
+from run to run, or in turns, where each tile waits for the one before it. Equal bits are promised, so it is not
+offered.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 """
