@@ -4,6 +4,13 @@ What bounds them: 255 registers a thread hold the sums of a tile ([rows, head di
 them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
 of shared memory with the tile's own rows. Other GPUs that take the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120):
 all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills.
+
+Above a head dim of 128 the sums alone take 128 registers of 8 warps in the 64 rows that wgmma wants. On sm_90 the keys'
+kernel has room for no more than one loop and plain scores there; rich ones stay with 32 rows, and mma.sync.
+
+None is warp specialised. Triton 3.7 fails on a specialised loop that is followed by one with the same sums, as here by
+that of masked blocks; with that one first the forward compiles for sm_100 (16 or 20 warps), but spills 8 to 112 bytes
+in the registers that so many warps leave, and on sm_90 nothing is specialised.
 """
 
 from __future__ import annotations

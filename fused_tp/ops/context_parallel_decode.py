@@ -288,7 +288,7 @@ def _decode(
     keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
-    if decode_triton.serves(q, v, scores):
+    if decode_triton.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
         mine = decode_triton.attend(dealing, scores, (left, right), q, lengths, k, v, page_table)
     else:
         call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)

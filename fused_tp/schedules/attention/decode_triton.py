@@ -17,12 +17,13 @@ from fused_tp.schedules.attention.scores import Scores
 from fused_tp.transport.kernels import kernel_module
 
 
-def serves(q: Tensor, v: Tensor, scores: Scores) -> bool:
+def serves(
+    device: torch.device, dtype: torch.dtype, new: int, head_dim: int, v_head_dim: int, scores: Scores | None = None
+) -> bool:
     """Whether the kernel computes it: on GPUs, unless FUSED_TP_ATTENTION names another provider."""
     forced = forced_provider()
-    wanted = forced == "triton" or (forced is None and q.device.type == "cuda")
-    few = 0 < q.shape[1] <= FEW
-    return few and wanted and triton.obstacle(q.device, q.dtype, q.shape[3], v.shape[3], scores) is None
+    wanted = forced == "triton" or (forced is None and device.type == "cuda")
+    return 0 < new <= FEW and wanted and triton.obstacle(device, dtype, head_dim, v_head_dim, scores) is None
 
 
 def attend(
