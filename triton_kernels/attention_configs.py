@@ -92,6 +92,7 @@ _TF32 = {
 }
 # Of the forward alone. Sums of fp8 products are kept apart from the whole until they are added in fp32.
 _FP8 = {64: _C(128, 128, 8, 2, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 32, 8, 2, True)}
+_RICH_FP8 = {64: _C(64, 64, 8, 2, True), 128: _C(64, 64, 8, 2, True), 256: _C(32, 32, 8, 1)}
 # On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
@@ -122,7 +123,7 @@ def attention_config(
     if kernel == "keys" and kind == "tf32" and head_dim > 128 and shared_bytes < 112 << 10:
         return _SMALL_TF32_KEYS
     if kind == "fp8":
-        table = {"forward": _FP8}
+        table = {"forward": _FP8 if plain else _RICH_FP8}
     elif kind in ("ieee", "tf32"):
         table = _IEEE if kind == "ieee" else _TF32
     elif plain:

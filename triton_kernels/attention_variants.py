@@ -94,13 +94,13 @@ class Shape:
 
 def attention_shapes(kernel: str, arch: int) -> Iterator[Shape]:
     """What is compiled of `kernel` for `arch`."""
-    wanted = [("bf16", dims, dims, rich) for dims in (64, 128, 256) for rich in (False, True) if not rich or dims > 64]
+    kinds = ("bf16", "fp8") if kernel == "forward" and arch > 80 else ("bf16",)
+    sizes = [(dims, rich) for dims in (64, 128, 256) for rich in (False, True) if not rich or dims > 64]
+    wanted = [(kind, dims, dims, rich) for kind in kinds for dims, rich in sizes]
     if arch == 90:
         wanted.append(("fp16", 192, 128, False))
     if arch == 80:  # those of fp32 are the same everywhere
         wanted += [("tf32", 128, 128, False), ("ieee", 128, 128, False)]
-    if kernel == "forward" and arch > 80:
-        wanted += [("fp8", dims, dims, rich) for dims, rich in ((64, False), (128, False), (128, True), (256, False))]
     for kind, head_dim, v_head_dim, rich in wanted:
         config = attention_config(kernel, arch, kind, max(head_dim, v_head_dim), plain=not rich)
         yield Shape(kernel, arch, kind, head_dim, v_head_dim, rich, config)

@@ -164,9 +164,9 @@ def kernels() -> Any:
     return kernel_module("flash_attention")
 
 
-def check(c: Case, config: Any = None, name: str = "") -> dict[str, Tensor]:
+def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False) -> dict[str, Tensor]:
     """Forward and backward of a case against its reference; what came out."""
-    config = config or tile()
+    config = None if shipped else config or tile()
     flash, own = kernels(), terms(c.scores)
     out, lse = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
     dtype, terms_of_a_sum = c.q.dtype, c.step.keys + c.q.shape[3]
@@ -630,6 +630,18 @@ def test_long_documents_do_not_share_tiles() -> None:
 FP8_RMS = 0.08  # of the output's; measured are 0.046 to 0.056 of such inputs
 
 
+def check_fp8(c: Case, name: str, config: Any = None) -> None:
+    given = (c.q, c.k * 2.0**10, c.v * 300)  # scales take care of it
+    own = terms(replace(c.scores, scale=c.scores.scale * 2.0**-10))
+    out, lse = kernels().flash_attention(*given, c.step, own, sinks=c.sinks, config=config, fp8=True)
+    error = (out.double() / 300 - c.out).abs()
+    # p and v are off by 2^-4 each at most, of what is averaged; dropout magnifies it.
+    kept_scale = 1 / (1 - c.scores.dropout.p) if c.scores.dropout else 1.0
+    assert float(error.max()) < 0.15 * kept_scale * float(c.v.abs().max()), name
+    assert float(error.pow(2).mean().sqrt()) < FP8_RMS * float(c.out.pow(2).mean().sqrt()), name
+    torch.testing.assert_close(lse.double(), c.lse, rtol=0, atol=0.2)
+
+
 def fp8(_group: dist.ProcessGroup) -> None:
     """Against fp64: several dtypes, and everything scores may have; in two steps as in one."""
     flash = kernels()
@@ -639,15 +651,7 @@ def fp8(_group: dist.ProcessGroup) -> None:
         (MASKS["documents"], "all", (16, 16), torch.bfloat16, (4, 2), tile(32, 32, tma=True)),
     ):
         c = case(mask, replace(SCORES[name], scale=dims[0] ** -0.5), dims=dims, dtype=dtype, heads=heads, sinks=True)
-        given = (c.q, c.k * 2.0**10, c.v * 300)  # scales take care of it
-        own = terms(replace(c.scores, scale=c.scores.scale * 2.0**-10))
-        out, lse = flash.flash_attention(*given, c.step, own, sinks=c.sinks, config=config, fp8=True)
-        error = (out.double() / 300 - c.out).abs()
-        # p and v are off by 2^-4 each at most, of what is averaged; dropout magnifies it.
-        kept_scale = 1 / (1 - c.scores.dropout.p) if c.scores.dropout else 1.0
-        assert float(error.max()) < 0.15 * kept_scale * float(c.v.abs().max()), name
-        assert float(error.pow(2).mean().sqrt()) < FP8_RMS * float(c.out.pow(2).mean().sqrt()), name
-        torch.testing.assert_close(lse.double(), c.lse, rtol=0, atol=0.2)
+        check_fp8(c, name, config)
     # What a ring cuts: the bits of a number do not depend on those beside it.
     c = case(AttentionMask(96, 96), Scores(0.125), dims=(64, 64), dtype=torch.bfloat16, heads=(2, 1))
     own, config = terms(c.scores), tile(32, 32)
