@@ -92,9 +92,9 @@ class Shape:
         )
 
 
-def attention_shapes(kernel: str, arch: int) -> Iterator[Shape]:
-    """What is compiled of `kernel` for `arch`."""
-    kinds = ("bf16", "fp8") if kernel == "forward" and arch > 80 else ("bf16",)
+def attention_shapes(kernel: str, arch: int, *, fp8: bool = False) -> Iterator[Shape]:
+    """What is compiled of `kernel` for `arch`; `fp8`: it takes that, too."""
+    kinds = ("bf16", "fp8") if fp8 and arch > 80 else ("bf16",)
     sizes = [(dims, rich) for dims in (64, 128, 256) for rich in (False, True) if not rich or dims > 64]
     wanted = [(kind, dims, dims, rich) for kind in kinds for dims, rich in sizes]
     if arch == 90:

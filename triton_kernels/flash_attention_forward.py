@@ -284,7 +284,7 @@ def add_sink(n, sums, values, sink):
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """The kernel as `attention_variants` says: plain ones from and to a state, the others from none to out and lse."""
-    for shape in attention_shapes("forward", arch):
+    for shape in attention_shapes("forward", arch, fp8=True):
         ends = shape.rich
         yield shape.variant(
             forward_kernel,
