@@ -136,7 +136,7 @@ def context_parallel_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
             `ulysses_attention`.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv, deterministic: as for `ring_attention`; lengths are those of the whole sequence.
+            seq_len_kv, fp8, deterministic: as for `ring_attention`; lengths are those of the whole sequence.
 
     Returns:
         As `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.

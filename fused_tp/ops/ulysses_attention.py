@@ -135,7 +135,8 @@ def ulysses_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
             must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every rank.
+            seq_len_kv, fp8, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every
+            rank.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,

@@ -674,7 +674,7 @@ def test_fp8_forward() -> None:
 
 def fp8_by_the_op(group: dist.ProcessGroup) -> None:
     """`ring_attention(..., fp8=True)`: the forward is off by what fp8 is, gradients are of the size they should be."""
-    from fused_tp import ring_attention, shard_sequence
+    from fused_tp import ring_attention, shard_sequence, ulysses_attention
 
     mask = AttentionMask(64, 64, causal=True)
     c = case(mask, Scores(0.25), dtype=torch.bfloat16, heads=(2, 1))
@@ -685,8 +685,10 @@ def fp8_by_the_op(group: dist.ProcessGroup) -> None:
         patch.setenv("FUSED_TP_ATTENTION", "triton")
         out = ring_attention(q, k, v, group=group, causal=True, scale=0.25, fp8=True)
         out.backward(shard_sequence(c.grad_out, 1, group=group))
+        by_heads = ulysses_attention(q, k, v, group=group, causal=True, scale=0.25, fp8=True)
     for name, one, whole in (
         ("out", out, c.out),
+        ("out", by_heads, c.out),
         ("q", q.grad, c.gradients["q"]),
         ("k", k.grad, c.gradients["k"]),
         ("v", v.grad, c.gradients["v"]),
