@@ -615,6 +615,13 @@ def test_tiles_cover_what_is_seen(seed: int) -> None:
                 assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
         looked = tiles[:, 3] - tiles[:, 2]
         assert (looked[1:] <= looked[:-1]).all(), "most work first"
+        aligned = tiles_of(starts, stops, breaks, height, block, 16)
+        aligned = aligned[np.argsort(aligned[:, 0])]
+        assert (aligned[:, 2] == order[:, 2] // 16 * 16).all() and (aligned[:, :2] == order[:, :2]).all()
+        for row, row_end, begin, _, full_begin, full_end in aligned.tolist():
+            assert begin <= full_begin <= full_end and (full_begin - begin) % block == 0
+            if full_end > full_begin:
+                assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
 
 
 def test_long_documents_do_not_share_tiles() -> None:
