@@ -30,6 +30,7 @@ from .attention_launch import (
     check_alike,
     check_like,
     check_per_head,
+    check_rows,
     config_for,
     dense,
     descriptor,
@@ -155,6 +156,7 @@ def _launch(
     tiles = query_tiles(seen, config.rows, config.block, q.device, KEYS_ALIGNED if fp8 else 1)
     vectors = seen.on(q.device)
     laid = v.transpose(1, 3) if fp8 else v  # as it lies in memory
+    check_rows("v in fp8" if fp8 else "v", laid)
     tma = config.tma and fits_tma(k) and fits_tma(laid)
     grid = programs(q, k, v, tiles, of_keys=False)
     arguments = config_arguments(config, q.shape[3], values[3], precision, fp8=fp8)
