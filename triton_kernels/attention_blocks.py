@@ -82,6 +82,32 @@ def load_whole(
 
 
 @triton.jit
+def load_turned(
+    base, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr = False
+):
+    """`load_block` of what lies turned, each column's rows behind one another, with the stride of columns; `row` is a
+    multiple of 16."""
+    columns = tl.arange(0, PADDED)[:, None]
+    rows = tl.multiple_of(row, 16) + tl.arange(0, BLOCK)[None, :]
+    pointers = base + columns * stride + rows
+    mask = columns < WIDTH
+    if not WHOLE:
+        mask = mask & (rows < end)
+    return tl.load(pointers, mask=mask, other=0.0).T
+
+
+@triton.jit
+def load_whole_turned(
+    x, base, batch, head, row, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
+):
+    """`load_whole` of what lies turned; by TMA `x` is a descriptor of [B, H, D, S]."""
+    if TMA:
+        return x.load([batch, head, 0, row]).reshape(PADDED, BLOCK).T
+    else:
+        return load_turned(base, row, row, stride, WIDTH, BLOCK, PADDED, True)
+
+
+@triton.jit
 def load_rows(base, row, end, BLOCK: tl.constexpr, other):
     """[BLOCK] of a dense vector, `other` from `end` on."""
     rows = row + tl.arange(0, BLOCK)

@@ -4,15 +4,22 @@ What bounds them: 255 registers a thread hold the sums of a tile ([rows, head di
 them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
 of shared memory with the tile's own rows. Other GPUs that take the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120):
 all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills.
+
+Above a head dim of 128 the sums alone take 128 registers of 8 warps in the 64 rows that wgmma wants. On sm_90 the keys'
+kernel has room for no more than one loop and plain scores there; rich ones stay with 32 rows, and mma.sync.
+
+None is warp specialised. Triton 3.7 fails on a specialised loop that is followed by one with the same sums, as here by
+that of masked blocks; with that one first the forward compiles for sm_100 (16 or 20 warps), but spills 8 to 112 bytes
+in the registers that so many warps leave, and on sm_90 nothing is specialised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # As Triton names them; fp32 by how it is multiplied.
-KINDS = ("bf16", "fp16", "tf32", "ieee")
+KINDS = ("bf16", "fp16", "tf32", "ieee", "fp8")
 KERNELS = ("forward", "ring", "queries", "keys")
 MAX_HEAD_DIM = 256
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
@@ -34,7 +41,7 @@ class AttentionConfig:
 
     def options(self) -> dict[str, int]:
         """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
-        programs = 1 if self.num_warps == 8 else 2
+        programs = 1 if self.num_warps >= 8 else 2
         registers = min(255, 65536 // (programs * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
@@ -48,27 +55,29 @@ _C = AttentionConfig
 _HOPPER = {
     "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 64, 8, 2, True)},
     "queries": {64: _C(128, 64, 8, 3, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "keys": {64: _C(128, 64, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+    "keys": {64: _C(128, 64, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(64, 32, 8, 2)},
 }
 _BLACKWELL = {
     "forward": {64: _C(128, 128, 8, 3, True), 128: _C(128, 128, 8, 2, True), 256: _C(128, 64, 8, 2, True)},
-    "queries": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "keys": {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(32, 64, 8, 1)},
+    "queries": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(128, 32, 8, 2, True)},
+    "keys": {64: _C(128, 32, 8, 2, True), 128: _C(128, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
 }
 _AMPERE = {
     "forward": {64: _C(128, 64, 4, 3), 128: _C(128, 64, 8, 3), 256: _C(64, 32, 8, 2)},
     "queries": {64: _C(128, 64, 8, 2), 128: _C(64, 64, 8, 2), 256: _C(64, 32, 8, 1)},
-    "keys": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
+    "keys": {64: _C(128, 32, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 2)},
 }
 _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
 # A cap and random numbers take registers too.
 _RICH_HOPPER = {
     "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
-    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
+    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 16, 8, 2, True)},
     "keys": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(32, 32, 8, 1)},
 }
-_RICH_BLACKWELL = _RICH_HOPPER | {
-    "forward": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+_RICH_BLACKWELL = {
+    "forward": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(128, 32, 8, 2, True)},
+    "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
+    "keys": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
 }
 _RICH_AMPERE = {
     "forward": {64: _C(64, 64, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 1)},
@@ -88,12 +97,20 @@ _TF32 = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
+# Of the forward alone. Sums of fp8 products are kept apart from the whole until they are added in fp32.
+_FP8 = {64: _C(128, 128, 8, 2, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 32, 8, 2, True)}
+# Wide and rich: 32 rows take mma.sync, to which e4m3 goes as fp16, so there is no gain in speed.
+_RICH_FP8 = {64: _C(64, 64, 8, 2, True), 128: _C(64, 64, 8, 2, True), 256: _C(32, 32, 8, 1)}
 # On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "queries": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "keys": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
+
+# Of decoding: `rows` at most. A loop that waits for memory wants its blocks small and several programs beside it.
+_DECODE = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 4, 3)}
+_DECODE_FP32 = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
 
 
 # Where there is less than the 112 KB of shared memory that `_TF32` takes.
@@ -113,7 +130,9 @@ def attention_config(
         return INTERPRETED
     if kernel == "keys" and kind == "tf32" and head_dim > 128 and shared_bytes < 112 << 10:
         return _SMALL_TF32_KEYS
-    if kind in ("ieee", "tf32"):
+    if kind == "fp8":
+        table = {"forward": _FP8 if plain else _RICH_FP8}
+    elif kind in ("ieee", "tf32"):
         table = _IEEE if kind == "ieee" else _TF32
     elif plain:
         table = _PLAIN[arch]
@@ -126,6 +145,17 @@ def attention_config(
     return own.get(width, table["forward"][width])
 
 
+def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
+    """Of flash_decode.py, on every architecture: for the larger head dim of q and v, and `rows` queries of a key head.
+
+    >>> str(decode_config("bf16", 128, 8))
+    '16x64 warps 4 stages 3'
+    """
+    table = _DECODE if kind in ("bf16", "fp16") else _DECODE_FP32
+    config = table[64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM]
+    return replace(config, rows=min(config.rows, max(16, 1 << (rows - 1).bit_length())))
+
+
 def padded(head_dim: int) -> int:
     """What a kernel makes of a head dim: a power of 2 that matrix units take.
 
@@ -135,12 +165,14 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def config_arguments(config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str) -> dict[str, Any]:
+def config_arguments(
+    config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str, *, fp8: bool = False
+) -> dict[str, Any]:
     """The constexprs and options that all kernels have."""
     return {
         "D": head_dim,
         "DV": v_head_dim,
-        "PADDED_D": padded(head_dim),
+        "PADDED_D": max(32, padded(head_dim)) if fp8 else padded(head_dim),  # fp8 is multiplied by 32 at least
         "PADDED_DV": padded(v_head_dim),
         "PRECISION": precision,
         **config.constants(),

@@ -173,6 +173,8 @@ def check_alike(sums: Mapping[str, Tensor]) -> None:
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
     """One of `attention_configs.KINDS`."""
+    if dtype == torch.float8_e4m3fn:
+        return "fp8"
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
@@ -217,7 +219,7 @@ def fits_tma(x: Tensor) -> bool:
     """Whether TMA can load blocks of x [B, S, H, D]: it begins, and its rows lie, at multiples of 16 bytes."""
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
     aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    return x.numel() > 0 and x.element_size() == 2 and aligned and x.data_ptr() % 16 == 0
+    return x.numel() > 0 and x.element_size() <= 2 and aligned and x.data_ptr() % 16 == 0
 
 
 def descriptor(x: Tensor, block: int, width: int) -> TensorDescriptor:

@@ -55,12 +55,16 @@ class Seen(Protocol):
     def on(self, device: torch.device) -> dict[str, Tensor]: ...
 
 
-def query_tiles(seen: Seen, rows: int, block: int, device: torch.device) -> Tensor:
-    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once."""
+def query_tiles(seen: Seen, rows: int, block: int, device: torch.device, aligned: int = 1) -> Tensor:
+    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once.
+
+    Blocks begin at multiples of `aligned` keys; with more than 1, that many less 1 are visited for nothing at most.
+    """
     known = seen.on(device)
-    name = f"query tiles {rows}x{block}"
+    name = f"query tiles {rows}x{block}" + f" aligned to {aligned}" * (aligned > 1)
     if name not in known:
-        known[name] = torch.from_numpy(tiles_of(seen.starts, seen.stops, seen.q_breaks, rows, block)).to(device)
+        tiles = tiles_of(seen.starts, seen.stops, seen.q_breaks, rows, block, aligned)
+        known[name] = torch.from_numpy(tiles).to(device)
     return known[name]
 
 
@@ -73,7 +77,7 @@ def key_tiles(seen: Seen, rows: int, block: int, device: torch.device) -> Tensor
     return known[name]
 
 
-def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
+def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int, aligned: int = 1) -> Any:
     """int32 [tiles, COLUMNS], those with most to look at first: (row, end of rows, begin, end, full begin, full end).
 
     Blocks lie at begin, begin + block, ...; those in [full begin, full end) are whole and seen by all rows of the tile.
@@ -82,7 +86,7 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
     [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
     """
     first, behind = _rows_of_tiles(starts, stops, breaks, rows)
-    begin, end = starts[first].astype(np.int64), stops[behind - 1].astype(np.int64)
+    begin, end = starts[first].astype(np.int64) // aligned * aligned, stops[behind - 1].astype(np.int64)
     end = np.maximum(begin, end)
     full_begin = begin + -(-(starts[behind - 1] - begin) // block) * block
     full_end = begin + (np.minimum(stops[first], end) - begin) // block * block

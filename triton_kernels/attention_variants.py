@@ -1,7 +1,7 @@
 """What the tests compile of the attention kernels: configs that ship, plain and with everything scores may have.
 
 bf16 for all head dims; rich ones of 64 have the configs of 128. fp16 differs from bf16 in the name of a type, so it is
-compiled once per kernel, with a head dim of v that is not that of q; fp32 in a head dim of 128.
+compiled once per kernel, with a head dim of v that is not that of q; fp32 in a head dim of 128; fp8 of the forward.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class Shape:
 
     @property
     def dtype(self) -> str:
-        return self.kind if self.kind in ("bf16", "fp16") else "fp32"
+        return {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv"}.get(self.kind, "fp32")
 
-    def descriptor(self, width: int) -> str | None:
+    def descriptor(self, width: int, *, turned: bool = False) -> str | None:
         """Of blocks of what the kernel walks through, where that is loaded by TMA."""
-        return f"tensordesc<{self.dtype}[1, 1, {self.config.block}, {padded(width)}]>" if self.config.tma else None
+        rows, columns = self.config.block, padded(width)
+        block = f"{columns}, {rows}" if turned else f"{rows}, {columns}"
+        return f"tensordesc<{self.dtype}[1, 1, {block}]>" if self.config.tma else None
 
     def sums(self) -> dict[str, Any]:
         """What both kernels of the backward read beside q, k and v."""
@@ -95,9 +97,11 @@ class Shape:
         )
 
 
-def attention_shapes(kernel: str, arch: int) -> Iterator[Shape]:
-    """What is compiled of `kernel` for `arch`."""
-    wanted = [("bf16", dims, dims, rich) for dims in (64, 128, 256) for rich in (False, True) if not rich or dims > 64]
+def attention_shapes(kernel: str, arch: int, *, fp8: bool = False) -> Iterator[Shape]:
+    """What is compiled of `kernel` for `arch`; `fp8`: it takes that, too."""
+    kinds = ("bf16", "fp8") if fp8 and arch > 80 else ("bf16",)
+    sizes = [(dims, rich) for dims in (64, 128, 256) for rich in (False, True) if not rich or dims > 64]
+    wanted = [(kind, dims, dims, rich) for kind in kinds for dims, rich in sizes]
     if arch == 90:
         wanted.append(("fp16", 192, 128, False))
     if arch == 80:  # those of fp32 are the same everywhere

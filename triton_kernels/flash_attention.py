@@ -30,6 +30,7 @@ from .attention_launch import (
     check_alike,
     check_like,
     check_per_head,
+    check_rows,
     config_for,
     dense,
     descriptor,
@@ -42,6 +43,7 @@ from .attention_launch import (
 from .attention_tiles import Seen, key_tiles, query_tiles
 from .flash_attention_backward import keys_kernel, queries_kernel
 from .flash_attention_forward import forward_kernel
+from .flash_attention_fp8 import KEYS_ALIGNED, fp8_obstacle, quantised
 
 __all__ = ["Dropout", "Terms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]
 
@@ -58,6 +60,7 @@ def flash_forward(
     *,
     fresh: bool = False,
     precision: str = "ieee",
+    fp8: bool = False,
     config: AttentionConfig | None = None,
 ) -> None:
     """Fold k and v into `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
@@ -66,6 +69,7 @@ def flash_forward(
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
         fresh: `state` holds nothing yet and is not read; it need not be initialised.
         precision: of fp32: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+        fp8: multiply in e4m3 (flash_attention_fp8.py): bf16 and fp16 on sm_90 and sm_100.
         config: tiles, in place of the shipped ones.
 
     Raises:
@@ -75,7 +79,7 @@ def flash_forward(
         flash_forward(q, k, v, step, Terms(scale=128**-0.5), (weighted, highest, total))
     """
     check(q, k, v, seen, terms, precision)
-    _launch(q, k, v, seen, terms, state, None, None, None, fresh, precision, config)
+    _launch(q, k, v, seen, terms, state, None, None, None, fresh, precision, fp8, config)
 
 
 def flash_attention(
@@ -90,6 +94,7 @@ def flash_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     precision: str = "ieee",
+    fp8: bool = False,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
@@ -106,7 +111,7 @@ def flash_attention(
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
-    _launch(q, k, v, seen, terms, state, out, lse, sinks, state is None, precision, config)
+    _launch(q, k, v, seen, terms, state, out, lse, sinks, state is None, precision, fp8, config)
     return out, lse
 
 
@@ -122,15 +127,16 @@ def _launch(
     sinks: Tensor | None,
     first: bool,
     precision: str,
+    fp8: bool,
     config: AttentionConfig | None,
 ) -> None:
+    why = fp8_obstacle(q.dtype, q.device) if fp8 else None
+    if why is not None:
+        raise ValueError(f"{why}.")
     if q.numel() == 0:
         return
-    config = config or config_for("forward", q, v, terms, precision)
-    tiles = query_tiles(seen, config.rows, config.block, q.device)
-    vectors = seen.on(q.device)
-    weighted, highest, total = state or (None, None, None)
     values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    weighted, highest, total = state or (None, None, None)
     check_like(
         q,
         {
@@ -143,26 +149,37 @@ def _launch(
     check_like(q, {"out": (out, values)}, sums=False)
     if highest is not None and total is not None:
         check_alike({"highest": highest, "total": total})
-    tma = config.tma and fits_tma(k) and fits_tma(v)
+    scales = None
+    if fp8:
+        q, k, v, scales = quantised(q, k, v)
+    config = config or config_for("forward", q, v, terms, precision)
+    tiles = query_tiles(seen, config.rows, config.block, q.device, KEYS_ALIGNED if fp8 else 1)
+    vectors = seen.on(q.device)
+    laid = v.transpose(1, 3) if fp8 else v  # as it lies in memory
+    check_rows("v in fp8" if fp8 else "v", laid)
+    tma = config.tma and fits_tma(k) and fits_tma(laid)
     grid = programs(q, k, v, tiles, of_keys=False)
+    arguments = config_arguments(config, q.shape[3], values[3], precision, fp8=fp8)
     names = ("starts", "stops", "places", "q_indices", "k_indices")
+    block = (config.block, arguments["PADDED_DV"])
     with on_device(q):
         forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
             q=q,
             k=k,
             v=v,
-            k_tma=descriptor(k, config.block, padded(k.shape[3])) if tma else None,
-            v_tma=descriptor(v, config.block, padded(v.shape[3])) if tma else None,
+            k_tma=descriptor(k, config.block, arguments["PADDED_D"]) if tma else None,
+            v_tma=descriptor(laid, *(block[::-1] if fp8 else block)) if tma else None,
             weighted=weighted,
             highest=highest,
             total=total,
             out=out,
             lse=lse,
             sinks=dense(sinks),
+            scales=scales,
             tiles=tiles,
             q_strides=strides_of(q),
             k_strides=strides_of(k),
-            v_strides=strides_of(v),
+            v_strides=strides_of(laid),
             weighted_strides=strides_of(weighted),
             state_strides=strides_of(highest, 2),
             out_strides=strides_of(out),
@@ -172,7 +189,7 @@ def _launch(
             **{name: vectors[name] for name in names},
             **grid,
             **terms.arguments(),
-            **config_arguments(config, q.shape[3], v.shape[3], precision),
+            **arguments,
         )
 
 

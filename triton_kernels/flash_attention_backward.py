@@ -5,8 +5,13 @@
     dv = p'^T grad_out,  dk = scale * (dcap * ds)^T q,  dq = scale * (dcap * ds) k,  dslope = -sum ds * distance
 
 One kernel has tiles of queries and gives dq, the other tiles of keys and gives dk and dv: each sum has one program that
-adds its terms in a fixed order, so there are no atomics and every run gives the same bits. That computes ds twice. The
-queries of all heads that share keys are taken by the program that has those keys.
+adds its terms in a fixed order, so there are no atomics and every run gives the same bits. The queries of all heads
+that share keys are taken by the program that has those keys.
+
+That computes the scores and dp twice: 7 products of a block where one pass over the tiles of keys would do with 5. But
+one pass has to add dq to memory in fp32 from every tile of keys: by atomics, whose order, and so whose bits, differ
+from run to run, or in turns, where each tile waits for the one before it. Equal bits are promised, so it is not
+offered.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 """
@@ -256,6 +261,10 @@ def keys_kernel(
 
     dk_sum = tl.zeros((ROWS, PADDED_D), tl.float32)
     dv_sum = tl.zeros((ROWS, PADDED_DV), tl.float32)
+    # Of wide heads dk and dv leave no registers for what two loops keep: all blocks are masked, in one.
+    if PADDED_D + PADDED_DV > 256 and not TMA:
+        full_begin = begin
+        full_end = begin
     # One loop over the blocks of all heads, not one in another: loads run on from head to head, registers are saved.
     whole = (full_end - full_begin) // BLOCK
     for index in tl.range(0, whole * shared):

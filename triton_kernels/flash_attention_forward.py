@@ -12,6 +12,10 @@ ring of any size rounds once. The state holds n * ln 2 (`highest`); what comes b
 A step of a ring reads the state and writes it; the first need not read it (FIRST), the last writes out and lse in its
 place (`out` given), with the sinks in them.
 
+In fp8 (`scales` given) q, k and v come as e4m3, as flash_attention_fp8.py makes them, v turned as matrix units read it;
+p is rounded to e4m3 too. It keeps 2^-SHIFT of its range above 1: n is SHIFT lower, and what was 2^-6, the smallest
+number of full precision, is 2^-14 then.
+
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao, "FlashAttention-2"
 (arXiv:2307.08691).
 """
@@ -28,7 +32,9 @@ from .attention_blocks import (
     block_pointers,
     load_block,
     load_rows,
+    load_turned,
     load_whole,
+    load_whole_turned,
     masked_block,
     masked_blocks,
     program_tile,
@@ -38,6 +44,8 @@ from .attention_scores import LN_2, LOG2_E, factor_of, kept, scores_of
 from .attention_variants import ODD, attention_shapes
 from .resources import Variant
 from .tiles import dot, rounded
+
+FP8_SHIFT = tl.constexpr(8)  # 2^8 is a number of e4m3, 2^9 is none
 
 
 @triton.jit(do_not_specialize=ODD)
@@ -53,6 +61,7 @@ def forward_kernel(
     out,
     lse,
     sinks,
+    scales,
     slopes,
     starts,
     stops,
@@ -91,8 +100,13 @@ def forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA."""
+    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA.
+
+    fp8 alone has scales [batch, heads, 2], of products and of v; v is [B, H, D, S], and its strides are of B, D and H.
+    """
     ALIBI: tl.constexpr = slopes is not None
+    FP8: tl.constexpr = scales is not None
+    SHIFT: tl.constexpr = FP8_SHIFT if FP8 else 0
     _, batch, head, row, row_end, begin, end, full_begin, full_end = program_tile(
         tiles, tile_count, heads, batch_heads, together
     )
@@ -110,6 +124,10 @@ def forward_kernel(
         place = load_rows(places, row, row_end, ROWS, 0)
     if DROPOUT:
         query = load_rows(q_indices, row, row_end, ROWS, 0)
+    if FP8:
+        scale *= tl.load(scales + (batch * heads + head) * 2)
+        v_scale = tl.load(scales + (batch * heads + head) * 2 + 1) * keep_scale
+        keep_scale = 1.0  # with it p might be above all numbers of e4m3
 
     if FIRST:
         n = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -120,25 +138,37 @@ def forward_kernel(
             base_of(weighted, batch, head, weighted_strides), row_of(highest, batch, head, state_strides),
             row_of(total, batch, head, state_strides), row, row_end, weighted_strides[1], DV, ROWS, PADDED_DV,
         )  # fmt: skip
+        if FP8:
+            values *= 1.0 / v_scale
 
     for key in tl.range(full_begin, full_end, BLOCK):
         keys = load_whole(k_tma, k_base, batch, head // shared, key, k_strides[1], D, BLOCK, PADDED_D, TMA)
-        v_block = load_whole(v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
+        if FP8:
+            v_block = load_whole_turned(
+                v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA
+            )
+        else:
+            v_block = load_whole(v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
         n, sums, values = fold(
             n, sums, values, queries, keys, v_block, key, end, first_key, last_key, place, query, k_indices, slope,
             scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-            False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK, SHIFT,
         )  # fmt: skip
     for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK)):
         key = masked_block(index, begin, full_begin, full_end, BLOCK)
         keys = load_block(k_base, key, end, k_strides[1], D, BLOCK, PADDED_D)
-        v_block = load_block(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
+        if FP8:
+            v_block = load_turned(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
+        else:
+            v_block = load_block(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
         n, sums, values = fold(
             n, sums, values, queries, keys, v_block, key, end, first_key, last_key, place, query, k_indices, slope,
             scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-            True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK, SHIFT,
         )  # fmt: skip
 
+    if FP8:
+        values *= v_scale
     here = row + tl.arange(0, ROWS)
     if out is not None:
         if sinks is not None:
@@ -191,6 +221,7 @@ def fold(
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
 ):
     """(n, total, weighted) with the keys of one block in them."""
     products = dot(queries, keys.T, None, PRECISION)
@@ -207,7 +238,7 @@ def fold(
             (columns[None, :] >= first_key[:, None]) & (columns[None, :] < last_key[:, None]), s, float("-inf")
         )
     factor = factor_of(scale, CAPPED, ALIBI)
-    now = tl.maximum(n, tl.ceil(tl.max(s, 1) * factor))
+    now = tl.maximum(n, tl.ceil(tl.max(s, 1) * factor) - SHIFT)
     base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
     p = tl.exp2(s * factor - base[:, None])
     before = tl.exp2(n - base)
@@ -253,17 +284,18 @@ def add_sink(n, sums, values, sink):
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """The kernel as `attention_variants` says: plain ones from and to a state, the others from none to out and lse."""
-    for shape in attention_shapes("forward", arch):
+    for shape in attention_shapes("forward", arch, fp8=True):
         ends = shape.rich
         yield shape.variant(
             forward_kernel,
             {
                 "k_tma": shape.descriptor(shape.head_dim),
-                "v_tma": shape.descriptor(shape.v_head_dim),
+                "v_tma": shape.descriptor(shape.v_head_dim, turned=shape.kind == "fp8"),
                 **dict.fromkeys(("weighted", "highest", "total"), None if ends else "*fp32"),
-                "out": f"*{shape.dtype}" if ends else None,
+                "out": f"*{'bf16' if shape.kind == 'fp8' else shape.dtype}" if ends else None,
                 "lse": "*fp32" if ends else None,
                 "sinks": "*fp32" if ends else None,
+                "scales": "*fp32" if shape.kind == "fp8" else None,
                 **dict.fromkeys(("starts", "stops"), "*i32"),
                 **dict.fromkeys(("weighted_strides", "out_strides"), ("i32",) * 3),
                 **dict.fromkeys(("state_strides", "lse_strides"), ("i32",) * 2),

@@ -30,6 +30,7 @@ KERNEL_MODULES = (
     "flash_attention_forward",
     "flash_attention_backward",
     "ring_forward",
+    "flash_decode_parts",
 )
 
 # What multiplies matrices on each architecture, in PTX.

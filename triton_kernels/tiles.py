@@ -60,14 +60,18 @@ def store_tile(ptr, values, tile_m, tile_n, M, N, stride_m, stride_n, BLOCK_M: t
 def rounded(values, DTYPE: tl.constexpr):
     """fp32 `values` in DTYPE, to the nearest even.
 
-    That is what `.to` does on the GPU. The interpreter's (Triton 3.6, 3.7) cuts the bits of bf16 off, so there it is
-    done on the bits; NaN keeps its sign and top bits, of which one must stay set.
+    That is what `.to` does on the GPU. The interpreter's (Triton 3.6, 3.7) cuts the bits of bf16 off and loses carries
+    of fp8, so there it is done on the bits; NaN keeps its sign and top bits, of which one must stay set.
     """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(values == values, nearest, bits | 0x400000)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif INTERPRETED and DTYPE == tl.float8e4nv:
+        bits = values.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
+        return tl.where(values == values, nearest, bits).to(tl.float32, bitcast=True).to(DTYPE)
     else:
         return values.to(DTYPE)
 

@@ -28,3 +28,4 @@ class AttentionKeywords(ScoreKeywords, total=False):
     deterministic: bool
     seq_len: int | None
     seq_len_kv: int | None
+    fp8: bool

@@ -17,6 +17,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
+from fused_tp.schedules.attention import decode_triton
 from fused_tp.schedules.attention.cache_rows import CacheRows, DenseRows, PagedRows
 from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.schedules.attention.decode import TOLD, CacheCall, attend, merge, numbers_given, told_apart
@@ -272,13 +273,16 @@ def _decode(
     lengths = cache_seqlens.tolist()
     slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
     scores = Scores(scale, softcap, slopes)
-    call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
     # Kernels take any strides but that of the last dim.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
-    mine = attend(call, q, lengths, keys, values, v.shape[3])
+    if decode_triton.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
+        mine = decode_triton.attend(dealing, scores, (left, right), q, lengths, k, v, page_table)
+    else:
+        call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
+        mine = attend(call, q, lengths, keys, values, v.shape[3])
     # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
     queries, found = (x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine))
     schedule = _parts_schedule(queries[0], v, group)

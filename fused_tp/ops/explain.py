@@ -10,6 +10,8 @@ import torch
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
+from fused_tp.schedules.attention import decode_triton
+from fused_tp.schedules.attention.decode import FEW
 from fused_tp.schedules.attention.providers import Wanted, choose_provider
 from fused_tp.schedules.attention.ring_fused import FusedRing
 from fused_tp.schedules.attention.ring_select import no_fused_ring
@@ -36,7 +38,7 @@ class Explanation:
         op: name of the op.
         call: the op with its shapes, dtype, device and group size, in words.
         forward, backward: schedule, transport and reason of each; None where it moves nothing.
-        provider: of an attention, else None.
+        provider: of an attention (decoding too), else None.
     """
 
     op: str
@@ -183,6 +185,8 @@ def _explain(
         else:
             chosen, reason = choose_provider(wanted)
             provider = Provider(chosen.name, reason)
+    if op == "context_parallel_decode":
+        provider = _of_decoding(torch.device(device_type), dtype, shapes[0], shapes[2][-1])
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"
     ranks = f"{size} rank{'s' if size != 1 else ''}"
@@ -200,3 +204,13 @@ def _of_fused_ring(decision: Decision, why_not: str | None, messages: str) -> tu
     note = why_not or "its backward goes step by step"
     by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
     return (decision if why_not is None else by_messages), by_messages
+
+
+def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
+    new, head_dim = q_shape[1], q_shape[3]
+    if decode_triton.serves(device, dtype, new, head_dim, v_head_dim):
+        return Provider("triton", "its split-KV kernel takes a few queries of all texts at once")
+    if new <= FEW:
+        return Provider("torch", f"for up to {FEW} queries matmuls read the cache once")
+    chosen, reason = choose_provider(Wanted(device, dtype, head_dim, v_head_dim))
+    return Provider(chosen.name, reason)

@@ -82,6 +82,7 @@ def ulysses_attention(
     deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -99,7 +100,8 @@ def ulysses_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
             must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every rank.
+            seq_len_kv, fp8, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every
+            rank.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
@@ -137,6 +139,7 @@ def ulysses_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
+        fp8=fp8,
     )
 
 

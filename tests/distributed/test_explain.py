@@ -157,7 +157,7 @@ def test_the_provider_of_the_ring_is_the_one_that_runs(op: str) -> None:
             320,
             "torch-blocks, because plain torch serves every device, dtype and score; no tri",
         ),
-        ("sm_90", torch.float64, 64, "FlashAttention takes float16 and bfloat16, not float64"),
+        ("sm_90", torch.float64, 64, "attention on GPUs takes float16 and bfloat16, not float64"),
         ("xpu", torch.float16, 64, "torch-blocks, because plain torch serves every device, dtype and score"),
     ],
 )
@@ -165,3 +165,17 @@ def test_why_a_provider_computes_the_steps(arch: str, dtype: torch.dtype, v_head
     shapes = ((1, 64, 8, 128), (1, 64, 2, 128), (1, 64, 2, v_head_dim))
     answer = explain_for("ring_attention", *shapes, dtype=dtype, world_size=2, transport="gloo", arch=arch)
     assert said in next(line for line in str(answer).splitlines() if line.startswith("  each step: "))
+
+
+def test_what_computes_a_step_of_decoding() -> None:
+    for arch, new, said in (
+        ("cpu", 1, "torch, because for up to 16 queries matmuls read the cache once"),
+        ("cpu", 40, "native-cpu, because"),
+        ("sm_90", 1, "triton, because its split-KV kernel"),
+        ("sm_90", 40, "torch-cuda, because"),
+    ):
+        shapes = ((2, new, 8, 128), (2, 4096, 2, 128), (2, 4096, 2, 128))
+        answer = explain_for(
+            "context_parallel_decode", *shapes, dtype=torch.float16, world_size=2, transport="gloo", arch=arch
+        )
+        assert f"  each step: {said}" in str(answer)

@@ -68,7 +68,19 @@ class Blocks:
 
     name = "torch-blocks"
 
-    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+    def forward(
+        self,
+        step: Step,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        if fresh:
+            state.clear()
         for block in self._blocks(step, q):
             rows = state.rows(block.q_start, block.q_stop)
             highest, total = (_by_kv_head(x, k) for x in (rows.highest, rows.total))

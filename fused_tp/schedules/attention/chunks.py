@@ -66,7 +66,7 @@ class Chunks:
         starts = np.zeros((len(chunks), queries.length), dtype=np.int32)
         stops = np.zeros_like(starts)
         for number, (t, _, rows) in enumerate(chunks):
-            step = of_keys(plan.step(rank, t), rows.start, rows.stop)
+            step = of_keys(plan.step(rank, t), rows.start, rows.stop, keep=False)
             if not step.empty:
                 seeing = slice(step.q_start, step.q_stop)
                 starts[number, seeing] = step.starts + np.int32(step.k_start - rows.start)

@@ -5,7 +5,8 @@ With out_r and lse_r over the keys of rank r,
     lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
 
 ("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
-read the cache once, for all query heads of a key head, in fp32; many are attention by steps, as in a ring.
+read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel: `decode_triton`); many are
+attention by steps, as in a ring.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _few(
 
     All queries of a key head are the rows of one matmul, so a key is read once for them.
     """
-    intervals = [_seen(call, length - len(q) + i, length) for i in range(len(q))]
+    intervals = [rows_seen(call.dealing, call.limits, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
     if start >= stop:
         _see_nothing(found)
@@ -171,10 +172,10 @@ def _few(
     found.copy_(both.permute(2, 0, 1, 3).flatten(1, 2))
 
 
-def _seen(call: CacheCall, place: int, length: int) -> tuple[int, int]:
+def rows_seen(dealing: Dealing, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
     """The rows here that a query at `place` of a text sees: [start, stop)."""
-    left, right = call.limits
-    count = call.dealing.count
+    left, right = limits
+    count = dealing.count
     stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
     return (0 if left < 0 else min(stop, count(max(0, place - left)))), stop
 

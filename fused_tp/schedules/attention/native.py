@@ -61,7 +61,19 @@ class NativeCpu:
         tiles: bool = _core.has_matrix_tiles()
         return not (dtype == torch.bfloat16 and tiles)
 
-    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
+    def forward(
+        self,
+        step: Step,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        if fresh:
+            state.clear()
         slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
         _core.attention_forward(
             *_common(vectors, scores, slopes, q, k, v),

@@ -22,8 +22,18 @@ class AttentionProvider(Protocol):
 
     name: str
 
-    def forward(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState) -> None:
-        """Fold these keys into `state`."""
+    def forward(
+        self,
+        step: Step,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SoftmaxState,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """Fold these keys into `state`; `fresh`: it holds nothing yet, and need not be initialised."""
         ...
 
     def alone(

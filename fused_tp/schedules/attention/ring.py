@@ -143,7 +143,7 @@ class Forward:
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
-        self._state = SoftmaxState.empty(q, v.shape[3])
+        self._state, self._fresh = SoftmaxState.uninitialised(q, v.shape[3]), True
 
     def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Step t, with the source's keys [B, rows, Hkv, D] from row `first` on."""
@@ -152,12 +152,21 @@ class Forward:
         if step.empty:
             return
         keys = slice(step.k_start - first, step.k_stop - first)
+        fresh = self._fresh and step.rows == self._q.shape[1]  # then all of the state is written at once
+        if not fresh:
+            self._begin()
+        self._fresh = False
         with span("ring_attention step", t):
             state = self._state.rows(step.q_start, step.q_stop)
             q = self._q[:, step.q_start : step.q_stop]
-            call.provider.forward(step, call.scores, q, k[:, keys], v[:, keys], state)
+            call.provider.forward(step, call.scores, q, k[:, keys], v[:, keys], state, fresh=fresh)
+
+    def _begin(self) -> None:
+        if self._fresh:
+            self._state.clear()
 
     def result(self) -> tuple[Tensor, Tensor]:
+        self._begin()
         return self._state.result(self._q.dtype, self._call.sinks)
 
 

@@ -33,16 +33,18 @@ def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple
 
 
 def no_fused_ring(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0, fp8: bool = False
 ) -> str | None:
     """Why a call in a group that has schedule `fused_kernel` goes by messages nevertheless, or None."""
     forced = forced_provider()
     if forced not in (None, TRITON.name):
         return f"FUSED_TP_ATTENTION={forced} asks for other kernels"
+    if fp8:
+        return "its kernel does not multiply in fp8"
     return obstacle(device, dtype, head_dim, v_head_dim, Scores(scale))
 
 
-def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float) -> Ring:
+def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float, fp8: bool) -> Ring:
     """The ring for one call, by the size of all K/V in the dtype of q.
 
     Raises:
@@ -51,7 +53,7 @@ def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, sca
     schedule = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len))
     name = schedule.name
     if isinstance(schedule, FusedKernel):
-        served = no_fused_ring(q.device, q.dtype, q.shape[3], v.shape[3], scale) is None
+        served = no_fused_ring(q.device, q.dtype, q.shape[3], v.shape[3], scale, fp8) is None
         return FusedRing(schedule) if served else SendRecvRing(schedule.messages())
     if name == "local":
         return LocalRing()

@@ -29,13 +29,23 @@ class SoftmaxState:
     @classmethod
     def empty(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
         """Nothing seen yet, for q [B, S, H, D]."""
+        state = cls.uninitialised(q, v_head_dim)
+        state.clear()
+        return state
+
+    @classmethod
+    def uninitialised(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
+        """Anything, for q [B, S, H, D]."""
         dtype = accumulate_dtype(q.dtype)
         per_row = (q.shape[0], q.shape[2], q.shape[1])
-        return cls(
-            q.new_zeros((*q.shape[:3], v_head_dim), dtype=dtype),
-            q.new_full(per_row, -torch.inf, dtype=dtype),
-            q.new_zeros(per_row, dtype=dtype),
-        )
+        shapes = ((*q.shape[:3], v_head_dim), per_row, per_row)
+        return cls(*(q.new_empty(shape, dtype=dtype) for shape in shapes))
+
+    def clear(self) -> None:
+        """Nothing seen yet."""
+        self.weighted.zero_()
+        self.highest.fill_(-torch.inf)
+        self.total.zero_()
 
     def rows(self, start: int, stop: int) -> SoftmaxState:
         """The state of queries [start, stop): views, so that what is added to it is added here."""

@@ -29,6 +29,13 @@ def obstacle(
     return why
 
 
+def fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why forwards of such tensors cannot be in fp8, of what has no `obstacle` otherwise; or None."""
+    here = None if device.type == "cuda" and not torch.cuda.is_available() else device
+    why: str | None = kernel_module("flash_attention_fp8").fp8_obstacle(dtype, here)
+    return why
+
+
 class TritonFlash:
     """Serves what has no `obstacle`. `precision` is of products of fp32: "ieee", or "tf32" (10-bit mantissas)."""
 
@@ -48,9 +55,11 @@ class TritonFlash:
         *,
         fresh: bool = False,
     ) -> None:
-        """Fold these keys into `state`; where it is `fresh` it is not read, and need not be initialised."""
+        """Fold these keys into `state`; where it is `fresh` it is not read."""
         sums = (state.weighted, state.highest, state.total)
-        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
+        _kernels().flash_forward(
+            q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision, fp8=scores.fp8
+        )
 
     def last(
         self,
@@ -70,7 +79,17 @@ class TritonFlash:
         """
         sums = None if state is None else (state.weighted, state.highest, state.total)
         _kernels().flash_attention(
-            q, k, v, step, terms_of(scores), sinks=sinks, state=sums, out=out, lse=lse, precision=self.precision
+            q,
+            k,
+            v,
+            step,
+            terms_of(scores),
+            sinks=sinks,
+            state=sums,
+            out=out,
+            lse=lse,
+            precision=self.precision,
+            fp8=scores.fp8,
         )
 
     def alone(

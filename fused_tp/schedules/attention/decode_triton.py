@@ -1,0 +1,79 @@
+"""A few queries over this rank's part of a cache by one launch of a Triton kernel for all texts: see `decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fused_tp.schedules.attention import triton
+from fused_tp.schedules.attention.dealing import Dealing
+from fused_tp.schedules.attention.decode import FEW, rows_seen
+from fused_tp.schedules.attention.providers import forced_provider
+from fused_tp.schedules.attention.scores import Scores
+from fused_tp.transport.kernels import kernel_module
+
+
+def serves(
+    device: torch.device, dtype: torch.dtype, new: int, head_dim: int, v_head_dim: int, scores: Scores | None = None
+) -> bool:
+    """Whether the kernel computes it: on GPUs, unless FUSED_TP_ATTENTION names another provider."""
+    forced = forced_provider()
+    wanted = forced == "triton" or (forced is None and device.type == "cuda")
+    return 0 < new <= FEW and wanted and triton.obstacle(device, dtype, head_dim, v_head_dim, scores) is None
+
+
+def attend(
+    dealing: Dealing,
+    scores: Scores,
+    limits: tuple[int, int],
+    q: Tensor,
+    lengths: Sequence[int],
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+) -> Tensor:
+    """What `decode.attend` gives, of caches that are as `context_parallel_decode` takes them; `limits` is that of
+    `CacheCall`."""
+    starts, stops, places, most = _seen(dealing, limits, q.shape[1], tuple(lengths), q.device)
+    k_indices = None
+    if scores.alibi_slopes is not None:
+        k_indices = _indices(dealing, max(map(dealing.count, lengths)), q.device)
+    if page_table is not None:
+        page_table = page_table.to(torch.int32).contiguous().to(q.device)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    found: Tensor = kernel_module("flash_decode").flash_decode(
+        q, k, v, starts, stops, most, triton.terms_of(scores), pages=page_table, places=places, k_indices=k_indices
+    )
+    return found
+
+
+@lru_cache(maxsize=4)  # each layer of a model asks for the same
+def _seen(
+    dealing: Dealing, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a text at
+    most."""
+    places = [[length - new + i for i in range(new)] for length in lengths]
+    intervals = np.array(
+        [
+            [rows_seen(dealing, limits, place, length) if place >= 0 else (0, 0) for place in text]
+            for text, length in zip(places, lengths, strict=True)
+        ],
+        dtype=np.int32,
+    )
+    starts, stops = intervals[..., 0], intervals[..., 1]
+    sees = starts < stops
+    lowest, highest = np.where(sees, starts, np.iinfo(np.int32).max).min(1), np.where(sees, stops, 0).max(1)
+    both = torch.from_numpy(np.stack((starts, stops, np.array(places, dtype=np.int32)))).to(device)
+    return both[0], both[1], both[2], int(np.maximum(highest.astype(np.int64) - lowest, 0).max())
+
+
+@lru_cache(maxsize=2)
+def _indices(dealing: Dealing, rows: int, device: torch.device) -> Tensor:
+    """int32 [rows, up to 1024 more]: which token lies in each row."""
+    rows = -(-rows // 1024) * 1024
+    return torch.from_numpy(dealing.indices(0, rows).astype(np.int32)).to(device)

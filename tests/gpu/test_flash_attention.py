@@ -1,0 +1,86 @@
+"""The attention kernels in the shipped configs on a GPU, against the fp64 references that interpreted ones have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from fused_tp.schedules.attention import triton
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.scores import Scores
+from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check, check_fp8
+
+pytestmark = pytest.mark.gpu
+LONG = {
+    "causal": AttentionMask(700, 700, causal=True),
+    "window": AttentionMask(700, 700, causal=True, window=(200, -1)),
+    "documents": AttentionMask(
+        700, 700, causal=True, cu_seqlens=(0, 3, 300, 301, 700), cu_seqlens_kv=(0, 3, 300, 301, 700)
+    ),
+}
+
+
+def there(c: Case, device: torch.device) -> Case:
+    slopes = c.scores.alibi_slopes
+    return Case(
+        c.step,
+        replace(c.scores, alibi_slopes=None if slopes is None else slopes.to(device)),
+        c.q.to(device),
+        c.k.to(device),
+        c.v.to(device),
+        None if c.sinks is None else c.sinks.to(device),
+        c.grad_out.to(device),
+        c.out.to(device),
+        c.lse.to(device),
+        {name: x.to(device) for name, x in c.gradients.items()},
+    )
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """What is made without a device is made there, too."""
+    with torch.device("cuda") as device:
+        yield device
+
+
+def made(mask: AttentionMask, scores: Scores, device: torch.device, **shape: object) -> Case:
+    with torch.device("cpu"):
+        c = case(mask, scores, **shape)  # type: ignore[arg-type]
+    return there(c, device)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, device: torch.device) -> None:
+    check(made(MASKS[name], SCORES["plain"], device, dtype=torch.bfloat16, sinks=True), shipped=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)], ids=str)
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    for name in ("plain", "all"):
+        scores = replace(SCORES[name], scale=dims[0] ** -0.5)
+        check(made(LONG["causal"], scores, device, dims=dims, dtype=dtype, sinks=name == "all"), shipped=True)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long(name: str, device: torch.device) -> None:
+    for scores in SCORES.values():
+        c = made(LONG[name], replace(scores, scale=0.125), device, dims=(64, 64), dtype=torch.bfloat16, batch=2)
+        first, second = check(c, shipped=True), check(c, shipped=True)
+        assert all(torch.equal(first[what], second[what]) for what in first), "not the same bits"
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (40, 24)], ids=str)
+def test_fp8(dims: tuple[int, int], device: torch.device) -> None:
+    why = triton.fp8_obstacle(device, torch.bfloat16)
+    if why is not None:
+        pytest.skip(f"needs another GPU: {why}")
+    for mask in LONG.values():
+        for name in ("plain", "all"):
+            scores = replace(SCORES[name], scale=dims[0] ** -0.5)
+            check_fp8(made(mask, scores, device, dims=dims, dtype=torch.bfloat16, sinks=True), name)

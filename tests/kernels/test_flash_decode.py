@@ -1,0 +1,134 @@
+"""Split-KV decoding in Triton, interpreted: `context_parallel_decode` through the kernel, and the kernel by itself.
+
+Caches hold NaN wherever no token lies, and are cut into parts of a few keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.attention_reference import dense_attention
+from tests.distributed.test_context_decode import CASES, Case, case, check, on_ranks
+from tests.kernels.ranks import interpreted_ranks
+from tests.reference import seeded
+
+pytest.importorskip("triton")
+
+SERVED = {
+    name: CASES[name]
+    for name in (
+        "ragged",
+        "window, several new tokens",
+        "all scores",
+        "not causal, more new tokens than there are",
+        "fp16",
+        "no new token",
+    )
+} | {
+    "many rows": case([50, 29], new=9, heads=8, kv_heads=1, head_dim=40, v_head_dim=20),
+    "bf16, wide": case([90, 61], new=2, dtype=torch.bfloat16, head_dim=136, v_head_dim=64, block=16),
+}
+
+
+def kernels() -> Any:
+    from fused_tp.transport.kernels import kernel_module
+
+    return kernel_module("flash_decode")
+
+
+def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+    """In how many parts a text was cut in each call of the kernel, and what came out."""
+    flash = kernels()
+    parts: list[int] = []
+    whole, shipped = flash.flash_decode, flash.decode_config
+
+    def in_parts(*args: Any, **keywords: Any) -> Tensor:
+        parts.append((1, 3, 4)[len(parts) % 3])
+        found: Tensor = whole(*args, **keywords, splits=parts[-1])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_TP_ATTENTION", "triton")
+        patch.setattr(flash, "flash_decode", in_parts)
+        patch.setattr(flash, "decode_config", lambda *args: replace(shipped(*args), block=16))
+        return parts, on_ranks(group, cases)
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(1, list(SERVED)), (2, ["all scores", "bf16, wide"])])
+def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) -> None:
+    cases = [SERVED[name] for name in names]
+    ranks = interpreted_ranks(world_size, by_the_kernel, cases, timeout=120)
+    assert len(ranks[0][0]) == 3 * sum(one["new"] > 0 for one in cases)  # dense, and two orders of pages
+    for index, one in enumerate(cases):
+        check(one, *ranks[0][1][index])
+        assert all(torch.equal(a, b) for rank in ranks for a, b in zip(ranks[0][1][index], rank[1][index], strict=True))
+
+
+def by_itself(_group: dist.ProcessGroup) -> None:
+    """Parts change bits of out by rounding alone, shipped ones are as many as the machine wants, and views are read."""
+    from triton_kernels.attention_launch import Terms
+
+    flash, keys = kernels(), 700
+    q, both = seeded(2, 1, 4, 16), seeded(2, keys, 2, 2, 16, seed=1)
+    k, v = both.unbind(3)
+    starts, stops = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([[keys], [0]], dtype=torch.int32)
+    stops[1], starts[1] = 333, 333  # sees nothing
+
+    def run(**keywords: Any) -> Tensor:
+        found: Tensor = flash.flash_decode(q, k, v, starts, stops, keys, Terms(0.25), **keywords)
+        return found
+
+    alone = run(splits=1)
+    seen = torch.ones(1, keys, dtype=torch.bool)
+    q64, k64, v64 = (x[:1].double() for x in (q, k, v))
+    wanted, lse = dense_attention(q64, k64, v64, seen, torch.zeros(1, keys), scale=0.25)
+    torch.testing.assert_close(alone[:1, ..., :16].double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(alone[:1, ..., 16].double(), lse.transpose(1, 2), rtol=1e-6, atol=1e-6)
+    assert not alone[1, ..., :16].any() and bool((alone[1, ..., 16] == -torch.inf).all())
+    for splits in (None, 2, 700):
+        torch.testing.assert_close(run(splits=splits), alone, rtol=1e-6, atol=1e-6)
+    assert torch.equal(run(), run())
+    pages = torch.zeros(2, 1, dtype=torch.int32)
+    for wrong, said in (
+        ({"starts": starts.long()}, "starts must be int32"),
+        ({"stops": stops[:, :0]}, r"stops must be \[2, 1\]"),
+        ({"k": k[:1]}, "k must be"),
+        ({"q": q.double(), "k": k.double()}, "bf16, fp16 and fp32"),
+        ({"pages": pages[:1]}, r"pages must be \[2, most"),
+        ({"terms": Terms(1.0, slopes=torch.ones(4))}, "give both"),
+    ):
+        given: dict[str, Any] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "starts": starts,
+            "stops": stops,
+            "most": keys,
+            "terms": Terms(1.0),
+            **wrong,
+        }
+        with pytest.raises(ValueError, match=said):
+            flash.flash_decode(**given)
+
+
+def test_the_kernel_by_itself() -> None:
+    interpreted_ranks(1, by_itself)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Against the same by plain torch, over a cache that is long enough to be cut."""
+    from fused_tp import context_parallel_decode
+
+    q, cache = seeded(3, 2, 8, 128, dtype=torch.bfloat16), seeded(3, 5000, 2, 128, dtype=torch.bfloat16, seed=1)
+    given: dict[str, Any] = {"group": None, "cache_seqlens": torch.tensor([5000, 17, 1]), "return_lse": True}
+    wanted = context_parallel_decode(q, cache, cache, **given)
+    found = context_parallel_decode(q.cuda(), cache.cuda(), cache.cuda(), **given)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0.02, atol=0.01)
