@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+_LONGEST_SECONDS = 3e9  # a century; three times that still fits 64 bits of nanoseconds
 
 # The dict behind `os.environ`, where there is one. After a matmul has swept the caches every Python frame costs
 # microseconds, and `os.environ.get` runs through several: what every op call asks is looked up here.
@@ -52,7 +53,7 @@ def _timeout(text: str | None) -> float:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
         raise ValueError(f"FUSED_TP_TIMEOUT is {text!r}; set it to a positive number of seconds.")
-    return seconds
+    return min(seconds, _LONGEST_SECONDS)
 
 
 def check_ranks() -> bool:

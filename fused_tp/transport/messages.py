@@ -6,8 +6,10 @@ one has ended. So a thread waits for them, and whoever wants to look around mean
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -15,6 +17,7 @@ from threading import Event, Thread
 from typing import Any
 
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
+_END_SECONDS = 0.5  # at exit, for a thread that waits: where it waits on, so does gloo
 
 
 class Messages:
@@ -34,15 +37,15 @@ class Messages:
         self._left = list(works)
         self._seconds = seconds
         self._ended = Event()
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
         self._begun = False
         if not works:
             self._ended.set()
 
     @property
-    def peers(self) -> set[int]:
-        """Ranks that a message goes to, or comes from, that has not ended."""
-        return {peer for peer, _ in list(self._left)}
+    def peer(self) -> int | None:
+        """The rank at the other end of the work that is waited for now; others may have ended long ago."""
+        return next((peer for peer, _ in self._left), None)
 
     def wait_for(self, seconds: float) -> bool:
         """Whether they have ended; waits no longer than `seconds`. Raises what one of them has ended with."""
@@ -61,7 +64,7 @@ class Messages:
             while self._left:
                 self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), _AT_ONCE))
                 del self._left[0]
-        except RuntimeError as error:
+        except BaseException as error:  # whatever it is: what has not come must not pass for data
             self._error = error
         finally:
             self._ended.set()
@@ -71,22 +74,38 @@ class _Waiter:
     """A thread that waits for messages, of one op after the other. One whose messages do not end is not used again."""
 
     def __init__(self) -> None:
-        self._next: SimpleQueue[Messages] = SimpleQueue()
+        self._next: SimpleQueue[Messages | None] = SimpleQueue()
         # A daemon: the process may end while it waits.
-        Thread(target=self._run, name="fused_tp messages", daemon=True).start()
+        thread = Thread(target=self._run, name="fused_tp messages", daemon=True)
+        _threads.add(thread)
+        thread.start()
 
     def wait_for(self, messages: Messages) -> None:
         self._next.put(messages)
 
     def _run(self) -> None:
-        while True:
-            messages = self._next.get()
+        while (messages := self._next.get()) is not None:
             messages.run()
             del messages  # and with it the tensors
             _idle.append(self)
 
+    def end(self) -> None:
+        self._next.put(None)
+
 
 _idle: list[_Waiter] = []
+_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back from torch while the interpreter goes away would end the process with an abort."""
+    while _idle:
+        _idle.pop().end()
+    for thread in list(_threads):
+        thread.join(_END_SECONDS)
+
+
 os.register_at_fork(after_in_child=_idle.clear)  # its threads are the parent's
 
 

@@ -35,6 +35,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _SIGNATURE_BYTES = 512
 _GONE_SECONDS = 1.0  # what came before a connection was closed has been dealt with then
+_SPENT_SECONDS = 5.0  # and what others had to give each other, where all of them had come
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
@@ -74,16 +75,13 @@ class TorchDist(GroupCalls):
     def _wait(self, call: Call, work: Any) -> None:
         if self.broken is not None:  # and this movement has ended with the one that failed
             raise self.unusable()
-        # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
         begun = time.perf_counter()
         try:
-            if self.backend != "nccl":
-                self._wait_in_slices(call, work, begun + settings.timeout_seconds())
-            elif isinstance(work, list):
+            if isinstance(work, list):
                 for one in work:
-                    one.wait()
+                    self._wait_for(call, one, begun)
             else:
-                work.wait()
+                self._wait_for(call, work, begun)
         except FusedTPError:
             raise
         except RuntimeError as error:
@@ -94,36 +92,44 @@ class TorchDist(GroupCalls):
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
+    def _wait_for(self, call: Call, work: Any, begun: float) -> None:
+        # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
+        if self.backend == "nccl":
+            work.wait()
+        else:
+            self._wait_in_slices(call, work, begun + settings.timeout_seconds())
+
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
         """Waits until `deadline`, and looks now and then whether a peer has given up, or is gone."""
-        posted, closed_since = False, None
+        posted = False
+        gone_since: dict[int, float] = {}
         while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
-            if time.perf_counter() >= deadline:
+            now = time.perf_counter()
+            if now >= deadline:
                 raise self.timed_out(call)
             if not posted:
                 self.post(call)
                 posted = True
             if self.board.given_up():
                 raise self.followed(call)
-            closed = set(self.closed_peers())
-            if not closed:
-                continue
-            closed_since = closed_since or time.perf_counter()
-            if time.perf_counter() - closed_since > _GONE_SECONDS and self._cannot_end(call, work, closed):
+            gone_since = {rank: gone_since.get(rank, now) for rank in self.closed_peers()}
+            if self._cannot_end(call, work, {rank: now - since for rank, since in gone_since.items()}):
                 raise self.lost(call)
 
-    def _cannot_end(self, call: Call, work: Any, closed: set[int]) -> bool:
-        """Whether `work` waits for a peer whose connection has been closed a while ago.
+    def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
+        """Whether `work` waits for one of those that are gone, by the seconds that their connection has been closed.
 
         gloo itself does not notice where it was closed in the middle of a message (`gloo_connections`). A peer may also
         have left because its part of a collective was done, while others take their time; so of a collective it is said
-        only where all the others wait in it too, and have no one to wait for but those that are gone.
+        only where all the others have come to it too, and have had time to give each other what they had.
         """
         if isinstance(work, Messages):
-            return bool(work.peers & closed)
+            return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
+        others = set(range(self.world_size)) - gone.keys() - {self.rank}
+        if max(gone.values(), default=0.0) <= (_SPENT_SECONDS if others else _GONE_SECONDS):
+            return False
         notices = self.board.read()
-        others = set(range(self.world_size)) - closed - {self.rank}
-        return all(rank in notices and notices[rank].call == call.number for rank in others)
+        return all(rank in notices and notices[rank].call >= call.number for rank in others)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +243,7 @@ class TorchDist(GroupCalls):
                 ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
                 peers.append(to)
             works = dist.batch_isend_irecv(ops) if ops else []
-            if self.backend == "nccl":  # one work for all of them, or none
+            if self.backend != "gloo":  # of NCCL one work for all of them, or none
                 return works
             # Whoever waits for them raises at the deadline, before gloo does.
             return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)

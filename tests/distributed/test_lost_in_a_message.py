@@ -24,7 +24,7 @@ from tests.workers import fresh_ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills ranks")
 
 ELEMENTS = 32 * 1024 * 1024
-NOTICE_SECONDS = 8.0  # 2 s, and where many processes share a core; the deadline is 60 s
+NOTICE_SECONDS = 12.0  # 2 to 6 s, and where many processes share a core; the deadline is 60 s
 OPS: dict[str, Callable[[TorchDist, Tensor], Any]] = {
     "shift": lambda transport, x: transport.shift("shift", x, torch.zeros_like(x), 1),
     "all_gather": lambda transport, x: transport.all_gather("all_gather", x),

@@ -34,13 +34,28 @@ class Work:
 def test_messages_are_waited_for_in_slices() -> None:
     first, second = Work(), Work()
     both = Messages([(1, first), (2, second)], 60.0)
-    assert not both.wait_for(0.01) and both.peers == {1, 2}
+    assert not both.wait_for(0.01)
+    peers = [both.peer]
     first.end.set()
-    while both.peers == {1, 2}:
+    while peers[-1] == 1:
         assert not both.wait_for(0.01)
-    assert both.peers == {2}
+        peers.append(both.peer)
     second.end.set()
-    assert both.wait_for(60.0) and both.peers == set() and both.wait_for(0.0)
+    assert both.wait_for(60.0) and both.wait_for(0.0)
+    peers.append(both.peer)
+    assert list(dict.fromkeys(peers)) == [1, 2, None]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OverflowError("too long")])
+def test_what_has_ended_with_any_error_has_not_ended_well(error: BaseException) -> None:
+    def wait(timeout: timedelta) -> None:
+        raise error
+
+    work = Work()
+    work.wait = wait  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            Messages([(1, work)], 60.0).wait_for(60.0)
 
 
 def test_nothing_to_wait_for_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
