@@ -5,7 +5,7 @@ thread, new ones for each figure. A rank's figure is what it adds to the host at
 Linux counts, VmHWM) above those it had before, and the pages of its own shared memory. A peer's memory that it reads in
 place is the peer's; it is mapped and touched beforehand, so that its share of VmHWM is known. malloc gives back at once
 what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps; `--as-is` leaves malloc.
-Writes attention_memory.json, after each figure, and attention_memory.png. Figures that are there already and are not
+Writes attention_memory.jsonl, after each figure, and attention_memory.png. Figures that are there already and are not
 measured again stay, if they come from such a machine and setting: long ones can be had one by one (`--ways`, `--plot`).
 """
 
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -160,15 +160,18 @@ class Results:
     def __init__(self, path: Path, setting: Setting) -> None:
         self._path = path
         self._source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
-        stored = json.loads(path.read_text()) if path.exists() else {}
-        same = all(stored.get(name) == value for name, value in self._source.items())
-        self.peaks = [Peak(**one) for one in stored["peaks"]] if same else []
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        own = {field.name for field in fields(Peak)}
+        self.peaks = [
+            Peak(**{name: value for name, value in line.items() if name in own})
+            for line in lines
+            if all(line.get(name) == value for name, value in self._source.items())
+        ]
 
     def add(self, peak: Peak) -> None:
         others = [one for one in self.peaks if one.where != peak.where]
         self.peaks = sorted([*others, peak], key=lambda one: one.where)
-        peaks = [asdict(one) for one in self.peaks]
-        self._path.write_text(json.dumps({**self._source, "peaks": peaks}, indent=1) + "\n")
+        self._path.write_text("".join(json.dumps({**asdict(one), **self._source}) + "\n" for one in self.peaks))
 
 
 def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
@@ -223,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     setting = Setting(heads=options.heads, as_is=options.as_is)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "attention_memory.json"
+    path = options.out / "attention_memory.jsonl"
     results = Results(path, setting)
     for peak in () if options.plot else peaks(options.ways, options.tokens, options.ranks, setting):
         results.add(peak)
