@@ -74,11 +74,12 @@ def test_equals_the_sum_on_all_ranks(world_size, m, n, k, dtype, with_tail, prog
 def many_calls(group, two_shot, late_rank):
     """20 calls on one workspace, of shapes that change, with this rank slow at random points if it is `late_rank`."""
     workspace = workspace_of(group)
+    n = 20 if group.size() < 4 else 12  # four interpreters share the cores: one column of tiles
     checks = []
     for call in range(20):
         m, with_tail = 1 + call % 3 * 8, call % 4 == 3
         with delays(seed=call, on=group.rank() == late_rank):
-            checks.append(run(group, workspace, LAUNCH, m, 20, 7, torch.bfloat16, two_shot, with_tail, seed=call))
+            checks.append(run(group, workspace, LAUNCH, m, n, 7, torch.bfloat16, two_shot, with_tail, seed=call))
     assert workspace.expired() is None
     for check in checks:  # afterwards: comparing ranks would keep them in step
         check()

@@ -55,9 +55,10 @@ def test_equals_the_shard_of_the_sum(world_size, m, n, k, dtype, with_bias, prog
 def many_calls(group, m, dtype, late_rank):
     """20 calls on one workspace, of shapes that change, with this rank slow at random points if it is `late_rank`."""
     workspace = workspace_of(group)
+    n = 20 if group.size() < 4 else 12  # four interpreters share the cores: one column of tiles
     for call in range(20):
         with delays(seed=call, on=group.rank() == late_rank):
-            check(group, workspace, LAUNCH, m + call % 3 * 8, 20, 7, dtype, seed=call)
+            check(group, workspace, LAUNCH, m + call % 3 * 8, n, 7, dtype, seed=call)
     return int(workspace.state[0])
 
 
