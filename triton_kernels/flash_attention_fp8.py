@@ -4,8 +4,10 @@
 
 Scales are powers of 2, so that dividing by them rounds nothing: what becomes of a number does not depend on those
 around it, but for what is 2^14 times below the largest and loses bits. So it hardly matters how a sequence is cut into
-steps. v lies turned, [B, H, D, S], rows padded to 16: wgmma reads fp8 along what it sums over only. Blocks begin at
-multiples of 16 keys: so a tile may visit 15 keys that none of its queries sees, whose NaN and infinities would show.
+steps. The largest is that of finite numbers: NaN and infinities, all NaN in e4m3, change no scale.
+
+v lies turned, [B, H, D, S], rows padded to 16: wgmma reads fp8 along what it sums over only. Blocks begin at multiples
+of 16 keys: so a tile may visit 15 keys that none of its queries sees, whose NaN and infinities would show.
 
 p is rounded to e4m3 as well, since both factors of an fp8 product must be of 8 bits, and v in 16 would halve the rate
 of the second product. Each p is off by 2^-4 at most, at random, which an average over many keys takes out again; the
@@ -55,9 +57,9 @@ def quantised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [B, S, H, D] in e4m3, and its scales [B, H]."""
-    highest = x.abs().amax((1, 3)).float() if x.numel() else x.new_zeros((x.shape[0], x.shape[2]), dtype=torch.float32)
-    exponent = torch.frexp(highest / LARGEST).exponent
-    # Nothing to scale, or nothing that a scale would help.
-    exponent = exponent.masked_fill((highest == 0) | ~highest.isfinite(), 0)
+    highest = x.new_zeros((x.shape[0], x.shape[2]), dtype=torch.float32)
+    if x.numel():
+        highest = x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax((1, 3)).float()
+    exponent = torch.frexp(highest / LARGEST).exponent.masked_fill(highest == 0, 0)
     scale = torch.ldexp(torch.ones_like(highest), exponent)
     return (x.float() / scale[:, None, :, None]).to(DTYPE), scale

@@ -288,45 +288,50 @@ def ring_forward(
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
-
-    def compute(groups: range) -> LaunchOf:
-        return _launch(q, out, lse, seen, terms, layout, workspace, programs, sinks, precision, config, groups)
-
-    windows = [
-        range(first, min(first + layout.slots, layout.groups)) for first in range(0, layout.groups, layout.slots)
-    ]
     with on_device(q):
-        if not q.is_cuda:
-            gather.run(stage)
-            for groups in windows:
-                puller.run_interpreted(groups)
-                _run(q, compute(groups))
-            return out, lse
-        whole = range(layout.groups)
-        key = _key(q, k, v, terms, layout, sinks, precision, config, workspace.timeout_ns)
-        if key not in workspace.loaded:
-            for kernel in (stage, puller.relay_launch(None, None), *([compute(whole)] if q.numel() else [])):
-                gather.load(kernel)
-            workspace.loaded.add(key)
+        at_once = q.is_cuda and not gather.one_after_another()
+        length = layout.groups if at_once else layout.slots
+        windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
+        # All that may allocate comes before `stage`, which tells the peers that this rank has begun the call.
+        launches = [
+            _launch(q, out, lse, seen, terms, layout, workspace, programs, sinks, precision, config, groups)
+            if q.numel()
+            else None
+            for groups in windows
+        ]
+        if q.is_cuda:
+            _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
         gather.run(stage)
-        event = torch.cuda.current_stream(q.device).record_event()
-        if gather.one_after_another():
-            for groups in windows:
+        for groups, launch in zip(windows, launches, strict=True):
+            if at_once:
+                # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
+                event = torch.cuda.current_stream(q.device).record_event()
+                _run(launch)
                 puller.begin(event, groups)
                 puller.end()
-                _run(q, compute(groups))
-                event = torch.cuda.current_stream(q.device).record_event()
-        else:
-            # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
-            _run(q, compute(whole))
-            puller.begin(event, whole)
-            puller.end()
+                continue
+            if q.is_cuda:
+                puller.begin(torch.cuda.current_stream(q.device).record_event(), groups)
+                puller.end()
+            else:
+                puller.run_interpreted(groups)
+            _run(launch)
     return out, lse
 
 
-def _run(q: Tensor, launch: LaunchOf) -> None:
-    if q.numel():
+def _run(launch: LaunchOf | None) -> None:
+    if launch is not None:  # there are queries
         gather.run(launch)
+
+
+def _load(workspace: RingWorkspace, launches: list[LaunchOf | None]) -> None:
+    """Loads what no call of this workspace has loaded yet."""
+    needed = [launch for launch in launches if launch is not None]
+    key = tuple(variant_of(launch) for launch in needed)
+    if key not in workspace.loaded:
+        for launch in needed:
+            gather.load(launch)
+        workspace.loaded.add(key)
 
 
 def _check(
@@ -418,16 +423,35 @@ def _launch(
         **workspace_arguments(workspace),
     }
     # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
-    arguments["timeout_ns"] = 2 * workspace.timeout_ns
+    arguments["timeout_ns"] = ring_keys.longer(workspace.timeout_ns, 2)
     works = len(tables["tiles"]) * together * len(groups)
     return ring_kernel, (max(1, min(programs, works)),), arguments
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, terms: Terms, layout: KeysLayout, sinks: Tensor | None, *rest: Any) -> Any:
-    """Launches of the same key run the same compiled kernels."""
-    given = tuple((x.shape, x.stride(), x.data_ptr() % 16) for x in (q, k, v))
-    scores = terms.softcap != 0, terms.slopes is None, terms.dropout is not None and terms.dropout.p > 0
-    return layout, given, scores, sinks is None, *rest
+def variant_of(launch: LaunchOf) -> tuple[Any, ...]:
+    """Launches of a kernel that give the same run the same variant of it, as Triton compiles it.
+
+    Not what the mask makes of a call: sequences of any lengths have few variants.
+    """
+    kernel, _, arguments = launch
+    return tuple(
+        value if name.isupper() or name not in kernel.arg_names else _kind(value, name not in kernel.do_not_specialize)
+        for name, value in arguments.items()
+    )
+
+
+def _kind(value: Any, specialised: bool) -> Any:
+    """What Triton looks at of an argument: its type, what divides it, and whether it is 1."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(_kind(x, specialised) for x in value)
+    if isinstance(value, int):
+        wide = not -(1 << 31) <= value < 1 << 31
+        return (wide, value % 16 == 0, value == 1) if specialised else wide
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, tuple(value.block_shape)
+    return type(value)  # floats, and what is not there
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:

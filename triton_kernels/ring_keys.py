@@ -54,6 +54,8 @@ MAX_GROUPS = tl.constexpr(8)
 GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that have done with a group
 NONE = tl.constexpr(-1)
 
+_LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
+
 SLOTS = 2  # groups whose chunks are held at a time
 MAX_STREAMS = 2  # one copies while the other's relay runs; more would let a later chunk slow an earlier one down
 LEAST_GROUP_BYTES = 1 << 20  # of a shard's keys and values: a smaller copy takes less time than its relay
@@ -255,6 +257,15 @@ def groups_of(pairs: int, shard_bytes: int) -> int:
     return max(count for count in range(1, most + 1) if pairs % count == 0)
 
 
+def longer(timeout_ns: int, times: int) -> int:
+    """That many times the deadline, or for ever.
+
+    >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
+    (15, True)
+    """
+    return min(times * timeout_ns, _LONGEST_NS)
+
+
 class RingWorkspace(GatherWorkspace):
     """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
 
@@ -337,8 +348,15 @@ class KeysPuller:
         arguments |= workspace_arguments(self.workspace)
         if freed != NONE.value:
             # The kernel waits for other chunks meanwhile; whoever waits for a peer is to say so when it gives up.
-            arguments["timeout_ns"] = 3 * self.workspace.timeout_ns
+            arguments["timeout_ns"] = longer(self.workspace.timeout_ns, 3)
         return relay_kernel, (1,), arguments
+
+    def relays_to_load(self) -> list[LaunchOf]:
+        """One of each kind: deadlines of more than 32 bits are another kind."""
+        kinds = [self.relay_launch(None, None)]
+        if self.layout.chunks and self.layout.groups > self.layout.slots:
+            kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
+        return kinds
 
     def begin(self, staged: torch.cuda.Event, groups: range) -> None:
         """Puts the chunks of these groups into the side streams, behind `staged`."""

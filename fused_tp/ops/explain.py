@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from fused_tp.schedules.attention import decode_triton
 from fused_tp.schedules.attention.decode import FEW
 from fused_tp.schedules.attention.providers import Wanted, choose_provider
 from fused_tp.schedules.attention.ring_fused import FusedRing
-from fused_tp.schedules.attention.ring_select import no_fused_ring
+from fused_tp.schedules.attention.ring_select import no_fused_ring, no_fused_ring_in
+from fused_tp.schedules.attention.torch_flash import TORCH_CPU, TORCH_CUDA, TORCH_CUDNN
 from fused_tp.schedules.attention.triton import TRITON
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
@@ -97,7 +99,10 @@ def explain(
     def messages() -> str:
         return backend_of(resolved, where.type)
 
-    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages)
+    def no_launch(*call: Any) -> str | None:
+        return no_fused_ring_in(resolved, *call)
+
+    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages, no_launch)
 
 
 def explain_for(
@@ -149,7 +154,7 @@ def explain_for(
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages)
+    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages, no_fused_ring)
 
 
 def _explain(
@@ -162,6 +167,7 @@ def _explain(
     size: int,
     ask: Callable[..., Decision],
     messages: Callable[[], str],
+    no_launch: Callable[[torch.device, torch.dtype, int, int], str | None],
 ) -> Explanation:
     forward, backward = queries(op, shapes, dim, size)
     # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
@@ -178,13 +184,14 @@ def _explain(
         single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
         wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
         if op == "ring_attention" and decisions[0] is not None and decisions[0].schedule == FusedRing.name:
-            why = no_fused_ring(wanted.device, dtype, q[-1], v[-1])
+            why = no_launch(wanted.device, dtype, q[-1], v[-1])
             decisions = _of_fused_ring(decisions[0], why, messages())
         if decisions[0] is not None and decisions[0].schedule == FusedRing.name:
-            provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
+            provider = Provider(
+                TRITON.name, "the steps of a forward are one launch of its kernel; with fp8=True they go by messages"
+            )
         else:
-            chosen, reason = choose_provider(wanted)
-            provider = Provider(chosen.name, reason)
+            provider = _of_steps(wanted)
     if op == "context_parallel_decode":
         provider = _of_decoding(torch.device(device_type), dtype, shapes[0], shapes[2][-1])
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
@@ -206,11 +213,19 @@ def _of_fused_ring(decision: Decision, why_not: str | None, messages: str) -> tu
     return (decision if why_not is None else by_messages), by_messages
 
 
+def _of_steps(wanted: Wanted) -> Provider:
+    """By `wanted`, and whether that may be another for what `explain` is not told: scores, masks, fp8."""
+    chosen, reason = choose_provider(wanted)
+    if chosen in (TORCH_CPU, TORCH_CUDA, TORCH_CUDNN):
+        pieces = " in one piece" if wanted.single else ""
+        reason += f"; this holds for plain scores{pieces}, without fp8"
+    return Provider(chosen.name, reason)
+
+
 def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
     if decode_triton.serves(device, dtype, new, head_dim, v_head_dim):
         return Provider("triton", "its split-KV kernel takes a few queries of all texts at once")
     if new <= FEW:
         return Provider("torch", f"for up to {FEW} queries matmuls read the cache once")
-    chosen, reason = choose_provider(Wanted(device, dtype, head_dim, v_head_dim))
-    return Provider(chosen.name, reason)
+    return _of_steps(Wanted(device, dtype, head_dim, v_head_dim))

@@ -195,16 +195,17 @@ def _prepare(
     plan = ring_plan(mask, group.size, keywords.layout)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _check_capture(seed)
-        _captured.append(plan)
+        _captured.add(plan)
     call = RingCall(plan, group.rank, provider, scores, sinks)
     given = {"alibi_slopes": slopes is not None, "sinks": sinks is not None}
-    words = in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())
+    words = f"{in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())}, ring {ring.name}"
     dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
     return ring, call, dims, words
 
 
-# Graphs read what a plan has on the device, so plans that were captured are never dropped.
-_captured: list[RingPlan] = []
+# Graphs read what a plan has on the device, and nothing tells when a graph goes: plans that were captured are kept for
+# good, once each (they hash by identity).
+_captured: set[RingPlan] = set()
 
 
 def _check_capture(seed: Tensor | None) -> None:

@@ -671,6 +671,15 @@ def fp8(_group: dist.ProcessGroup) -> None:
             c.q, c.k[:, keys], c.v[:, keys], step, own, sums, fresh=keys.start == 0, config=config, fp8=True
         )
     torch.testing.assert_close(state.result(torch.bfloat16)[0], whole, rtol=0.02, atol=0.003)
+    # Nor on what is not finite in tokens that it does not see: of a head's numbers there is one scale.
+    c = case(AttentionMask(96, 96, causal=True), Scores(0.125), dims=(64, 64), dtype=torch.bfloat16, heads=(2, 1))
+    given = {}
+    for last in (0.0, torch.inf, torch.nan):
+        k, v = c.k * 2.0**-6, c.v * 2.0**-6
+        k[:, -1] = v[:, -1] = last
+        given[last] = flash.flash_attention(c.q, k, v, c.step, own, config=config, fp8=True)
+    for out, lse in given.values():
+        assert torch.equal(out[:, :64], given[0.0][0][:, :64]) and torch.equal(lse[..., :64], given[0.0][1][..., :64])
     with pytest.raises(ValueError, match="fp8 is made of bfloat16 and float16, not of float32"):
         flash.flash_attention(c.q.float(), c.k.float(), c.v.float(), c.step, own, fp8=True)
 

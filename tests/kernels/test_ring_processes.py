@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, RankMismatchError
 from tests.attention_cases import DOCUMENTS, Case, case, check, on_ranks, whole
 from tests.kernels.ranks import delays, interpreted_ranks
 from tests.reference import seeded
@@ -236,3 +237,88 @@ def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
         assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
         assert "forward: one_sided over shm" in double
         assert "forward: pipelined over gloo" in forced and "torch-blocks asks for other kernels" in forced
+
+
+def own_group() -> Any:
+    """Of all of the pool's ranks, to be given up."""
+    return dist.new_group(list(range(dist.get_world_size())))
+
+
+def half_way(_: Any, place: str) -> list[str]:
+    """Rank 0 raises while it makes the launch, or between the first and the last of its launches: what it ran in that
+    call, and what its next call says."""
+    from fused_tp.transport.kernels import kernel_module
+
+    forward, gather, group = kernel_module("ring_forward"), kernel_module("gather"), own_group()
+    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run, forward._launch
+
+    def failing(*args: Any) -> Any:
+        if place == "arguments":
+            raise MemoryError("no memory for 12 bytes")
+        return launch(*args)
+
+    def noted(one: Any) -> None:
+        ran.append(one[0].fn.__name__)
+        if ran[-1] == "ring_kernel":
+            raise MemoryError("no memory for 12 bytes")
+        run(one)
+
+    with mock.patch.dict(os.environ, FUSED):
+        fused_tp.ring_attention(q, q, q, group=group)
+        if group.rank() == 0:
+            with (
+                mock.patch.object(forward, "_launch", failing),
+                mock.patch.object(gather, "run", noted),
+                pytest.raises(MemoryError),
+            ):
+                fused_tp.ring_attention(q, q, q, group=group)
+            with pytest.raises(FusedTPError) as raised:
+                fused_tp.ring_attention(q, q, q, group=group)
+            ran.append(str(raised.value))
+        elif place == "kernel":  # what rank 0 has sent is all that this call waits for
+            fused_tp.ring_attention(q, q, q, group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return ran
+
+
+def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
+    for place, launched in (("arguments", []), ("kernel", ["stage_kernel", "ring_kernel"])):
+        *ran, said = interpreted_ranks(4, half_way, place)[0]
+        assert ran == launched, "all that may raise comes before a launch that peers count on"
+        assert "unusable since an earlier failure: ring_attention" in said and "MemoryError" in said
+
+
+def of_two_minds(group: Any) -> tuple[str, str]:
+    """What is explained where one rank asks for another provider, and what FUSED_TP_CHECK=1 says of two rings."""
+    from fused_tp.schedules.attention.ring_send_recv import SendRecvRing
+
+    q, other = torch.ones(1, 4, 1, 8), own_group()
+    forced = {"FUSED_TP_ATTENTION": "torch-blocks"} if group.rank() == 1 else {}
+    with mock.patch.dict(os.environ, FUSED | forced):
+        torch.testing.assert_close(fused_tp.ring_attention(q, q, q, group=other), q)
+        said = str(fused_tp.explain("ring_attention", *[q.shape] * 3, dtype=torch.float32, group=other))
+    dist.destroy_process_group(other)
+
+    module = import_module("fused_tp.ops.ring_attention")  # the op has its name
+    real = module.select_ring
+
+    def by_messages(*args: Any) -> Any:
+        ring = real(*args)
+        return SendRecvRing(ring._kernels.messages()) if group.rank() == 1 else ring
+
+    checked = FUSED | {"FUSED_TP_CHECK": "1"}
+    with (
+        mock.patch.dict(os.environ, checked),
+        mock.patch.object(module, "select_ring", by_messages),
+        pytest.raises(RankMismatchError) as raised,
+    ):
+        fused_tp.ring_attention(q, q, q, group=group)
+    return said, str(raised.value)
+
+
+def test_ranks_take_the_same_ring() -> None:
+    for rank, (said, mismatch) in enumerate(interpreted_ranks(4, of_two_minds)):
+        assert "forward: pipelined over gloo" in said
+        assert "rank 1: FUSED_TP_ATTENTION=torch-blocks asks for other kernels" in said
+        assert f"ring {'pipelined' if rank == 1 else 'fused_kernel'}" in mismatch

@@ -44,11 +44,19 @@ def attend(
         k_indices = _indices(dealing, max(map(dealing.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
+    for kept in (starts, k_indices):  # stops and places lie behind starts
+        _read_here(kept)
     q = q if q.stride(-1) == 1 else q.contiguous()
     found: Tensor = kernel_module("flash_decode").flash_decode(
         q, k, v, starts, stops, most, triton.terms_of(scores), pages=page_table, places=places, k_indices=k_indices
     )
     return found
+
+
+def _read_here(x: Tensor | None) -> None:
+    """Memory of what a cache drops must not be given away before the kernels of this stream have read it."""
+    if x is not None and x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 @lru_cache(maxsize=4)  # each layer of a model asks for the same

@@ -38,6 +38,7 @@ class FusedRing:
         layout = keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
+            kernels.several("ring_attention"),  # peers count on this call from its first launch on
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), "ring_attention") as workspace,
         ):
             result: tuple[Tensor, Tensor] = kernel_module("ring_forward").ring_forward(

@@ -21,6 +21,7 @@ from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist
 from fused_tp.transport.shm import shm_transport
+from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
 OP = "ring_attention"
@@ -35,13 +36,41 @@ def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple
 def no_fused_ring(
     device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0, fp8: bool = False
 ) -> str | None:
-    """Why a call in a group that has schedule `fused_kernel` goes by messages nevertheless, or None."""
+    """Why this rank's calls in a group with schedule `fused_kernel` go by messages nevertheless, or None."""
     forced = forced_provider()
     if forced not in (None, TRITON.name):
         return f"FUSED_TP_ATTENTION={forced} asks for other kernels"
     if fp8:
         return "its kernel does not multiply in fp8"
     return obstacle(device, dtype, head_dim, v_head_dim, Scores(scale))
+
+
+def no_fused_ring_in(
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    scale: float = 1.0,
+    fp8: bool = False,
+) -> str | None:
+    """`no_fused_ring` on any rank of `group`, whose devices and environments may differ: those that judged for
+    themselves would part ways. The first time, all ranks must ask together.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask, as where FUSED_TP_ATTENTION was changed on some ranks only.
+    """
+    # By number, since ranks can agree on nothing under names that are not the same everywhere.
+    values: list[str | None] = group.memo.setdefault("values of FUSED_TP_ATTENTION", [])
+    forced = forced_provider()
+    if forced not in values:
+        values.append(forced)
+    what = (
+        f"{OP} in one launch (on {device.type}, {dtype}, head dims {head_dim} and {v_head_dim}, "
+        f"value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
+    )
+    why = agree(group, what, lambda: no_fused_ring(device, dtype, head_dim, v_head_dim))
+    return why or no_fused_ring(device, dtype, head_dim, v_head_dim, scale, fp8)
 
 
 def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float, fp8: bool) -> Ring:
@@ -53,7 +82,7 @@ def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, sca
     schedule = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len))
     name = schedule.name
     if isinstance(schedule, FusedKernel):
-        served = no_fused_ring(q.device, q.dtype, q.shape[3], v.shape[3], scale, fp8) is None
+        served = no_fused_ring_in(group, q.device, q.dtype, q.shape[3], v.shape[3], scale, fp8) is None
         return FusedRing(schedule) if served else SendRecvRing(schedule.messages())
     if name == "local":
         return LocalRing()

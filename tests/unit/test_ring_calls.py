@@ -1,0 +1,111 @@
+"""What calls of attention keep: variants of kernels, plans of graphs, tensors that other streams read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.schedules.attention import decode_triton
+from fused_tp.schedules.attention.chunks import chunks_of
+from fused_tp.schedules.attention.masks import AttentionMask
+from fused_tp.schedules.attention.plan import ring_plan
+from fused_tp.schedules.attention.ring_fused import keys_layout
+from fused_tp.schedules.attention.scores import Scores
+
+ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
+
+
+def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float = 0.0, **how: Any) -> tuple[Any, ...]:
+    """Of all that rank 0 of 2 launches, over a sequence under that mask."""
+    from triton_kernels import ring_forward, ring_keys
+    from triton_kernels.attention_configs import AttentionConfig
+    from triton_kernels.attention_launch import Terms
+
+    q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
+    plan = ring_plan(AttentionMask(seq, seq, **how), 2, "contiguous")
+    layout = keys_layout(plan, 0, q, q)
+    words = torch.zeros(8, dtype=torch.int64)
+    workspace: Any = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        timeout_ns=int(seconds * 1e9),
+        arguments=(words, words, words, 0, 1 << 20, int(seconds * 1e9)),
+        keys=lambda rank, layout: torch.empty(layout.shape, dtype=layout.dtype),
+    )
+    launch = ring_forward._launch(
+        q,
+        q,
+        q.new_empty((1, 4, seq // 2), dtype=torch.float32),
+        chunks_of(plan, 0),
+        Terms(0.25, softcap),
+        layout,
+        workspace,
+        4,
+        None,
+        "ieee",
+        AttentionConfig(16, 16, 4, 1, False),
+        range(layout.groups),
+    )
+    stage = ring_keys.stage_launch(q, q, layout, workspace, 4)
+    relays = ring_keys.KeysPuller(layout, workspace).relays_to_load()
+    return tuple(ring_forward.variant_of(one) for one in (stage, *relays, launch))
+
+
+def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    known = {
+        variants(64),
+        variants(96, causal=True),
+        variants(640, causal=True, window=(7, 0)),
+        variants(160, causal=True, cu_seqlens=(0, 50, 160), cu_seqlens_kv=(0, 50, 160)),
+    }
+    assert len(known) == 1
+    assert known.isdisjoint({variants(64, head_dim=32), variants(64, softcap=3.0), variants(64, seconds=5.0)})
+
+
+def test_a_long_deadline_stays_within_63_bits() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from triton_kernels.ring_keys import longer
+
+    assert longer(600 * 10**9, 3) == 1800 * 10**9
+    assert longer(int(9e18), 2) == longer(int(9e18), 3) == torch.iinfo(torch.int64).max
+
+
+class OnGpu(Tensor):
+    """A tensor on the CPU that says otherwise."""
+
+    is_cuda = True
+
+
+def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(ring_attention, "_captured", type(ring_attention._captured)())
+    q = torch.ones(1, 4, 1, 8)
+    how: dict[str, Any] = dict.fromkeys(
+        ("scale", "window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv")
+    )
+    how |= {"causal": True, "layout": "zigzag", "softcap": 0.0, "dropout_p": 0.0, "fp8": False}
+    call = checked_call(q, q, q, size=1, rank=0, **how)
+    for _ in range(3):
+        ring_attention._prepare(q.as_subclass(OnGpu), q, q, (*call.tensors, *call.keywords.as_tuple(), ""))
+    assert len(ring_attention._captured) == 1
+
+
+def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    kept: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), record_stream=read.append)
+    q = torch.ones(1, 1, 2, 4)
+    monkeypatch.setattr(decode_triton, "_seen", lambda *_: (kept, kept, kept, 1))
+    monkeypatch.setattr(decode_triton, "_indices", lambda *_: kept)
+    monkeypatch.setattr(decode_triton, "kernel_module", lambda _: SimpleNamespace(flash_decode=lambda *_, **__: q))
+    monkeypatch.setattr(decode_triton.triton, "terms_of", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "this stream")
+    dealing: Any = SimpleNamespace(count=lambda length: length)
+    decode_triton.attend(dealing, Scores(1.0, alibi_slopes=torch.ones(2)), (-1, -1), q, [3], q, q, None)
+    assert read == ["this stream", "this stream"]
