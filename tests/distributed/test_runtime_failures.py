@@ -340,7 +340,7 @@ def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store.stop()
     with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1), mock.patch.object(shm, "ANSWER_SECONDS", 0.1):
         described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
-        for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+        for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described)):
             begun = time.perf_counter()
             with pytest.raises(CollectiveTimeoutError) as caught:
                 meet()
