@@ -445,7 +445,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     found = _transports.get(group.process_group)
     if found is None:
         try:
-            found = _rendezvous(group)
+            found = _rendezvous(group, bounded_store(group))
         except FusedTPError as error:
             # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
             sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
@@ -477,11 +477,10 @@ def shm_unavailable_reason(group: Group) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendezvous(group: Group) -> ShmTransport | str:
+def _rendezvous(group: Group, store: BoundedStore) -> ShmTransport | str:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
-    store = bounded_store(group)
     # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
     generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
     core_group, problem = None, ""

@@ -68,10 +68,11 @@ class DyingStore(dist.HashStore):
 
 def meet_where_the_store_has_died(group: Any) -> list[str]:
     said = []
-    for meet in (lambda described: exchange(described, "names", b"mine"), shm._rendezvous):
-        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DyingStore())})
+    store = BoundedStore(DyingStore())
+    described = dataclasses.replace(resolve_group(group), memo={"store": store})
+    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
         with mock.patch.object(shm, "_LOOK_SECONDS", 0.1), pytest.raises(CollectiveTimeoutError) as caught:
-            meet(described)
+            meet()
         said.append(str(caught.value))
     return said
 
