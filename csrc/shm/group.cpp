@@ -456,8 +456,20 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
   };
   // A rank that ended the call did its part; whether it lives on does not matter to this call.
   auto matters = [&](int r) { return !group_->has_ended(r, number_); };
-  group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
-                      [&] { return describe_call(signature, number_); }});
+  try {
+    group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
+                        [&] { return describe_call(signature, number_); }});
+  } catch (const GroupError&) {
+    throw;
+  } catch (...) {
+    // A signal handler of this rank has raised. Peers that have seen it in this call may come to its end without more
+    // of it, and would take a second try for their next call.
+    if (reached(group_->rank(), 0))
+      group_->give_up(describe_call(signature, number_) +
+                      " was interrupted half-way, when its peers had taken part in it: from there on the ranks would "
+                      "have been out of step");
+    throw;
+  }
 }
 
 char* Call::workspace(int rank) {

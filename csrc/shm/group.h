@@ -57,7 +57,8 @@ class Call {
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // Reserves this rank's segment. `interrupted` is asked now and then during long waits and may throw.
+  // Reserves this rank's segment. `interrupted` is asked now and then during long waits and may throw: where it does in
+  // a call that peers have seen, the group is given up.
   Group(int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds,
         std::function<void()> interrupted);
   ~Group();

@@ -29,7 +29,7 @@ from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.collective import Collective, gather_blocks
 from fused_tp.schedules.gemm import sum_of_products
-from fused_tp.schedules.half_way import gives_up_half_way
+from fused_tp.schedules.half_way import gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import (
     as_rows,
     gathered_shape,
@@ -266,6 +266,7 @@ class CopyEngineSchedule:
         return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        refuse_broken(self._plain)
         if self._plain is not None:
             self._plain.transport.check(op, dims, x.dtype, x.device)
 

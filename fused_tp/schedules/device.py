@@ -22,7 +22,7 @@ from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.half_way import gives_up_half_way
+from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
@@ -33,12 +33,7 @@ from fused_tp.transport.kernel_memory import KernelMemory, is_capturing
 
 def device_collectives(memory: KernelMemory, plain: Collective | None) -> DeviceCollectives:
     """The device kernels of a group. Once they have failed, its plain collectives refuse too."""
-
-    def give_up(sentence: str) -> None:
-        if plain is not None and plain.transport.broken is None:
-            plain.transport.broken = sentence
-
-    return DeviceCollectives(memory, give_up)
+    return DeviceCollectives(memory, ends_messages(plain))
 
 
 class DeviceSchedule:
@@ -218,6 +213,7 @@ class DeviceSchedule:
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """With FUSED_TP_CHECK=1 compares what the ranks are about to do, the margin too: blocks are counted by it."""
+        refuse_broken(self._plain)
         if self._plain is not None and settings.check_ranks():
             self._plain.transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 

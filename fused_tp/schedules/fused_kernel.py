@@ -26,7 +26,7 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.collective import Collective, gather_blocks
-from fused_tp.schedules.half_way import gives_up_half_way
+from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
@@ -71,11 +71,7 @@ class FusedKernel:
             "gather": kernel_module("gather").GatherWorkspace,
             "ring": kernel_module("ring_keys").RingWorkspace,
         }
-        self.workspaces = Workspaces(memory, kinds, self._give_up)
-
-    def _give_up(self, sentence: str) -> None:
-        if self._plain is not None and self._plain.transport.broken is None:
-            self._plain.transport.broken = sentence
+        self.workspaces = Workspaces(memory, kinds, ends_messages(plain))
 
     @staticmethod
     def load() -> None:
@@ -268,9 +264,14 @@ class FusedKernel:
         )
 
     def check(self, op: str, dims: Sequence[int], x: Tensor, launch: Any = None) -> None:
-        """With FUSED_TP_CHECK=1 compares what the ranks are about to do, programs and tiles of a sum included."""
+        """With FUSED_TP_CHECK=1 compares what the ranks are about to do, programs and tiles of a sum included.
+
+        Raises:
+            FusedTPError: messages of the group have failed.
+        """
         if self._plain is None:
             return
+        refuse_broken(self._plain)
         if launch is not None:
             dims = (*dims, launch.programs, launch.block_m, launch.block_n)
             op = f"{op} in {launch.precision}"

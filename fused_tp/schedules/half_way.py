@@ -1,4 +1,4 @@
-"""What one rank raises between two calls of kernels, or of copy engines, that make one op together."""
+"""How kernels, or copy engines, and the messages of their group fail together, and what is raised between two calls."""
 
 from __future__ import annotations
 
@@ -39,4 +39,22 @@ def gives_up_half_way(
             if plain is not None and plain.transport.broken is None:
                 plain.transport.raised_half_way(Call(op, plain.transport.calls, time.perf_counter()), error)
             give_up(f"{op} {raised_half_way(error)}")
+        elif plain is not None and plain.transport.broken is not None:  # all of it went by messages
+            give_up(plain.transport.broken)
         raise
+
+
+def ends_messages(plain: Collective | None) -> Callable[[str], None]:
+    """What the kernels of a group call once they have failed: peers may be waiting for messages, and hear of it."""
+
+    def end(sentence: str) -> None:
+        if plain is not None:
+            plain.transport.end(sentence)
+
+    return end
+
+
+def refuse_broken(plain: Collective | None) -> None:
+    """Raises where messages of the group have failed: its ranks may no longer mean the same call of a kernel."""
+    if plain is not None and plain.transport.broken is not None:
+        raise plain.transport.unusable()

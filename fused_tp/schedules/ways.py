@@ -17,6 +17,7 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.half_way import ends_messages
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
@@ -226,14 +227,9 @@ def _no_copy_engine(group: Group, device: torch.device) -> str | None:
 
 def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     plain = _plain(group, device)
-
-    def give_up(sentence: str) -> None:
-        if plain.transport.broken is None:
-            plain.transport.broken = sentence
-
     engine: CopyEngine | None = group.memo.get(("copy engine", device))
     if engine is None:
-        engine = CopyEngine(_memory(group, device), driver_of(device), on_failure=give_up)
+        engine = CopyEngine(_memory(group, device), driver_of(device), on_failure=ends_messages(plain))
         group.memo["copy engine", device] = engine
     return CopyEngineSchedule(engine, plain, chunks)
 

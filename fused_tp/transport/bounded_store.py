@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class BoundedStore:
         except RuntimeError as error:  # no more threads may be had, or the interpreter is shutting down
             raise NoAnswer(f"There is no thread to ask: {error}.") from error
         _threads.add(thread)
-        thread.join(seconds)
+        thread.join(min(seconds, TIMEOUT_MAX))
         if not answer.done():
             self._left = thread
             raise NoAnswer(f"No answer within {seconds:g} s.")

@@ -29,7 +29,7 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, raised_half_way
 from fused_tp.runtime.group import Group
-from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer
+from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer, bounded_store
 from fused_tp.transport.gloo_connections import Departures
 
 
@@ -92,18 +92,22 @@ class Workspace:
 
     Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
 
-    Left by an exception, the call is abandoned: peers that wait for more of it raise, and the ranks are in step. Once
-    this rank has signalled, peers may have come to the end of it, and could take a second try for their next call: then
-    the group is given up, unless the exception is one between ranks.
+    Left by an exception, the call is abandoned: peers that wait for more of it raise, and the ranks are in step. Where
+    peers may have come to the end of it they could take a second try for their next call: then the group is given up,
+    unless the exception is one between ranks.
+
+    Attributes:
+        peers_may_end: without more of this rank. So they may once it has signalled; earlier where peers need nothing of
+            it, which whoever makes the call sets.
     """
 
-    __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "_signalled")
+    __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "peers_may_end")
 
     def __init__(self, call: Any, core_group: Any) -> None:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
-        self._signalled = False
+        self.peers_may_end = False
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
@@ -121,7 +125,7 @@ class Workspace:
 
     def signal(self, stage: int) -> None:
         """Publish all that this rank has written, as its `stage` (from 1, growing) of this call."""
-        self._signalled = True
+        self.peers_may_end = True
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
@@ -147,7 +151,7 @@ class Workspace:
         if kind is None:
             self._call.end()
         else:
-            if self._signalled and error is not None and not isinstance(error, FusedTPError):
+            if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
                 self._core_group.give_up(f"call {self._call.number} {raised_half_way(error)}")
             self.abandon()
 
@@ -275,6 +279,7 @@ class ShmTransport:
                 if meanwhile is not None:
                     workspace.signal(1)
                     meanwhile()
+                workspace.peers_may_end = True  # which signals
                 _core.sum_workspaces(self.core_group, call, count, number)
                 return term.clone() if memory is None else term
         except BaseException:  # Ctrl-C too: a peer may still be reading what goes back to the pool with the last tensor
@@ -440,7 +445,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     found = _transports.get(group.process_group)
     if found is None:
         try:
-            found = _rendezvous(group, dist.distributed_c10d._get_process_group_store(group.process_group))
+            found = _rendezvous(group, bounded_store(group))
         except FusedTPError as error:
             # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
             sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
@@ -472,11 +477,10 @@ def shm_unavailable_reason(group: Group) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendezvous(group: Group, group_store: dist.Store) -> ShmTransport | str:
+def _rendezvous(group: Group, store: BoundedStore) -> ShmTransport | str:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
-    store = BoundedStore(group_store)
     # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
     generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
     core_group, problem = None, ""
@@ -563,6 +567,12 @@ def _get(store: BoundedStore, what: str, rank: int, group: Group, core_group: An
                 if left > _LOOK_SECONDS:
                     time.sleep(0.01)  # a store that has died raises at once
                     continue
+                if absent is None:
+                    raise CollectiveTimeoutError(
+                        f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
+                        f"{group.rank} cannot hear of its peers in the shared-memory rendezvous, and has waited "
+                        f"{seconds:g} s (FUSED_TP_TIMEOUT)."
+                    ) from error
                 raise CollectiveTimeoutError(
                     f"Rank {', '.join(map(str, absent or [rank]))} did not join the shared-memory rendezvous of group "
                     f"{group.name!r} within {seconds:g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "

@@ -128,7 +128,7 @@ class _Waiting:
             except NoAnswer:
                 raise
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                if (failure := self._failure(rank, left <= self._slice)) is not None:
+                if (failure := self._failure(left <= self._slice)) is not None:
                     raise failure from error
                 self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
                 time.sleep(0.01)  # a store that has died raises at once
@@ -140,7 +140,7 @@ class _Waiting:
     def _key(self, store: dist.Store, rank: int) -> str:
         return f"{_place(self._group, store)}/{self._what}/{self._count}/{rank}"
 
-    def _failure(self, rank: int, expired: bool) -> FusedTPError | None:
+    def _failure(self, expired: bool) -> FusedTPError | None:
         group, absent = self._group, self._absent()
         here = f"{self._what} of group {group.name!r}"
         if absent == []:  # it has come just now
@@ -156,8 +156,14 @@ class _Waiting:
             )
         if not expired:
             return None
+        if absent is None:
+            return CollectiveTimeoutError(
+                f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
+                f"{group.rank} cannot hear of its peers in {self._what}, and has waited {settings.timeout_seconds():g} "
+                "s (FUSED_TP_TIMEOUT)."
+            )
         return CollectiveTimeoutError(
-            f"Rank {', '.join(map(str, absent or [rank]))} did not take part in {here} within "
+            f"Rank {', '.join(map(str, absent))} did not take part in {here} within "
             f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "
             f"This is rank {group.rank}."
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,7 +53,7 @@ def new_tag() -> str:
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
     """A transport over the ranks of `group` that no other test sees, so that it may be left unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
-    transport = shm._rendezvous(resolve_group(group), store)
+    transport = shm._rendezvous(resolve_group(group), BoundedStore(store))
     assert isinstance(transport, ShmTransport), transport
     return transport
 

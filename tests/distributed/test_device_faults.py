@@ -280,6 +280,32 @@ def raises_between_tensors(group: Any) -> str:
         return str(raised.value)
 
 
+def kernels_fail(group: Any) -> tuple[str, str]:
+    """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
+    with forced(group, "two_shot") as schedule:
+        schedule.all_reduce(X)
+        transport, outside = schedule._other().transport, torch.ones(4)
+        if dist.get_rank(group) == 0:
+            schedule.device.give_up("the kernels of rank 0 have failed.")
+            return "", ""
+        begun = time.perf_counter()
+        with pytest.raises(PeerLostError) as heard, schedule.several("op"):
+            transport.shift("shift", outside[:0], outside, 1).wait()
+        assert time.perf_counter() - begun < NOTICE_SECONDS
+        for run in (lambda: schedule.all_reduce(X), lambda: schedule.device.all_reduce(X, "two_shot")):
+            with pytest.raises(FusedTPError, match="unusable since an earlier failure") as refused:
+                run()
+        return str(heard.value), str(refused.value)
+
+
+def test_who_waits_for_messages_of_a_rank_whose_kernels_failed_hears_of_it() -> None:
+    """And its own kernels, which have not failed, are given up with the messages."""
+    outcomes = fresh_device_ranks(2, kernels_fail, env={"FUSED_TP_TIMEOUT": "60"})
+    heard, refused = outcomes[1].unwrap()
+    assert "rank 0 has given the group up" in heard and "the kernels of rank 0 have failed." in heard
+    assert "The group's kernels are unusable" in refused and "the kernels of rank 0 have failed." in refused
+
+
 def between_kernels(_: Any) -> tuple[tuple[str, float, list[float]], str]:
     return skips_a_batch(dist.new_group([0, 1])), raises_between_tensors(dist.new_group([0, 1]))
 
@@ -288,7 +314,8 @@ def test_a_rank_that_raises_between_two_kernels_and_goes_on_gives_nobody_wrong_n
     ((own, _, first), heads), ((said, seconds, second), _) = (
         outcome.unwrap() for outcome in fresh_device_ranks(2, between_kernels, env={"FUSED_TP_TIMEOUT": "1"})
     )
-    assert "unusable since an earlier failure: all_gather_matmul_backward raised MemoryError half-way" in own
+    assert "is unusable since an earlier failure: all_gather_matmul_backward (call 0 of group" in own
+    assert "raised MemoryError half-way" in own
     assert "reduce_scatter, call" in said and "waited for tile 0 of rank 0" in said and seconds < 1.0 + NOTICE_SECONDS
     assert first == second == [16.0, 8.0]
     assert "unusable since an earlier failure: ulysses_attention raised MemoryError half-way" in heads

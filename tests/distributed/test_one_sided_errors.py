@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,8 +17,9 @@ import fused_tp
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import one_sided
+from fused_tp.schedules.attention import ring_one_sided
 from fused_tp.schedules.one_sided import OneSided
-from fused_tp.transport.shm import Workspace, shm_transport
+from fused_tp.transport.shm import ShmTransport, Workspace, shm_transport
 from tests.workers import fresh_ranks, run_ranks
 
 SOON = 5.0  # seconds; the deadline is 60
@@ -95,6 +97,78 @@ def test_a_second_try_is_not_taken_for_the_next_call(where: str) -> None:
     # Of the second weight there are no numbers but those of the product that had come to its end.
     right = [8.0, 24.0, 4.0]
     assert first == right and second == right
+
+
+def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
+    """Rank 1 raises before its keys are readable; rank 0, which sees none of them, ends the call all the same."""
+    rank, q, said = dist.get_rank(world), torch.ones(1, 4, 2, 4), []
+    for settled in (False, True):
+        group = dist.new_group([0, 1])
+
+        def run(group: Any = group) -> None:
+            fused_tp.ring_attention(q, q, q, group=group, causal=True, layout="contiguous")
+
+        run()
+        if rank == 1:
+            where = mock.patch.object(ShmTransport, "settled", settled)
+            broken = mock.patch.object(ring_one_sided.Forward, "attend", side_effect=MemoryError("no room for scores"))
+            with where, broken, pytest.raises(MemoryError):
+                run()
+        else:
+            run()
+        with pytest.raises(FusedTPError) as error:
+            run()
+        said.append(str(error.value))
+        dist.destroy_process_group(group)
+    return said
+
+
+def test_a_ring_that_fails_in_step_0_is_not_tried_again() -> None:
+    others, own = run_ranks(2, fail_in_step_0, env={"FUSED_TP_SCHEDULE": "one_sided"})
+    assert all("raised MemoryError (no room for scores) half-way" in said for said in own), own
+    assert all("rank 1 has left the group" in said for said in others), others
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+NATIVE: dict[str, Callable[[ShmTransport], Any]] = {
+    "all_reduce": lambda transport: transport.all_reduce(torch.ones(4)),
+    "all_gather": lambda transport: transport.all_gather(torch.ones(2, 4), [2, 2]),
+    "barrier": lambda transport: transport.barrier(),
+}
+
+
+def interrupt_a_wait(world: dist.ProcessGroup, op: str) -> str:
+    """A signal handler of rank 0 raises in its wait for rank 1, which then finds all that it needs of rank 0."""
+    group = dist.new_group([0, 1])
+    transport = shm_transport(resolve_group(group))
+    assert transport is not None
+    NATIVE[op](transport)
+    if transport.rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                NATIVE[op](transport)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        dist.barrier(world)
+    else:
+        dist.barrier(world)
+        NATIVE[op](transport)
+    with pytest.raises(FusedTPError) as error:
+        NATIVE[op](transport)
+    dist.destroy_process_group(group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("op", list(NATIVE))
+def test_a_second_try_of_a_wait_that_was_interrupted_is_not_taken_for_the_next_call(op: str) -> None:
+    own, others = run_ranks(2, interrupt_a_wait, op)
+    assert "call 2 was interrupted half-way" in own
+    assert "rank 0 has left the group" in others
 
 
 def disagree_between_two_calls(group: dist.ProcessGroup) -> str:

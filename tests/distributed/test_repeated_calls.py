@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_tp
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.repeated_call import repeated_call
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import group_name, resolve_group
 from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
@@ -157,18 +158,24 @@ def interrupted(group: Any, tag: str) -> None:
     """Rank 0 is interrupted while rank 1, by hand, has yet to copy its part of the sum; then rank 0 goes on at once."""
     transport = own_transport(group, tag)
     shape = (2, 30_000)
+    with pytest.raises(
+        MemoryError if transport.rank == 0 else FusedTPError
+    ):  # before any of it was there: held a while
+        transport.all_reduce_of("sum", shape, torch.float32, _no_memory if transport.rank == 0 else Tensor.zero_)
+    assert len(transport._held) == 1
+    for _ in range(20):
+        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+    assert not transport._held
     half = 30_000  # where rank 1's block starts; a multiple of a cache line
     if transport.rank == 0:
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
             transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
-        y = transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(-777.0))
-        assert y.eq(-777.0 + 5.0).all()
-        assert len(transport._held) == 1
-        for _ in range(20):
+        others = [transport.empty(shape, torch.float32).fill_(-777.0) for _ in range(2)]
+        with pytest.raises(FusedTPError, match="interrupted half-way"):  # rank 1 would take it for its next sum
             transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
-        assert not transport._held
+        assert len(transport._held) == 1 and len(others) == 2
         return
     with transport.begin("sum", shape, torch.float32, 8 * half) as workspace:
         mine = workspace.buffer(1, (2 * half,), torch.float32).fill_(2.0)
@@ -185,9 +192,12 @@ def interrupted(group: Any, tag: str) -> None:
         workspace.signal(3)
         workspace.wait_all(3)
         assert mine.eq(3.0).all()
-    transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(5.0))
-    for _ in range(20):
-        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
+    with pytest.raises(FusedTPError, match="rank 0 has left the group"):
+        transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(5.0))
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError
 
 
 def _interrupt(*_: Any) -> None:

@@ -19,7 +19,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport import noticeboard, shm, store_exchange
-from fused_tp.transport.bounded_store import BoundedStore
+from fused_tp.transport.bounded_store import BoundedStore, bounded_store
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
 from fused_tp.transport.store_exchange import exchange
@@ -340,7 +340,10 @@ def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store.stop()
     with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1), mock.patch.object(shm, "ANSWER_SECONDS", 0.1):
         described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
-        for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+        for meet in (
+            lambda: exchange(described, "names", b"mine"),
+            lambda: shm._rendezvous(described, bounded_store(described)),
+        ):
             begun = time.perf_counter()
             with pytest.raises(CollectiveTimeoutError) as caught:
                 meet()

@@ -14,6 +14,7 @@ import torch
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
+from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
 from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of
 from tests.workers import fresh_ranks, run_ranks
@@ -183,7 +184,7 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
         if described.rank == 1:
             shm._core = None if how == "no core" else Core
             shm._why_no_core = "the native core is not built (for this test)"
-        answer = shm._rendezvous(described, store)
+        answer = shm._rendezvous(described, BoundedStore(store))
     finally:
         shm._core = real
     assert isinstance(answer, str), answer

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
+from fused_tp.transport import shm
+from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.store_exchange import exchange
-from tests.workers import fresh_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 
@@ -51,3 +55,34 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert "within 0.5 s" in said_late and soon < NOTICE_SECONDS, said_late
         assert dead == PeerLostError.__name__ and "Rank 2 died, or left the group, before it took part" in said_dead
         assert at_once < NOTICE_SECONDS, said_dead
+
+
+class DyingStore(dist.HashStore):
+    """Its host dies once it has taken what this rank gives."""
+
+    def _gone(self, *_: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    wait = get = check = _gone
+
+
+def meet_where_the_store_has_died(group: Any) -> list[str]:
+    said = []
+    store = BoundedStore(DyingStore())
+    described = dataclasses.replace(resolve_group(group), memo={"store": store})
+    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+        with mock.patch.object(shm, "_LOOK_SECONDS", 0.1), pytest.raises(CollectiveTimeoutError) as caught:
+            meet()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_store_that_has_died_is_no_fault_of_a_rank() -> None:
+    (said,) = run_ranks(1, meet_where_the_store_has_died, env={"FUSED_TP_TIMEOUT": "0.3"})
+    for sentence in said:
+        assert sentence.startswith("The store of group '") and "is gone" in sentence, sentence
+        assert "did not" not in sentence
+
+
+def test_a_deadline_longer_than_a_thread_can_wait() -> None:
+    assert BoundedStore(dist.HashStore()).ask(lambda store: store.add("count", 1), 1e12) == 1

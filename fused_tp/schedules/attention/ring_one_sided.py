@@ -154,6 +154,9 @@ class OneSidedRing:
 
         Step 0 comes first where peers are still in the call before this one: they cannot need these keys yet, and may
         still read those of that call, next to which these would lie.
+
+        A peer whose mask hides all of this rank's keys ends the call as soon as this rank has begun it, so an error
+        before the first signal is one half-way too.
         """
         nbytes = _Regions(call, call.rank, k, v, slots=slots).nbytes
         early = self._transport.settled
@@ -161,9 +164,11 @@ class OneSidedRing:
             try:
                 attend_own()
             except BaseException:
-                with self._transport.begin(op, dims, k.dtype, 0):
+                with self._transport.begin(op, dims, k.dtype, 0) as workspace:
+                    workspace.peers_may_end = True
                     raise  # which tells the peers
         with self._transport.begin(op, dims, k.dtype, nbytes, reuse=True) as workspace:
+            workspace.peers_may_end = True
             exchange = _Exchange(workspace, call, k, v, slots=slots)
             if early:
                 attend_own()
