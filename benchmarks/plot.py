@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 3
-WIDTH, ROW_HEIGHT, HEAD = 13.3, 2.75, 0.6  # inches
+WIDTH, HEIGHT, ROW_HEIGHT, HEAD = 13.3, 11.6, 2.75, 0.6  # inches: of all, at most, of a row of panels, of the title
 DPI = 120
 GAP = 1.0  # between two sizes, in widths of a bar
 ROOM = 1.5  # above the highest bar, for the key
@@ -52,7 +52,8 @@ def drawn(records: Sequence[Record]) -> Figure:
         raise ValueError("There is nothing to draw: no record compares fused_tp with anybody.")
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(WIDTH * columns / COLUMNS, ROW_HEIGHT * rows + HEAD), layout="constrained")
+    height = min(ROW_HEIGHT * rows + HEAD, HEIGHT)
+    figure = Figure(figsize=(WIDTH * columns / COLUMNS, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     rivals = dict.fromkeys(_rival(record) for panel in panels.values() for record in panel)
     shades = [matplotlib.colormaps["tab20"](i) for i in (*range(1, 20, 2), *range(0, 20, 2))]  # light ones, then dark

@@ -124,7 +124,9 @@ def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
 
 
 def test_a_ring_that_fails_in_step_0_is_not_tried_again() -> None:
-    others, own = run_ranks(2, fail_in_step_0, env={"FUSED_TP_SCHEDULE": "one_sided"})
+    # A world of two: on two of the pool's four ranks new groups would be numbered otherwise than on the others.
+    outcomes = fresh_ranks(2, fail_in_step_0, env={"FUSED_TP_SCHEDULE": "one_sided"})
+    others, own = (outcome.unwrap() for outcome in outcomes)
     assert all("raised MemoryError (no room for scores) half-way" in said for said in own), own
     assert all("rank 1 has left the group" in said for said in others), others
 
@@ -166,7 +168,7 @@ def interrupt_a_wait(world: dist.ProcessGroup, op: str) -> str:
 
 @pytest.mark.parametrize("op", list(NATIVE))
 def test_a_second_try_of_a_wait_that_was_interrupted_is_not_taken_for_the_next_call(op: str) -> None:
-    own, others = run_ranks(2, interrupt_a_wait, op)
+    own, others = (outcome.unwrap() for outcome in fresh_ranks(2, interrupt_a_wait, op))
     assert "call 2 was interrupted half-way" in own
     assert "rank 0 has left the group" in others
 
