@@ -141,7 +141,7 @@ def _draw(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, An
     axis.tick_params(axis="x", length=0)
     axis.tick_params(axis="y", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"{title}: {_measure(panel)}", fontsize=9, loc="left")
+    axis.set_title(f"{title}: {_measure(panel)}", fontsize=8, loc="left")
     key = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     axis.legend(key.values(), key.keys(), fontsize=6.5, loc="upper left", ncols=2, frameon=False, columnspacing=1.0)
 
