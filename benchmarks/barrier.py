@@ -47,7 +47,7 @@ class SpinBarrier:
         deadline = time.monotonic() + self._timeout_seconds
         while self._slots.min() < self._arrivals:
             if pause:
-                time.sleep(pause)
+                time.sleep(pause)  # who is early must not heat up the core's neighbours
             if time.monotonic() > deadline:
                 late = [rank for rank, count in enumerate(self._slots) if count < self._arrivals]
                 raise TimeoutError(f"Ranks {late} did not reach the barrier within {self._timeout_seconds} s.")

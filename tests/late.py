@@ -31,7 +31,7 @@ def wait_for_those_who_gave_up(what: str, ranks: Iterable[int]) -> None:
     while not store.check(keys):  # and not store.wait, which would keep this process's other threads from the store
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of {keys} came within {_SECONDS} s")
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks
 
 
 def _key(what: str, rank: int) -> str:

@@ -77,8 +77,8 @@ def explain(
             All ranks are taken to hold equally much.
         dtype: of the tensors.
         device: they would be on.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world. Where the ranks share memory for the first time
-            they set that up now, so all of them must ask.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must ask: where they share memory
+            for the first time, or need to know what the others' devices can run, they find out now.
         dim: that `all_gather`, `reduce_scatter`, `gather` and `scatter` gather or scatter, 0 where None.
 
     Raises:

@@ -35,6 +35,7 @@ def gives_up_half_way(
     except RankMismatchError:  # which all ranks raise together
         raise
     except BaseException as error:
+        # What is being captured has not run: no peer has had a part of it.
         if calls() != before and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             if plain is not None and plain.transport.broken is None:
                 plain.transport.raised_half_way(Call(op, plain.transport.calls, time.perf_counter()), error)

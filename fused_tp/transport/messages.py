@@ -65,7 +65,7 @@ class Messages:
                 self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), _AT_ONCE))
                 del self._left[0]
         except BaseException as error:  # whatever it is: what has not come must not pass for data
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frame has this, and with it the tensors
         finally:
             self._ended.set()
 

@@ -102,7 +102,7 @@ class Noticeboard:
             notices = self.read()
             if enough(notices) or time.perf_counter() > deadline or not self.answers:
                 return notices
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)  # a store has no wait for whichever notice comes next
 
     def _read(self, store: dist.Store) -> dict[int, Notice]:
         found = {}

@@ -125,8 +125,10 @@ class TorchDist(GroupCalls):
         """
         if isinstance(work, Messages):
             return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
+        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none, or one whose last part may just have come
+            return False
         others = set(range(self.world_size)) - gone.keys() - {self.rank}
-        if max(gone.values(), default=0.0) <= (_SPENT_SECONDS if others else _GONE_SECONDS):
+        if others and max(gone.values()) <= _SPENT_SECONDS:
             return False
         notices = self.board.read()
         return all(rank in notices and notices[rank].call >= call.number for rank in others)

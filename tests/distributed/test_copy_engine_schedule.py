@@ -198,7 +198,7 @@ def at_random(schedule: CopyEngineSchedule, seed: int, calls: int) -> None:
     pending: list[tuple[Any, Tensor]] = []
     for number in range(calls):
         if pace.random() < 0.3:
-            time.sleep(pace.random() * 0.005)
+            time.sleep(pace.random() * 0.005)  # so that ranks overtake each other
         m, k, n = script.choice([1, 7, 64, 300]), script.choice([1, 16, 33]), script.choice([1, 40, 130])
         x, w = seeded(m, k, seed=number, dtype=torch.float32), seeded(n, k, seed=number + 1, dtype=torch.float32)
         kind = script.randrange(5)

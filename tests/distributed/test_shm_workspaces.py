@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
@@ -92,9 +93,14 @@ def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
         with transport.begin("first", (), torch.uint8, 16 * INLINE_BYTES) as workspace:
             workspace.wait_all(0)
             if transport.rank == 1:
-                time.sleep(0.3)
+                dist.barrier(group)
+                time.sleep(0.1)  # what waits for this call waits, most likely
         settled = transport.settled
+        if transport.rank == 0 and reuse:  # it would wait for rank 1
+            dist.barrier(group)
         with transport.begin("second", (), torch.uint8, 16 * INLINE_BYTES, reuse=reuse) as workspace:
+            if transport.rank == 0 and not reuse:
+                dist.barrier(group)
             workspace.wait_all(0)
         found.append((settled, transport.core_group.high_water_bytes // (16 * INLINE_BYTES)))
         for _ in range(LIMIT + 1):  # until all have ended what came before

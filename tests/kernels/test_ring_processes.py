@@ -93,7 +93,7 @@ def many_calls(group: Any, late_rank: int) -> None:
 
     def late() -> None:
         if rank == late_rank or draw.random() < 0.2:
-            time.sleep(0.05 * draw.random())
+            time.sleep(0.05 * draw.random())  # another order of arrival each time
 
     with small_chunks():
         calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]

@@ -6,13 +6,17 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fused_tp.transport import gloo_connections, messages
 from fused_tp.transport.gloo_connections import outlive
+from fused_tp.transport.group_calls import Call
 from fused_tp.transport.messages import Messages
+from fused_tp.transport.noticeboard import Notice
+from fused_tp.transport.torch_dist import TorchDist
 
 
 class Work:
@@ -81,16 +85,44 @@ def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None
     stuck, end = Messages([(1, work := Work())], 60.0), work.end
     assert not stuck.wait_for(0.0)
     assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
-    while not messages._idle:  # its thread has to come back
-        time.sleep(0.001)
+    while not messages._idle:
+        time.sleep(0.001)  # its thread has to come back, and tells nobody
     before = waiting_threads()
     for _ in range(20):
         assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
         while not messages._idle:
-            time.sleep(0.001)
+            time.sleep(0.001)  # as above
     assert waiting_threads() == before
     end.set()
     assert stuck.wait_for(60.0)
+
+
+@pytest.mark.parametrize(
+    ("gone", "calls", "lost"),
+    [
+        ({}, {1: 5, 2: 5}, False),
+        ({2: 6.0}, {1: 5}, True),
+        ({2: 6.0}, {1: 7}, True),  # which has further calls under way
+        ({2: 6.0}, {1: 4}, False),  # rank 1 is late, and may be all that is waited for
+        ({2: 6.0}, {}, False),
+        ({2: 2.0}, {1: 5}, False),  # what the others have for each other may take a while
+        ({1: 2.0, 2: 2.0}, {}, True),
+        ({1: 0.1, 2: 6.0}, {}, False),  # the last part of rank 1 may just have come
+    ],
+)
+def test_a_collective_is_lost_when_nobody_is_left_to_wait_for(
+    gone: dict[int, float], calls: dict[int, int], lost: bool
+) -> None:
+    notices = {rank: Notice(call, ["op"], 0.6) for rank, call in calls.items()}
+    transport: Any = SimpleNamespace(rank=0, world_size=3, board=SimpleNamespace(read=lambda: notices))
+    assert TorchDist._cannot_end(transport, Call("op", 5, 0.0), Work(), gone) == lost
+
+
+def test_of_messages_only_the_one_that_is_waited_for_can_be_lost() -> None:
+    both: Any = Messages([(1, Work()), (2, Work())], 60.0)
+    transport: Any = SimpleNamespace()
+    for gone, lost in (({1: 2.0}, True), ({1: 0.1}, False), ({2: 9.0}, False)):
+        assert TorchDist._cannot_end(transport, Call("op", 5, 0.0), both, gone) == lost
 
 
 class Group:
