@@ -16,7 +16,7 @@ if triton.knobs.runtime.interpret:
 
     def pause() -> None:
         # Ranks are processes that share the cores: one that only waits must let the others run.
-        time.sleep(20e-6)
+        time.sleep(200e-6)
 
 else:
     from triton.language.extra.cuda import globaltimer

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fused_tp.transport.symmetric_memory import symmetric_empty
 from tests import forks, workers
+from tests.kernels.interpreter import quicken
 from tests.reference import matmul64, seeded
 from triton_kernels.workspace import Workspace
 
@@ -31,6 +32,7 @@ def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeo
     global _pool
     if _pool is None:
         _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"}, forked=forks.can_fork())
+        _pool.call(workers.POOL_SIZE, quicken, (), workers.START_SECONDS, None)
         atexit.register(stop)
     try:
         outcomes = _pool.call(world_size, fn, args, timeout, None)
