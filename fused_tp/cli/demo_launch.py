@@ -36,7 +36,8 @@ def launch(rank_main: RankMain, settings: DemoSettings) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        mp.spawn(_spawned, args=(rank_main, settings, store.port), nprocs=settings.ranks)
+        arguments = (rank_main, settings, store.port)
+        mp.start_processes(_started, arguments, settings.ranks, start_method=_start_method(settings, rank_main))
     except (mp.ProcessRaisedException, mp.ProcessExitedException):
         # The rank that refused may not be the one that ended first: its peers lose their connection to it.
         if store.check([REFUSAL]):
@@ -44,7 +45,18 @@ def launch(rank_main: RankMain, settings: DemoSettings) -> None:
         raise
 
 
-def _spawned(rank: int, rank_main: RankMain, settings: DemoSettings, port: int) -> None:
+def _start_method(settings: DemoSettings, rank_main: RankMain) -> str:
+    """How ranks are started: as forks of one process that has imported what they all need, seconds of work for each.
+
+    Not where they use GPUs: a library that touches one while it is imported would break it for all forks.
+    """
+    if settings.device != "cpu" or "forkserver" not in mp.get_all_start_methods():
+        return "spawn"
+    mp.set_forkserver_preload([rank_main.__module__, "torch._dynamo"])  # optimizers import the latter when they step
+    return "forkserver"
+
+
+def _started(rank: int, rank_main: RankMain, settings: DemoSettings, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
     _run_rank(rank_main, settings, rank, rank, store)
 
