@@ -171,6 +171,7 @@ def in_graph(rank: LocalRank, replays: int) -> None:
         checks.assert_is_fp8(eight, normed64, scale)
 
     with rank.in_turn():  # whatever torch loads and allocates
+        _late(rank, 0)
         alone = DeviceCollectives(LocalGroup(1, rank.device).rank(0))
         kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6, fp8="row")]
         x.copy_(inputs(0)[r])
