@@ -30,7 +30,9 @@ from .gpu_timing import GpuContext
 from .ratios import SPEEDUP
 
 STEPS = "a launch for each step"
-RELAYS = 1  # multiprocessors of a rank for the kernels between its copies
+# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
+# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
+RELAYS = 2
 WHOLE_BAR = 0.85
 
 

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 # Interpreted programs run one after the other; several, so that all paths of a kernel do run.
 CPU_PROGRAMS = 4
+# The longest turn of a rank where ranks take turns: it compiles what it launches, whatever its deadline for peers is.
+TURN_SECONDS = 300.0
 
 
 class LocalGroup:
@@ -192,11 +194,15 @@ class LocalRank:
         )
         return memory.get_buffer(self.rank, shape, dtype), memory
 
-    def exchange(self, value: T, what: str = "exchange") -> list[T]:
-        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`."""
+    def exchange(self, value: T, what: str = "exchange", least_seconds: float = 0.0) -> list[T]:
+        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`, or by `least_seconds`, if longer."""
         self._meetings += 1
         return self._group.meet(
-            self.rank, self._meetings, f"{what} (meeting {self._meetings})", value, timeout_seconds()
+            self.rank,
+            self._meetings,
+            f"{what} (meeting {self._meetings})",
+            value,
+            max(timeout_seconds(), least_seconds),
         )
 
     def synchronize(self) -> None:
@@ -221,7 +227,7 @@ class LocalRank:
             if turn == self.rank:
                 yield
                 self.synchronize()
-            self.exchange(None, f"turn of rank {turn}")
+            self.exchange(None, f"turn of rank {turn}", TURN_SECONDS)
 
 
 class LocalSymmetricMemory:
