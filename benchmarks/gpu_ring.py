@@ -62,6 +62,14 @@ class Ring:
         self.layouts = [keys_layout(self.plan, rank, self.k[rank], self.v[rank]) for rank in range(world_size)]
         self.memories: list[RankMemory] = run_local(world_size, self._prepare, device=context.device, timeout=300)
         self.streams = context.streams(world_size)
+        each(self.streams, self._results)
+
+    def _results(self, rank: int) -> None:
+        """Leaves memory for results in the pool of this stream: to ask the driver for some may wait for a kernel."""
+        q = self.q[rank]
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        kept = [torch.empty_like(x) for x in (q, lse) for _ in range(2)]
+        del kept
 
     def _prepare(self, rank: LocalRank) -> RankMemory:
         return prepare(

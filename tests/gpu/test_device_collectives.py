@@ -180,6 +180,9 @@ def in_graph(rank: LocalRank, replays: int) -> None:
     check(work(), inputs(0))
     rank.barrier()
     graph = Graph(rank.device, work, rank.in_turn)
+    with rank.in_turn():  # a capture begins by handing unused memory back
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
+        del kept
     for number in range(1, replays + 1):
         terms = inputs(number)
         x.copy_(terms[r])
