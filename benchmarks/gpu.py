@@ -21,6 +21,7 @@ compiled, so let several processes check the answers beforehand, each those of s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import re
@@ -175,7 +176,7 @@ def run_all(
             say(f"{budget.spent():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])
         gc.collect()
-        if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # what has broken the GPU fails every case, and each is told of
             torch.cuda.empty_cache()  # that of a case that failed, too
         budget.learn(case.seconds, budget.spent() - begun)
     return ran, skipped
