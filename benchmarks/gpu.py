@@ -115,7 +115,8 @@ def main(options: argparse.Namespace) -> int:
     context = GpuContext(device, budget, QUICK_ROUNDS if options.quick else ROUNDS)
     machine = gpu_machine(device)
     path = options.out / "gpu.jsonl"
-    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.check:
+        options.out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
 
     def check(case: Case) -> Mapping[str, str]:
