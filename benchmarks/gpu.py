@@ -1,4 +1,4 @@
-"""The GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--minutes 8] [--only REGEX]`, on one NVIDIA GPU.
+"""The GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--check] [--minutes 8] [--only REGEX]`, on one GPU.
 
 Needs torch with CUDA and Triton; run it from the root of a checkout. The cases of the kernels of csrc/cuda also need
 the native core and these kernels, which nvcc builds beforehand,
@@ -10,21 +10,29 @@ the GPU meanwhile.
 
 Every answer is checked against fp64 before it is timed, and again afterwards. Writes gpu.jsonl and gpu.md to DIR after
 each case, prints the table at the end, and says what there was no time for.
+
+A GPU that has never run the kernels compiles them first, which takes longer than to time them. Triton keeps what it has
+compiled, so let several processes check the answers beforehand, each those of some cases; nothing is timed then:
+
+    for some in alone/bf16 alone/fp flags ranks attention/ attention-ra attention-ri; do
+        python -m benchmarks.gpu --check --only "^$some" & done; wait
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from .case import Case, Unavailable
-from .gpu_timing import Budget, GpuContext, run_case
+from .gpu_timing import Budget, GpuContext, check_case, run_case
 from .records import Record, merge
 
 MINUTES = 8.0
@@ -74,6 +82,7 @@ def cases(quick: bool) -> list[Case]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), metavar="DIR", help="for the results (out/gpu)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that all of it works")
+    parser.add_argument("--check", action="store_true", help="check every answer, time nothing and write nothing")
     parser.add_argument(
         "--minutes", type=_positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
     )
@@ -106,38 +115,59 @@ def main(options: argparse.Namespace) -> int:
     context = GpuContext(device, budget, QUICK_ROUNDS if options.quick else ROUNDS)
     machine = gpu_machine(device)
     path = options.out / "gpu.jsonl"
-    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.check:
+        options.out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
 
-    def measure(case: Case) -> None:
+    def check(case: Case) -> Mapping[str, str]:
+        return check_case(context, case)[1]
+
+    def measure(case: Case) -> Mapping[str, str]:
         times = run_case(context, case)
         # Now, not before: the clocks among the versions are then those under load.
         fresh = gpu_records(case, times, machine, gpu_versions(device))
         records.extend(fresh)
         merge(path, fresh)  # at once: an interrupted run keeps what it has
-        gc.collect()
-        torch.cuda.empty_cache()
+        path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
+        return times.skipped
 
-    skipped = run_all(chosen, budget, measure)
+    ran, skipped = run_all(chosen, budget, check if options.check else measure)
+    failed = any(" failed" in text for text in skipped)
+    if options.check:
+        print("\n".join([*skipped, f"{ran} of {len(chosen)} cases have right answers."]))
+        return int(failed or not ran)
     table = markdown(records, skipped, budget.spent() / 60)
-    (options.out / "gpu.md").write_text(table)
+    path.with_suffix(".md").write_text(table)
     print(table)
     print(f"Results: {path} and {path.with_suffix('.md')}")
-    return int(any(" failed" in text for text in skipped) or not records)
+    return int(failed or not records)
 
 
 def run_all(
-    chosen: Sequence[Case], budget: Budget, measure: Callable[[Case], None], say: Callable[[str], None] = print
-) -> list[str]:
-    """Measures the cases that fit the budget; returns a sentence for each that was not measured."""
-    skipped = []
+    chosen: Sequence[Case],
+    budget: Budget,
+    measure: Callable[[Case], Mapping[str, str]],
+    say: Callable[[str], None] | None = None,
+) -> tuple[int, list[str]]:
+    """Measures the cases that fit the budget.
+
+    Args:
+        measure: says of contestants that do not take part why, as the end of a sentence.
+
+    Returns how many were measured, and a sentence for each case and contestant that was not.
+    """
+    import torch
+
+    say = say or partial(print, flush=True)  # a run that is killed has said how far it came
+    ran, skipped = 0, []
     for case in chosen:
         if not budget.fits(case.seconds):
             skipped.append(f"{case.name}: no time left ({max(budget.left(), 0.0):.0f} s).")
             continue
         begun = budget.spent()
         try:
-            measure(case)
+            skipped += [f"{case.name}: {name} {why}" for name, why in measure(case).items()]
+            ran += 1
             say(f"{budget.spent():6.1f} s  {case.name}")
         except Unavailable as error:
             skipped.append(f"{case.name}: {error}.")
@@ -146,8 +176,11 @@ def run_all(
             text = f"{case.name} failed. {type(error).__name__}: {error}"
             say(f"{budget.spent():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # what has broken the GPU fails every case, and each is told of
+            torch.cuda.empty_cache()  # that of a case that failed, too
         budget.learn(case.seconds, budget.spent() - begun)
-    return skipped
+    return ran, skipped
 
 
 def obstacle() -> str:

@@ -284,6 +284,7 @@ def latency_contestants(
         def check() -> None:
             for out in exchange.outs[0]:
                 out.fill_(torch.nan)
+            context.synchronize()  # in another stream
             replay()
             ranks.raise_if_expired()
             exchange.check(exchange.outs[0])

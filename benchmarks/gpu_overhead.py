@@ -38,6 +38,7 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> dict[str, Ca
     """The whole way of a public op, on a group of one rank, so that all of it is the host's part."""
     x, w = (normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
     (stream,) = context.streams(1)
+    context.synchronize()  # they were made in another one
 
     def contestant(call: Callable[[], Tensor]) -> Contestant:
         def check() -> None:

@@ -45,6 +45,7 @@ def prepare(
         if rank.device.type == "cuda":
             torch.cuda.synchronize(rank.device)  # it goes by a stream of its own
         rehearse(workspace)
+    del workspace  # the next one takes its memory and its streams
     return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
 
 

@@ -30,7 +30,9 @@ from .gpu_timing import GpuContext
 from .ratios import SPEEDUP
 
 STEPS = "a launch for each step"
-RELAYS = 1  # multiprocessors of a rank for the kernels between its copies
+# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
+# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
+RELAYS = 2
 WHOLE_BAR = 0.85
 
 
@@ -60,6 +62,14 @@ class Ring:
         self.layouts = [keys_layout(self.plan, rank, self.k[rank], self.v[rank]) for rank in range(world_size)]
         self.memories: list[RankMemory] = run_local(world_size, self._prepare, device=context.device, timeout=300)
         self.streams = context.streams(world_size)
+        each(self.streams, self._results)
+
+    def _results(self, rank: int) -> None:
+        """Leaves memory for results in the pool of this stream: to ask the driver for some may wait for a kernel."""
+        q = self.q[rank]
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        kept = [torch.empty_like(x) for x in (q, lse) for _ in range(2)]
+        del kept
 
     def _prepare(self, rank: LocalRank) -> RankMemory:
         return prepare(

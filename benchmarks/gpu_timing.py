@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .case import Case, Contestant, Unavailable
+from fused_tp.transport.kernels import kernel_module
+
+from .case import OURS, Case, Contestant, Unavailable
 from .race import Times
 
 MIN_ROUNDS = 5
@@ -25,6 +28,7 @@ MIN_TIMED_SECONDS = 1e-3  # of what is timed at once: events are exact to about 
 MAX_CALLS = 16
 MAX_HOLD_SECONDS = 0.5
 MAX_TRIES = 8
+MOST_RANKS = 4
 # Relative errors of a whole result, by norm: one rounding of bf16 is 1.7e-3, and terms that travel have another.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 CHECKED_ROWS = 512
@@ -87,17 +91,19 @@ class GpuContext:
 
     def streams(self, world_size: int) -> list[torch.cuda.Stream]:
         """The streams of so many ranks, the same ones each time."""
-        while len(self._streams) < world_size:
-            self._streams.append(torch.cuda.Stream(self.device, priority=-1))
-        return self._streams[:world_size]
+        if not 1 <= world_size <= MOST_RANKS:
+            raise ValueError(f"world_size is {world_size}; there are streams for 1 to {MOST_RANKS} ranks.")
+        return self._streams[1 : 1 + world_size]
+
+    @property
+    def gate(self) -> torch.cuda.Stream:
+        return self._streams[0]
 
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
-        return []
-
-    @cached_property
-    def gate(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device, priority=-1)
+        # Nobody else's: of torch's pool one of them would be another's after 32 more, and would wait behind it.
+        streams: list[torch.cuda.Stream] = kernel_module("streams").own_streams(self, self.device, 1 + MOST_RANKS)
+        return streams
 
 
 @dataclass
@@ -150,20 +156,27 @@ class Stopwatch:
         return max(opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
 
 
-def run_case(context: GpuContext, case: Case) -> Times:
-    """Make, check, warm up and race the contestants of `case`, then check them once more.
+def check_case(context: GpuContext, case: Case) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Makes and checks the contestants of `case`; why others are not among them, as the end of a sentence.
 
     Raises:
-        AssertionError: one computes something else; names it.
+        AssertionError: fused_tp computes something else; what else it raises, too. Rivals that fail are left out.
     """
     contestants: dict[str, Contestant] = {}
-    skipped: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for name, maker in case.make(context, **case.parameters).items():
         try:
             contestants[name] = maker()
         except Unavailable as error:
-            skipped[name] = str(error)
-    _check(case, contestants)
+            left_out[name] = f"is left out: {error}"
+        except Exception as error:
+            left_out[name] = _failure(name, error)
+    return contestants, left_out | _check(case, contestants)
+
+
+def run_case(context: GpuContext, case: Case) -> Times:
+    """Make, check, warm up and race the contestants of `case`, then check them once more. Raises as `check_case`."""
+    contestants, left_out = check_case(context, case)
     stopwatch = Stopwatch(context, context.streams(case.parameters.get("world_size", 1)))
     calls = {}
     timed = {}
@@ -175,9 +188,13 @@ def run_case(context: GpuContext, case: Case) -> Times:
         timed[name] = partial(_seconds_of_one, measure, contestant.run, calls[name], repeats)
         timed[name]()
     seconds = race(timed, context.rounds, lambda: context.budget.left() > 0)
-    _check(case, contestants)
-    calls = {name: count * _how(contestants[name])[0] for name, count in calls.items()}
-    return Times(seconds, calls, {name: contestant.note for name, contestant in contestants.items()}, skipped)
+    left_out |= _check(case, contestants)
+    return Times(
+        {name: seconds[name] for name in contestants},
+        {name: calls[name] * _how(contestant)[0] for name, contestant in contestants.items()},
+        {name: contestant.note for name, contestant in contestants.items()},
+        left_out,
+    )
 
 
 def _how(contestant: Contestant) -> tuple[int, bool]:
@@ -225,14 +242,33 @@ def race(
     return seconds
 
 
-def _check(case: Case, contestants: dict[str, Contestant]) -> None:
-    for name, contestant in contestants.items():
-        if contestant.check is not None:
-            try:
-                contestant.check()
-                torch.cuda.synchronize()
-            except AssertionError as error:
-                raise AssertionError(f"{case.name}: {name} computes something else: {error}") from error
+def _check(case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
+    """Takes out those whose answers are wrong, and says so; raises where that is fused_tp."""
+    wrong = {}
+    for name, contestant in list(contestants.items()):
+        if contestant.check is None:
+            continue
+        try:
+            contestant.check()
+            torch.cuda.synchronize()
+        except AssertionError as error:
+            why = AssertionError(f"{case.name}: {name} computes something else: {error}")
+            why.__cause__ = error
+            wrong[name] = _failure(name, why)
+        except Exception as error:
+            wrong[name] = _failure(name, error)
+        if name in wrong:
+            del contestants[name]
+    return wrong
+
+
+def _failure(name: str, error: Exception) -> str:
+    """What is said of a rival that fails; fused_tp's own errors are raised."""
+    if name == OURS:
+        raise error
+    traceback.print_exception(error)
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"failed. {type(error).__name__}: {first_line}"
 
 
 def checked_rows(rows: int) -> slice:

@@ -11,6 +11,7 @@
 # Without a mode: nsys where it is installed and there is a GPU, else torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
 
 die() {
   echo "profile.sh: $1" >&2
@@ -49,7 +50,7 @@ if [ "${1:-}" = --nsys-rank ]; then
   fi
   exec nsys profile --trace=cuda,nvtx,osrt --cuda-graph-trace=node --sample=none --cpuctxsw=none \
     --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output="$out.rank$RANK" \
-    "${metrics[@]+"${metrics[@]}"}" "${PYTHON:-python}" -m benchmarks.profile_case "$@"
+    "${metrics[@]+"${metrics[@]}"}" "$PYTHON" -m benchmarks.profile_case "$@"
 fi
 
 mode=
@@ -99,10 +100,9 @@ if [ "$mode" != torch ]; then
 fi
 
 mkdir -p "$out"
-python=${PYTHON:-python}
 # Ranks may share a GPU: torch wants to be told that it is meant.
 export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$world")
+ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$world")
 case "$mode" in
   nsys)
     "${ranks[@]}" --no-python bash benchmarks/profile.sh --nsys-rank "$out/$name" "$name" "$@"
@@ -124,7 +124,7 @@ case "$mode" in
     "${ranks[@]}" -m benchmarks.profile_case "$name" --trace "$out" "$@"
     traces=()
     for ((rank = 0; rank < world; rank++)); do traces+=("$out/$name.rank$rank.json"); done
-    "$python" -m benchmarks.profile_case --merge "$out/$name.json" "${traces[@]}"
+    "$PYTHON" -m benchmarks.profile_case --merge "$out/$name.json" "${traces[@]}"
     ls "${traces[@]}" "$out/$name.json"
     ;;
 esac

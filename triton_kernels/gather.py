@@ -228,6 +228,11 @@ class GatherWorkspace(Workspace):
     """
 
     def __init__(self, buffer: Tensor, handle: ReadableHandle, *, timeout_seconds: float) -> None:
+        # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
+        # nothing says that the driver makes streams meanwhile.
+        self.streams: list[torch.cuda.Stream] = []
+        if buffer.is_cuda:
+            self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS))
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
         self.handle = handle
         # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
@@ -235,10 +240,6 @@ class GatherWorkspace(Workspace):
         self.nbytes = buffer.nbytes
         self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
-        self.streams: list[torch.cuda.Stream] = []
-        if buffer.is_cuda:
-            count = min(self.world_size - 1, MAX_STREAMS)
-            self.streams = own_streams(self, buffer.device, count)
 
     def barrier(self) -> None:
         """Refused: a call in between that pulls nothing would leave the next one waiting."""

@@ -17,7 +17,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: takes no turns with the default str
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for one that harms a capture
 
 _free: dict[int, list[torch.cuda.ExternalStream]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may give streams back in the middle of handing some out
 
 
 def own_streams(owner: object, device: torch.device, count: int) -> list[torch.cuda.Stream]:

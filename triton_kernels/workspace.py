@@ -117,9 +117,9 @@ class Workspace:
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(protocol.COUNTERS + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
-        self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
-        self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
+        self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))

@@ -29,12 +29,15 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
+from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.symmetric_memory import CHANNELS
 
 T = TypeVar("T")
 
 # Interpreted programs run one after the other; several, so that all paths of a kernel do run.
 CPU_PROGRAMS = 4
+# The longest turn of a rank where ranks take turns: it compiles what it launches, whatever its deadline for peers is.
+TURN_SECONDS = 300.0
 
 
 class LocalGroup:
@@ -191,11 +194,15 @@ class LocalRank:
         )
         return memory.get_buffer(self.rank, shape, dtype), memory
 
-    def exchange(self, value: T, what: str = "exchange") -> list[T]:
-        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`."""
+    def exchange(self, value: T, what: str = "exchange", least_seconds: float = 0.0) -> list[T]:
+        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`, or by `least_seconds`, if longer."""
         self._meetings += 1
         return self._group.meet(
-            self.rank, self._meetings, f"{what} (meeting {self._meetings})", value, timeout_seconds()
+            self.rank,
+            self._meetings,
+            f"{what} (meeting {self._meetings})",
+            value,
+            max(timeout_seconds(), least_seconds),
         )
 
     def synchronize(self) -> None:
@@ -220,7 +227,7 @@ class LocalRank:
             if turn == self.rank:
                 yield
                 self.synchronize()
-            self.exchange(None, f"turn of rank {turn}")
+            self.exchange(None, f"turn of rank {turn}", TURN_SECONDS)
 
 
 class LocalSymmetricMemory:
@@ -347,7 +354,7 @@ def run_local(
         except BaseException as error:
             group.fail(rank, error)
 
-    streams = _streams(group)
+    streams = _streams(group, run)  # until its last thread has ended
     # Daemons: a thread that never comes back must not keep the process from ending.
     threads = [
         threading.Thread(target=run, args=(rank, streams[rank]), name=f"rank {rank}", daemon=True)
@@ -391,16 +398,19 @@ def _device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _streams(group: LocalGroup) -> list[torch.cuda.Stream | None]:
+def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:
+    """A stream for each rank, which is nobody else's while `owner` lives."""
     if group.device.type == "cpu":
         return [None] * group.world_size
-    streams: list[torch.cuda.Stream | None] = []
-    for _ in range(group.world_size):
-        # Each of torch's pools hands out its 32 streams in turn, and a rank's must be nobody else's: hence the one of
-        # high priority, which is seldom used.
-        stream = torch.cuda.Stream(group.device, priority=-1)
+    # Not of torch's pools, which give a stream out again, to another rank, its workspace or the caller. And by the same
+    # hand as the side streams of workspaces: the driver deals streams to the queues of the GPU as they are made, and
+    # what waits in one queue behind a kernel of another rank never comes to run.
+    streams: list[torch.cuda.Stream | None] = [
+        *kernel_module("streams").own_streams(owner, group.device, group.world_size)
+    ]
+    for stream in streams:
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(group.device))
-        streams.append(stream)
     return streams
 
 

@@ -171,6 +171,7 @@ def in_graph(rank: LocalRank, replays: int) -> None:
         checks.assert_is_fp8(eight, normed64, scale)
 
     with rank.in_turn():  # whatever torch loads and allocates
+        _late(rank, 0)
         alone = DeviceCollectives(LocalGroup(1, rank.device).rank(0))
         kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6, fp8="row")]
         x.copy_(inputs(0)[r])
@@ -179,6 +180,9 @@ def in_graph(rank: LocalRank, replays: int) -> None:
     check(work(), inputs(0))
     rank.barrier()
     graph = Graph(rank.device, work, rank.in_turn)
+    with rank.in_turn():  # a capture begins by handing unused memory back
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
+        del kept
     for number in range(1, replays + 1):
         terms = inputs(number)
         x.copy_(terms[r])

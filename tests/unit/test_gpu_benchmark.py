@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_overhead, gpu_report, gpu_ring, gpu_timing
-from benchmarks.case import OURS, Case, Rival
+from benchmarks.case import OURS, Case, Contestant, Rival, Unavailable
 from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows, race
 from benchmarks.race import Times
 from benchmarks.ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
 from benchmarks.records import Machine, Record, read
+from fused_tp.transport.kernels import kernel_module
 from tests.kernels.ranks import interpreted_ranks
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -50,22 +51,28 @@ def case(name: str, seconds: float = 10.0) -> Case:
     return Case(name, lambda *_, **__: {}, {"m": 1000, "n": 1000, "k": 500, "world_size": 2}, seconds=seconds)
 
 
-def test_cases_that_fail_or_do_not_fit_are_told_of_and_the_others_run() -> None:
+def test_cases_that_fail_or_do_not_fit_are_told_of_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
     clock = Clock()
     said: list[str] = []
     ran: list[str] = []
 
-    def measure(one: Case) -> None:
+    def measure(one: Case) -> dict[str, str]:
         ran.append(one.name)
         clock.seconds += 10
         if one.name == "bad":
-            raise AssertionError("bad: torch.mm computes something else\nsecond line")
+            raise AssertionError("bad: fused_tp computes something else\nsecond line")
+        return {"torch.mm": "failed. RuntimeError: no"} if one.name == "one" else {}
 
     cases = [case("one"), case("bad"), case("long", 100.0), case("two"), case("three")]
-    skipped = gpu.run_all(cases, Budget(35, clock), measure, said.append)
-    assert ran == ["one", "bad", "two"]
+    measured, skipped = gpu.run_all(cases, Budget(35, clock), measure, said.append)
+    assert ran == ["one", "bad", "two"] and measured == 2
     assert skipped == [
-        "bad failed. AssertionError: bad: torch.mm computes something else",
+        "one: torch.mm failed. RuntimeError: no",
+        "bad failed. AssertionError: bad: fused_tp computes something else",
         "long: no time left (15 s).",
         "three: no time left (5 s).",
     ]
@@ -238,6 +245,9 @@ def pretended_gpu() -> Iterator[GpuContext]:
         "get_device_capability": lambda device=None: (9, 0),
     }.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(
+        kernel_module("streams"), "own_streams", lambda owner, device, count: [Stream() for _ in range(count)]
+    )
     try:
         yield GpuContext(torch.device("cpu"), Budget(1000), rounds=2)
     finally:
@@ -282,6 +292,30 @@ def wrong_answer(_group: dist.ProcessGroup) -> str:
 def test_a_wrong_answer_is_not_timed() -> None:
     (text,) = interpreted_ranks(1, wrong_answer)
     assert text.startswith(f"tiny: {OURS} computes something else: the result of rank 0 is off by")
+
+
+def test_rivals_that_fail_are_left_out_and_told_of() -> None:
+    def fail() -> Contestant:
+        raise RuntimeError("no config fits\nsecond line")
+
+    def refuse() -> Contestant:
+        raise Unavailable("it needs another GPU.")
+
+    def wrong() -> None:
+        raise AssertionError("off by 3")
+
+    def make(context: GpuContext) -> dict[str, Any]:
+        right = Contestant(lambda: None, lambda: None)
+        return {"early": fail, OURS: lambda: right, "old": refuse, "bad": lambda: Contestant(lambda: None, wrong)}
+
+    with pretended_gpu() as context:
+        times = gpu_timing.run_case(context, Case("tiny", make, {}))
+    assert list(times.seconds) == list(times.calls) == list(times.notes) == [OURS]
+    assert times.skipped == {
+        "early": "failed. RuntimeError: no config fits",
+        "old": "is left out: it needs another GPU.",
+        "bad": "failed. AssertionError: tiny: bad computes something else: off by 3",
+    }
 
 
 def matmul_case(_group: dist.ProcessGroup, dtype: str) -> list[str]:
@@ -434,16 +468,12 @@ def test_bytes_that_must_be_moved() -> None:
     assert gpu_collectives.traffic("two-shot", 4096, 4) == 4 * (2 * 4096 + 4 * 3 * 1024)
 
 
-def run_on(context: GpuContext, one: Case) -> None:
-    gpu_timing.run_case(context, one)
-
-
 def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1, "traffic": 1 << 11}
     monkeypatch.setattr(gpu_collectives, "no_native_kernels", lambda arch: "they were not built")
     one = Case("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
-        skipped = gpu.run_all([one], context.budget, lambda case: run_on(context, case))
+        _, skipped = gpu.run_all([one], context.budget, lambda case: gpu_timing.run_case(context, case).skipped)
     assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]
     assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
 from fused_tp.transport.symmetric_memory import CHANNELS
 
@@ -135,6 +136,17 @@ def test_a_rank_is_memory_for_kernels() -> None:
     buffer, handle = memory.allocate(96)
     assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, CPU_PROGRAMS, 0, 1)
     assert buffer.shape == (96,) and buffer.data_ptr() == handle.buffer_ptrs[0]
+
+
+def test_what_a_kernel_reports_is_in_the_hosts_memory_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = kernel_module("workspace")
+    monkeypatch.setattr(module.Workspace, "_check_device", lambda self, buffer: None)
+    buffer, handle = LocalGroup(1).rank(0).allocate(1 << 14)
+    with torch.device("meta"):  # where tensors are made that nothing is said of
+        workspace = module.Workspace(buffer, handle, timeout_seconds=1)
+    assert workspace.expired() is None and workspace.error.device == torch.device("cpu")
 
 
 def ctypes_words(address: int, count: int) -> bytearray:

@@ -1,0 +1,69 @@
+"""Streams that nobody else has, as far as there is something to test without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fused_tp.transport import local
+from fused_tp.transport.kernels import kernel_module
+from fused_tp.transport.local import LocalGroup
+
+
+class Owner:
+    """One that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: Any = kernel_module("streams")
+    numbers = iter(range(100))
+
+    def create(index: int) -> int:
+        gc.collect()
+        return next(numbers)
+
+    monkeypatch.setattr(streams, "_create", create)
+    monkeypatch.setattr(streams, "_free", {})
+    device = torch.device("cuda", 0)
+    found: list[list[int]] = []
+
+    def take() -> None:
+        found.append(streams.own_streams(Owner(), device, 2))  # given back in the middle of the next call
+        found.append(streams.own_streams(streams, device, 1))
+        found.append(streams.own_streams(streams, device, 2))
+
+    gc.disable()  # not before it
+    try:
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "it waits for itself"
+    finally:
+        gc.enable()
+    assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
+
+
+def test_ranks_as_threads_have_streams_behind_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            self.behind = other
+
+    def own_streams(owner: object, device: torch.device, count: int) -> list[Any]:
+        asked.append((owner, device, count))
+        return [Stream() for _ in range(count)]
+
+    asked: list[object] = []
+    device, owner, callers = torch.device("cuda", 1), object(), object()
+    monkeypatch.setattr(kernel_module("streams"), "own_streams", own_streams)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
+    found: list[Any] = local._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
+    assert asked == [(owner, device, 3)] and [stream.behind for stream in found] == [callers] * 3
+    assert local._streams(LocalGroup(2), owner) == [None, None]
