@@ -63,9 +63,8 @@ def compare_copy(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp_lossparallel", "cp2_tp2_sp_lossparallel"])
-def test_compiled(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS.get(layout, (1, 2, {"sequence_parallel": True, "loss_parallel": True}))
+def test_compiled() -> None:
+    cp, tp, keywords = LAYOUTS["cp2_tp2_sp_lossparallel"]  # all that there is in one graph: it takes long to compile
     run_ranks(cp * tp, compiled, cp, tp, keywords)
 
 
