@@ -31,6 +31,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.runtime.group import Group
 from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer, bounded_store
 from fused_tp.transport.gloo_connections import Departures
+from fused_tp.transport.store_exchange import store_is_there
 
 
 def _load_core() -> tuple[Any, str]:
@@ -43,6 +44,7 @@ def _load_core() -> tuple[Any, str]:
 
 T = TypeVar("T")
 
+_MEETING = "the shared-memory rendezvous"
 _core, _why_no_core = _load_core()
 
 # The numbers of csrc/dtype.h. bool moves as bytes.
@@ -482,13 +484,15 @@ def _rendezvous(group: Group, store: BoundedStore) -> ShmTransport | str:
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
     # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
-    generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
+    with store_is_there(group, _MEETING):
+        generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
     core_group, problem = None, ""
 
     def exchange(what: str, mine: bytes) -> list[bytes]:
         key = f"fused_tp/shm/{generation}/{what}"
         text: Any = mine  # `set` takes bytes, whatever its stub says
-        _asked(store, group, lambda store: store.set(f"{key}/{group.rank}", text))
+        with store_is_there(group, _MEETING):
+            _asked(store, group, lambda store: store.set(f"{key}/{group.rank}", text))
         return [_get(store, key, rank, group, core_group) for rank in range(group.size)]
 
     try:

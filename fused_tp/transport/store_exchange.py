@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -36,6 +37,7 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
         CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
             which. Or the store has not answered.
         PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
+            Or the store had died with its host before this rank could give anything.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
     if "exchange failed" in group.memo:
@@ -68,6 +70,24 @@ def give_up(group: Group, error: FusedTPError) -> None:
     said = f"{type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
         bounded_store(group).ask(lambda store: _set(store, f"{_place(group, store)}/{_GAVE_UP}", said.encode()))
+
+
+@contextmanager
+def store_is_there(group: Group, what: str) -> Iterator[None]:
+    """Around what is written to the group's store, which raises where that has died with its host.
+
+    Raises:
+        PeerLostError: it has. Nothing that waits for this rank can hear of it.
+    """
+    try:
+        yield
+    except (NoAnswer, FusedTPError):
+        raise
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
+            f"{group.rank} cannot tell its peers anything in {what}. It says: {str(error).splitlines()[0][:300]}"
+        ) from error
 
 
 def _place(group: Group, store: dist.Store) -> str:
@@ -111,7 +131,8 @@ class _Waiting:
         self._slice = _FIRST_SLICE_SECONDS
 
     def give(self, mine: bytes) -> None:
-        self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
+        with store_is_there(self._group, self._what):
+            self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
 
     def get(self, rank: int) -> bytes:
         while True:

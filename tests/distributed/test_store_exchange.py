@@ -84,5 +84,29 @@ def test_a_store_that_has_died_is_no_fault_of_a_rank() -> None:
         assert "did not" not in sentence
 
 
+class DeadStore(DyingStore):
+    """Its host is dead already."""
+
+    set = add = DyingStore._gone
+
+
+def meet_where_the_store_is_dead(group: Any) -> list[str]:
+    said, store = [], BoundedStore(DeadStore())
+    described = dataclasses.replace(resolve_group(group), memo={"store": store})
+    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+        with pytest.raises(PeerLostError) as caught:
+            meet()
+        said.append(str(caught.value))
+    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
+        exchange(described, "names", b"mine")
+    return said
+
+
+def test_a_store_that_is_dead_when_it_is_first_written_to() -> None:
+    (said,) = run_ranks(1, meet_where_the_store_is_dead)
+    for sentence, what in zip(said, ("names", "the shared-memory rendezvous"), strict=True):
+        assert sentence.startswith("The store of group '") and f"peers anything in {what}. It says: Con" in sentence
+
+
 def test_a_deadline_longer_than_a_thread_can_wait() -> None:
     assert BoundedStore(dist.HashStore()).ask(lambda store: store.add("count", 1), 1e12) == 1
