@@ -22,12 +22,13 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, RankMismatchError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from tests.attention_cases import DOCUMENTS, Case, case, check, on_ranks, whole
 from tests.kernels.ranks import delays, interpreted_ranks
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
+NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 WAYS = {
     "steps": {"FUSED_TP_ATTENTION": "triton", "FUSED_TP_SCHEDULE": "one_sided"},
     "one launch": {"FUSED_TP_SCHEDULE": "fused_kernel"},
@@ -275,8 +276,13 @@ def half_way(_: Any, place: str) -> list[str]:
             with pytest.raises(FusedTPError) as raised:
                 fused_tp.ring_attention(q, q, q, group=group)
             ran.append(str(raised.value))
-        elif place == "kernel":  # what rank 0 has sent is all that this call waits for
-            fused_tp.ring_attention(q, q, q, group=group)
+        else:
+            if place == "kernel":  # what rank 0 has sent is all that this call waits for
+                fused_tp.ring_attention(q, q, q, group=group)
+            begun = time.perf_counter()
+            with pytest.raises(PeerLostError, match=r"waited for .* gave up, .*Rank 0 has given.*MemoryError"):
+                fused_tp.ring_attention(q, q, q, group=group)
+            assert time.perf_counter() - begun < NOTICE_SECONDS
     dist.barrier()
     dist.destroy_process_group(group)
     return ran
