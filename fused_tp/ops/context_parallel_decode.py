@@ -118,7 +118,7 @@ def context_parallel_decode(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         cache_seqlens: int32 or int64 [batch]: how many tokens of each text the whole cache holds, the new ones among
             them. A text may have fewer than `new`: its first queries see nothing then. Best on the CPU: elsewhere
-            reading it waits for the device.
+            reading it waits for the device. A CUDA graph has the lengths that it was captured with.
         causal: a new token sees those before it and itself; False: all of its text.
         scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
         page_table: int32 or int64 [batch, most pages of a text]: row i of a text is row i % page_size of page
@@ -194,9 +194,13 @@ def decode_over(
                     f"{what} requires a gradient, which context_parallel_decode has none of; call it under "
                     "torch.no_grad(), and train with ring_attention."
                 )
-    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
+    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],))
     if page_table is not None:
-        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1)).cpu()
+        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1))
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        _check_capture(lengths, page_table)
+    lengths = lengths.cpu()
+    page_table = None if page_table is None else page_table.cpu()
     check_bool("causal", causal)
     check_int("block", block)
     if block < 1:
@@ -218,6 +222,16 @@ def decode_over(
         name,
     )
     return out, lse
+
+
+def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
+    if page_table is not None or not cache_seqlens.is_cpu:
+        given = "a page_table" if page_table is not None else f"cache_seqlens on {cache_seqlens.device}"
+        raise ValueError(
+            f"context_parallel_decode was given {given} while a CUDA graph is captured; it reads that on the host, "
+            "which no replay does again. Capture with a dense cache and cache_seqlens on the CPU, of the lengths that "
+            "every replay is to have."
+        )
 
 
 def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
