@@ -248,7 +248,7 @@ def barrier_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD
     end(begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD), WORLD, 0)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "half_bytes", "timeout_ns"])
 def begin_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
     """Begins a call, and no more: for a rank that gives up in it."""
     begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)

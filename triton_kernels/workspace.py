@@ -121,6 +121,8 @@ class Workspace:
         self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
         self._stopped = torch.zeros(1, dtype=torch.int64, pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
+        if buffer.is_cuda:
+            self._load_begin()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
@@ -177,6 +179,13 @@ class Workspace:
         from .signals import begin_kernel
 
         begin_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+
+    def _load_begin(self) -> None:
+        # When it is needed a kernel may be waiting, and loading one may wait for that.
+        from .signals import begin_kernel
+
+        with torch.cuda.device(self.buffer.device):
+            begin_kernel.warmup(*self.arguments, WORLD=self.world_size, grid=(1,))[1, 1, 1]
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.

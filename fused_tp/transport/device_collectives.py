@@ -428,6 +428,9 @@ def _workspace_class() -> Any:
         def _begin(self) -> None:
             native_kernels().barrier(self.native, _stream_on(self.buffer.device))
 
+        def _load_begin(self) -> None:
+            """All of the library is loaded: see `_preload`."""
+
         def _check_device(self, buffer: Tensor) -> None:
             if buffer.device.type not in ("cuda", "cpu"):
                 raise ValueError(f"buffer must be on a GPU or on the CPU; it is on {buffer.device}.")

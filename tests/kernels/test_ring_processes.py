@@ -42,6 +42,7 @@ CASES: dict[str, Case] = {
     "documents": case(37, causal=True, cu_seqlens=DOCUMENTS, layout="balanced", batch=2, heads=2),
     "queries that see nothing": case(12, **BLIND, heads=2),
     "empty steps": case(41, causal=True, window=(5, 0), layout="contiguous", **SMALL),
+    "holes": case(24, window=(3, 2), **SMALL),
     "several tiles": case(140, causal=True, dtype=torch.bfloat16, head_dim=16, v_head_dim=12, **SMALL),
     "fewer tokens than ranks": case(2, heads=2, kv_heads=2),
 }
@@ -69,7 +70,7 @@ def features(group: Any, way: str, names: list[str], small: bool) -> Any:
         ("steps", 2, ["every score", "queries that see nothing"], False),
         ("steps", 3, ["documents"], False),
         ("steps", 4, ["empty steps"], False),
-        ("one launch", 2, ["every score", "several tiles"], False),
+        ("one launch", 2, ["every score", "several tiles", "holes"], False),
         ("one launch", 3, ["every score", "documents", "queries that see nothing"], True),
         ("one launch", 4, ["empty steps", "documents", "fewer tokens than ranks"], True),
     ],

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
-from triton_kernels.signals import barrier_kernel, begin, end, is_last, put, wait
+from triton_kernels.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
 from triton_kernels.slots import slot_pointers, store_slot
 from triton_kernels.workspace import Expired, Workspace, flag_bytes, needed_bytes
 
@@ -279,6 +279,15 @@ def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     # The record: fields, fence for the system, and then the word that says that it is there.
     fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
+
+
+def test_what_ends_a_rank_s_part_compiles():
+    """The call in which a rank gives up: it puts its number everywhere and waits for nobody."""
+    kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
+    kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
+    source = ASTSource(fn=begin_kernel, signature=kinds, constexprs={"WORLD": 8})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "atom.global.sys.release.exch.b64" in ptx and "acquire" not in ptx
 
 
 @pytest.mark.parametrize("slots", [[(1, 0)], [(1, 512)], [(7, 96), (3, 5000)], [(900, 8192)], [(5000, 16)]])
