@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.store_exchange import exchange
@@ -57,6 +57,9 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert at_once < NOTICE_SECONDS, said_dead
 
 
+MEETINGS: tuple[Callable[[Group], object], ...] = (lambda group: exchange(group, "names", b"mine"), shm._rendezvous)
+
+
 class DyingStore(dist.HashStore):
     """Its host dies once it has taken what this rank gives."""
 
@@ -68,11 +71,10 @@ class DyingStore(dist.HashStore):
 
 def meet_where_the_store_has_died(group: Any) -> list[str]:
     said = []
-    store = BoundedStore(DyingStore())
-    described = dataclasses.replace(resolve_group(group), memo={"store": store})
-    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
-        with mock.patch.object(shm, "_LOOK_SECONDS", 0.1), pytest.raises(CollectiveTimeoutError) as caught:
-            meet()
+    for meet in MEETINGS:
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DyingStore())})
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            meet(described)
         said.append(str(caught.value))
     return said
 
@@ -91,11 +93,11 @@ class DeadStore(DyingStore):
 
 
 def meet_where_the_store_is_dead(group: Any) -> list[str]:
-    said, store = [], BoundedStore(DeadStore())
-    described = dataclasses.replace(resolve_group(group), memo={"store": store})
-    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
+    said = []
+    for meet in MEETINGS:
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DeadStore())})
         with pytest.raises(PeerLostError) as caught:
-            meet()
+            meet(described)
         said.append(str(caught.value))
     with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
         exchange(described, "names", b"mine")
