@@ -7,9 +7,11 @@ csrc/cuda/protocol.h has the same numbers: kernels of both kinds work in the sam
 EPOCH = 0  # calls ended; negative once this rank has given up
 ENDED = 1  # programs of this call that have ended
 CLOCK = 2  # latest time that a waiting program read
-EXPIRED = 3  # the call in which a wait has expired; 0: none
+EXPIRED = 3  # the call in which a wait has expired; 0: none; LEFT: the host has ended this rank's part
 STOP = 4  # bit s: the host knows that rank s will not come, so no wait for it need last any longer
 COUNTERS = 16  # from here on: one per row of tiles; zero between calls
+
+LEFT = -1  # before any call there may be
 
 # Words of the error record, int64. The host may read them once the first is not 0.
 ERROR_SET = 0

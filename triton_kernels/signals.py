@@ -41,7 +41,8 @@ no wait of the workspace waits: the kernel runs to its end, with wrong results, 
 rank that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it
 for one. Calls that it has yet to make (queued, or in a graph that replays) must not touch the peers, which may be calls
 behind and still reading: there `begin` puts `-epoch` as begun, by which peers that wait learn that nothing will come,
-and all else that the call writes goes to its own memory. So a wait that returned True has the right data, always.
+and all else that the call writes goes to its own memory. So a wait that returned True has the right data, always. So
+too the host of a rank that will make no more calls ends those of its peers: `workspace.Workspace.leave`.
 
 The record lies in host memory: `workspace.Workspace.expired` reads it while kernels run. Its first word is written
 last, behind a release for the system.
@@ -115,7 +116,7 @@ def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.cons
     epoch = tl.abs(tl.load(state + EPOCH)) + 1
     expired = tl.load(state + EXPIRED)
     # A wait of this very call may expire before its last program begins: all programs must decide alike.
-    number = tl.where((expired > 0) & (expired < epoch), -epoch, epoch)
+    number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
         call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
         for peer in tl.range(0, WORLD):
@@ -245,3 +246,9 @@ def is_last(call, counter, count):
 def barrier_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
     """A call that moves nothing: ends once all ranks have begun it."""
     end(begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD), WORLD, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "half_bytes", "timeout_ns"])
+def begin_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+    """Begins a call, and no more: for a rank that gives up in it."""
+    begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)

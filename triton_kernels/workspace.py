@@ -64,12 +64,12 @@ class Expired:
     tile: int | None  # None: for the call to begin
     source: int  # whom it waited for
     absent: tuple[int, ...]  # ranks that had not begun the call
-    gave_up: bool  # `source` did come, but could not finish for want of others
+    gave_up: bool  # `source` did come, but could not finish for want of others, or raised an error
 
     def __str__(self) -> str:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
         if self.gave_up:
-            why = f"rank {self.source} gave up, because a rank that it waited for did not come in time"
+            why = f"rank {self.source} gave up, since it raised an error or waited for a rank that did not come in time"
         elif not self.absent:
             why = f"rank {self.source} began the call but did not deliver in time"
         else:
@@ -121,6 +121,8 @@ class Workspace:
         self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
         self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
+        if buffer.is_cuda:
+            self._load_begin()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
@@ -164,6 +166,26 @@ class Workspace:
         from .signals import barrier_kernel
 
         barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+
+    def leave(self) -> None:
+        """Ends this rank's part, for a host that will launch nothing more: all waits of peers for it, now and later.
+
+        It is one more call, behind those that have been launched, in which this rank gives up at once.
+        """
+        self.state[protocol.EXPIRED : protocol.EXPIRED + 1].fill_(protocol.LEFT)
+        self._begin()
+
+    def _begin(self) -> None:
+        from .signals import begin_kernel
+
+        begin_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+
+    def _load_begin(self) -> None:
+        # When it is needed a kernel may be waiting, and loading one may wait for that.
+        from .signals import begin_kernel
+
+        with torch.cuda.device(self.buffer.device):
+            begin_kernel.warmup(*self.arguments, WORLD=self.world_size, grid=(1,))[1, 1, 1]
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.

@@ -10,7 +10,7 @@ namespace fused_tp::cuda {
 // Words of a workspace's state, int64, in memory of this rank alone.
 constexpr int kEpoch = 0;    // calls ended; negative once this rank has given up
 constexpr int kEnded = 1;    // blocks of this call that have ended
-constexpr int kExpired = 3;  // the call in which a wait has expired; 0: none
+constexpr int kExpired = 3;  // the call in which a wait has expired; 0: none; -1: the host has ended this rank's part
 constexpr int kStop = 4;     // bit s: the host knows that rank s will not come, so no wait for it need last any longer
 
 // Words of the error record, int64. The host may read them once the first is not 0.

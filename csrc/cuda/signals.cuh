@@ -67,7 +67,7 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
   const int64_t epoch = (ended < 0 ? -ended : ended) + 1;
   const int64_t expired = load_relaxed_system(workspace.state + kExpired);
   // A wait of this very call may expire before its last thread begins: all must decide alike.
-  Call call{workspace, op, expired > 0 && expired < epoch ? -epoch : epoch};
+  Call call{workspace, op, expired != 0 && expired < epoch ? -epoch : epoch};
   if (blockIdx.x == 0) {
 #pragma unroll 1
     for (int peer = threadIdx.x; peer < workspace.world; peer += kThreads) {

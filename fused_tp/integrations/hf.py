@@ -19,6 +19,7 @@ from fused_tp.integrations.hf_attention import RING, has_eager, register_attenti
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import COLUMN, Style
+from fused_tp.integrations.saving import save_whole
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 
@@ -108,6 +109,7 @@ class TransformersSequence(SequenceSharding):
         self.head = head if isinstance(head, ColumnParallelLinear) else None
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
+            save_whole(model)
         if parallelism.cuts_sequence:
             _own_config(model)
             model.config._attn_implementation = register_attention(model.config._attn_implementation)

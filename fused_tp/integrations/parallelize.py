@@ -57,7 +57,8 @@ def parallelize(
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
     same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
     values: follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
-    `gather_state_dict(model)` gives the original's state back, for `save_pretrained(folder, state_dict=...)` too.
+    `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
+    all ranks must call, writes the original's files on global rank 0.
 
     Gradients: over the TP ranks they are complete after backward in any case. Over the CP ranks each rank's are its own
     tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -24,6 +23,7 @@ from fused_tp.schedules.attention.decode import TOLD, CacheCall, attend, merge, 
 from fused_tp.schedules.attention.providers import provider_for
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _OP = "all_gather"  # what moves
 _GATHERED_BYTES = 64 << 20  # at a time
+_REFUSED = -1.0  # in the place of a checksum
 _APART = 0.2  # see `told_apart`: far above what rounding does to a model in half precision, far below other tokens
 
 
@@ -117,7 +118,7 @@ def context_parallel_decode(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         cache_seqlens: int32 or int64 [batch]: how many tokens of each text the whole cache holds, the new ones among
             them. A text may have fewer than `new`: its first queries see nothing then. Best on the CPU: elsewhere
-            reading it waits for the device.
+            reading it waits for the device. A CUDA graph has the lengths that it was captured with.
         causal: a new token sees those before it and itself; False: all of its text.
         scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
         page_table: int32 or int64 [batch, most pages of a text]: row i of a text is row i % page_size of page
@@ -131,9 +132,11 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
-            none. Raised before anything is sent.
+            none. Where what this rank holds does not fit the lengths (too few rows, or a page table of too few pages or
+            of pages that there are not), its peers are told and raise RankMismatchError.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
-            other lengths, keywords or queries (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
+            other lengths, keywords or queries, or what one of them holds does not fit (told on CPU always, elsewhere
+            with FUSED_TP_CHECK=1: without it, out is NaN where a peer has refused).
 
     Example:
         with torch.no_grad():
@@ -191,9 +194,13 @@ def decode_over(
                     f"{what} requires a gradient, which context_parallel_decode has none of; call it under "
                     "torch.no_grad(), and train with ring_attention."
                 )
-    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],)).cpu()
+    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],))
     if page_table is not None:
-        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1)).cpu()
+        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1))
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        _check_capture(lengths, page_table)
+    lengths = lengths.cpu()
+    page_table = None if page_table is None else page_table.cpu()
     check_bool("causal", causal)
     check_int("block", block)
     if block < 1:
@@ -215,6 +222,16 @@ def decode_over(
         name,
     )
     return out, lse
+
+
+def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
+    if page_table is not None or not cache_seqlens.is_cpu:
+        given = "a page_table" if page_table is not None else f"cache_seqlens on {cache_seqlens.device}"
+        raise ValueError(
+            f"context_parallel_decode was given {given} while a CUDA graph is captured; it reads that on the host, "
+            "which no replay does again. Capture with a dense cache and cache_seqlens on the CPU, of the lengths that "
+            "every replay is to have."
+        )
 
 
 def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
@@ -271,11 +288,21 @@ def _decode(
     known = group_by_name(group)
     dealing = Dealing(known.size, known.rank, block)
     lengths = cache_seqlens.tolist()
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
     scores = Scores(scale, softcap, slopes)
     # Kernels take any strides but that of the last dim.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
-    keys, values = _rows(k, v, page_table, dealing, lengths)
+    # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
+    at_once = _queries_at_once(known.size, q, v)
+    queries = q.split(at_once, 1)
+    schedule = _parts_schedule(queries[0], v, group)
+    try:
+        keys, values = _rows(k, v, page_table, dealing, lengths)
+    except ValueError:  # maybe on this rank alone: its peers would wait for it
+        _refuse(queries[0], v, schedule)
+        raise
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     if decode_triton.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
@@ -283,12 +310,9 @@ def _decode(
     else:
         call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
         mine = attend(call, q, lengths, keys, values, v.shape[3])
-    # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
-    queries, found = (x.split(_queries_at_once(known.size, q, v), 1) for x in (q, mine))
-    schedule = _parts_schedule(queries[0], v, group)
     outs, lses = [], []
     with schedule.several("context_parallel_decode"):
-        for some, part in zip(queries, found, strict=True):
+        for some, part in zip(queries, mine.split(at_once, 1), strict=True):
             out, lse = merge(_everyone(part, some, words, schedule, known.rank), sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
@@ -305,8 +329,6 @@ def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
 def _rows(
     k: Tensor, v: Tensor, page_table: Tensor | None, dealing: Dealing, lengths: Sequence[int]
 ) -> tuple[CacheRows, CacheRows]:
-    if lengths and min(lengths) < 0:
-        raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     held = [dealing.count(length) for length in lengths]
     if page_table is None:
         if held and max(held) > k.shape[1]:
@@ -338,7 +360,7 @@ def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int
     flat = mine.new_empty((1, numbers_given(q.shape, mine.shape[3] - 1)))
     said = 1 + TOLD * q.shape[0] * q.shape[1]
     checked = mine.device.type == "cpu" or settings.check_ranks()
-    flat[0, 0] = zlib.crc32(words.encode()) & 0xFFFFFF  # 24 bits: a float holds them
+    flat[0, 0] = checksum(words)
     flat[0, 1:said] = told_apart(q).reshape(-1) if checked else torch.nan  # which no rank takes for different
     flat[0, said:] = mine.reshape(-1)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
@@ -347,13 +369,27 @@ def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int
     return everyone[:, said:].view(len(everyone), *mine.shape)
 
 
+def _refuse(q: Tensor, v: Tensor, schedule: Schedule) -> None:
+    """This rank's part of a call's first exchange, where it has none: its peers raise, as it does itself, and all are
+    in step for their next call."""
+    numbers = numbers_given(q.shape, v.shape[3])
+    flat = q.new_full((1, numbers), torch.nan, dtype=accumulate_dtype(q.dtype))
+    flat[0, 0] = _REFUSED
+    schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
+
+
 def _check_alike(checksums: list[float], queries: Tensor, words: str, rank: int) -> None:
-    for other, theirs in enumerate(checksums):
-        if theirs != checksums[0]:
-            raise RankMismatchError(
-                f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
-                f"{checksums[0]:.0f} and {theirs:.0f}); rank {rank} with {words}. They must be the same on all."
-            )
+    if _REFUSED in checksums:
+        raise RankMismatchError(
+            f"Rank {checksums.index(_REFUSED)} of {len(checksums)} refuses this call of context_parallel_decode: what "
+            f"it holds of the cache, or its page_table, does not fit the lengths, and its own error says how. Rank "
+            f"{rank} was called with {words}."
+        )
+    if other := first_apart(checksums):
+        raise RankMismatchError(
+            f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
+            f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {rank} with {words}. They must be the same on all."
+        )
     if queries.shape[1] == 0:
         return
     apart = (queries - queries[0]).abs() > _APART

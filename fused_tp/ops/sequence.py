@@ -12,10 +12,12 @@ from torch import Tensor
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.ops.custom_op import CustomOp
+from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens, check_layout, local_length
 from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule
 
 # What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
@@ -31,6 +33,7 @@ _MOVED_AS_THEY_ARE = frozenset(
         torch.int64,
     }
 )
+_CHECKSUM_BYTES = 3
 
 
 def sequence_positions(
@@ -132,7 +135,8 @@ def unshard_sequence(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or cut another sequence
+            or in another layout (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         logits = unshard_sequence(logits, 1, group=mesh["cp"], seq_len=seq_len)
@@ -229,9 +233,15 @@ def _unshard(
     if schedule is None:
         return out
     # Shards differ by a token or two; padded to the longest, one plain all-gather moves them.
-    rows = max(tokens.length for tokens in held)
-    padded = x_shard.new_zeros((rows, *x_shard.shape[:dim], *x_shard.shape[dim + 1 :]))
+    # Behind them, in one row or a few, is what all ranks must have been called with.
+    longest, row = max(tokens.length for tokens in held), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
+    checked = x_shard.device.type == "cpu" or settings.check_ranks()
+    rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
+    padded = x_shard.new_zeros((rows, *row))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
+    words = _in_words(x_shard, dim, layout, seq_len, cu_seqlens)
+    if checked:
+        _checksums(padded, 1).copy_(torch.tensor(list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
     try:
         everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
@@ -241,6 +251,8 @@ def _unshard(
             f"{group.rank}; where ranks hold unequally many tokens, pass seq_len, the length of the whole sequence."
         ) from error
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
+    if checked:
+        _check_alike(_checksums(everyone, group.size), words, group.rank)
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):
         start = rank * rows
@@ -248,6 +260,27 @@ def _unshard(
             whole[r.start : r.stop].copy_(everyone[start : start + len(r)])
             start += len(r)
     return out
+
+
+def _in_words(x_shard: Tensor, dim: int, layout: str, seq_len: int, cu_seqlens: Tensor | None) -> str:
+    documents = "" if cu_seqlens is None else f", cu_seqlens of checksum {checksum(repr(cu_seqlens.tolist()))}"
+    shape = [*x_shard.shape[:dim], seq_len, *x_shard.shape[dim + 1 :]]
+    return f"layout={layout!r}, dim={dim}, the whole of shape {shape} in {x_shard.dtype}{documents}"
+
+
+def _checksums(rows: Tensor, ranks: int) -> Tensor:
+    """uint8 [ranks, _CHECKSUM_BYTES]: where the rows of so many ranks have the bytes of their checksums."""
+    return rows.view(ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
+
+
+def _check_alike(checksums: Tensor, words: str, rank: int) -> None:
+    found = [int.from_bytes(bytes(theirs), "little") for theirs in checksums.tolist()]
+    if other := first_apart(found):
+        raise RankMismatchError(
+            f"Ranks 0 and {other} put together different sequences, or cut in different ways, in unshard_sequence or "
+            f"the backward of shard_sequence (checksums {found[0]} and {found[other]}); rank {rank} with {words}. "
+            "They must be the same on all."
+        )
 
 
 def _unshard_fake(

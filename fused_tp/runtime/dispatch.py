@@ -9,6 +9,7 @@ it: were a file that is rewritten read again, ranks would do that at different c
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -44,8 +45,18 @@ def _arch_of_cuda(index: int | None) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """`cpu`, or `sm_90` and the like. All devices of a group are taken to be alike."""
+    """`cpu`, or `sm_90` and the like. What a group goes by is `schedules.select.group_arch`."""
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
+
+
+def lowest(archs: Iterable[str]) -> str:
+    """Of several GPUs as `arch_of` names them, the one with the least compute capability.
+
+    Example:
+        >>> lowest(["sm_100", "sm_90", "sm_90"])
+        'sm_90'
+    """
+    return min(archs, key=lambda arch: int(arch.removeprefix("sm_")))
 
 
 def choose(

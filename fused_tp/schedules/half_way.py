@@ -21,7 +21,7 @@ def gives_up_half_way(
 
     Kernels do not compare what the ranks call. One that raises between two calls and goes on, with the next batch say,
     would have its next call taken for the one that its peers wait in, and the numbers of all would be wrong. So it
-    gives the group up. Peers that wait for its messages hear of it at once; a kernel that waits ends at the deadline.
+    gives the group up. Peers hear of it at once, whether they wait for its messages or in a kernel.
 
     Args:
         calls: how many have been made.
@@ -45,12 +45,18 @@ def gives_up_half_way(
         raise
 
 
-def ends_messages(plain: Collective | None) -> Callable[[str], None]:
-    """What the kernels of a group call once they have failed: peers may be waiting for messages, and hear of it."""
+def ends_messages(plain: Collective | None) -> Callable[[str], str | None]:
+    """What the kernels of a group call once they have failed: peers may be waiting for messages, and hear of it.
 
-    def end(sentence: str) -> None:
-        if plain is not None:
-            plain.transport.end(sentence)
+    Returns what a peer has said that gave the group up before, if one has.
+    """
+
+    def end(sentence: str) -> str | None:
+        if plain is None:
+            return None
+        said = plain.transport.said_by_peer()
+        plain.transport.end(sentence)
+        return said
 
     return end
 

@@ -12,6 +12,7 @@ from fused_tp.runtime.group import Group
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.ways import WAYS, no_shared_memory, shared_memory
+from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import backend_of
 
 LOCAL = Local()
@@ -87,7 +88,7 @@ def _choose(
     reasons: dict[str, str] = {}
     while True:
         choice = dispatch.choose(
-            op, dtype, m, k, n, group.size, transport, dispatch.arch_of(device), without=tuple(reasons)
+            op, dtype, m, k, n, group.size, transport, group_arch(group, device), without=tuple(reasons)
         )
         if choice.schedule not in WAYS:
             raise ValueError(f"The dispatch table names schedule {choice.schedule!r}; there are {', '.join(WAYS)}.")
@@ -98,6 +99,23 @@ def _choose(
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
             return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
         reasons[choice.schedule] = reason
+
+
+def group_arch(group: Group, device: torch.device) -> str:
+    """The architecture by which all ranks of `group` choose for tensors on their devices of this type: where their GPUs
+    differ the lowest, which all wait for. The first time, all ranks must ask together.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+    """
+    own = dispatch.arch_of(device)
+    if device.type != "cuda":
+        return own
+    arch: str | None = group.memo.get("arch of GPUs")
+    if arch is None:
+        archs = exchange(group, "the architecture of GPUs", own.encode())
+        arch = group.memo["arch of GPUs"] = dispatch.lowest(text.decode() for text in archs)
+    return arch
 
 
 def _made(group: Group, choice: dispatch.Choice, device: torch.device) -> bool:

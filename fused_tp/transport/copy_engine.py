@@ -208,7 +208,7 @@ class CopyEngine:
     """
 
     def __init__(
-        self, memory: KernelMemory, driver: str, on_failure: Callable[[str], None] = lambda sentence: None
+        self, memory: KernelMemory, driver: str, on_failure: Callable[[str], object] = lambda sentence: None
     ) -> None:
         self._memory = memory
         self.rank = memory.rank

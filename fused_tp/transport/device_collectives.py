@@ -54,7 +54,7 @@ class DeviceCollectives:
 
     Args:
         memory: of the group.
-        on_failure: is told why these kernels, and with them the group, are unusable from now on.
+        on_failure: as `Workspaces` takes it.
 
     Raises:
         ValueError: the group has more than 63 ranks.
@@ -67,7 +67,7 @@ class DeviceCollectives:
         total = DeviceCollectives(memory).all_reduce(partial, "one_shot")
     """
 
-    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], None] = lambda sentence: None) -> None:
+    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
         if memory.world_size > MAX_WORLD_SIZE:
             raise ValueError(
                 f"The device kernels serve up to {MAX_WORLD_SIZE} ranks, and the group has {memory.world_size}."
@@ -338,7 +338,7 @@ class DeviceCollectives:
         return self._workspaces.calls
 
     def give_up(self, sentence: str) -> None:
-        """No more calls, for a reason of the caller's; peers that wait for one find out at their deadline."""
+        """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
         self._workspaces.give_up(sentence)
 
     def raise_if_expired(self) -> None:
@@ -351,8 +351,12 @@ class DeviceCollectives:
             return bool(workspace.multicast_address)
 
     def _stream(self) -> int:
-        # By number: an object of torch.cuda.Stream takes a microsecond to make.
-        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        return _stream_on(self.device)
+
+
+def _stream_on(device: torch.device) -> int:
+    # By number: an object of torch.cuda.Stream takes a microsecond to make.
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 _preloaded: set[tuple[int, int]] = set()
@@ -420,6 +424,12 @@ def _workspace_class() -> Any:
                 self.world_size,
             )
             self._error_set = ctypes.c_int64.from_address(self.error.data_ptr())
+
+        def _begin(self) -> None:
+            native_kernels().barrier(self.native, _stream_on(self.buffer.device))
+
+        def _load_begin(self) -> None:
+            """All of the library is loaded: see `_preload`."""
 
         def _check_device(self, buffer: Tensor) -> None:
             if buffer.device.type not in ("cuda", "cpu"):

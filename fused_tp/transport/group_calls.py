@@ -149,6 +149,15 @@ class GroupCalls:
             self.broken = f"{self.where(call)}: rank {rank} has given the group up. It said: {said}"
         return kind(self.broken)
 
+    def said_by_peer(self) -> str | None:
+        """What another rank has said that gave the group up, as a sentence; None where none has."""
+        cause = who_gave_up(self.board.read())
+        return (
+            None
+            if cause is None or cause[0] == self.rank
+            else f"Rank {cause[0]} has given the group up. It said: {cause[1].sentence}"
+        )
+
     def lost(self, call: Call, reason: str = "") -> FusedTPError:
         """A connection was closed: by a peer that died, or by one that gave up and says why, if not always before.
 

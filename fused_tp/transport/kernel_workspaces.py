@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,14 +63,15 @@ class Workspaces:
     Args:
         memory: of the group.
         kinds: how to make a workspace of each kind: `make(buffer, handle, timeout_seconds=...)`.
-        on_failure: is told why these workspaces, and with them the group, are unusable from now on.
+        on_failure: is told why these workspaces, and with them the group, are unusable from now on; returns what a
+            peer has said that gave the group up, in a sentence, if one has.
     """
 
     def __init__(
         self,
         memory: KernelMemory,
         kinds: Mapping[str, MakeWorkspace],
-        on_failure: Callable[[str], None] = lambda sentence: None,
+        on_failure: Callable[[str], str | None] = lambda sentence: None,
     ) -> None:
         self._memory = memory
         self.rank = memory.rank
@@ -127,9 +129,16 @@ class Workspaces:
         self._raise_expired()
 
     def give_up(self, sentence: str) -> None:
-        """No more calls, for a reason of the caller's; peers that wait for one find out at their deadline."""
-        if self.broken is None:
-            self._fail(sentence)
+        """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
+        if self.broken is not None:
+            return
+        self._fail(sentence)
+        for slot in self._all():
+            try:
+                with UseOnGpu(self, slot, takes_turn=False) if slot.on_gpu else nullcontext():
+                    slot.workspace.leave()
+            except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
+                _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
 
     def _raise_expired(self) -> None:
         expired = self._expired()
@@ -139,22 +148,23 @@ class Workspaces:
         if self._lost:
             self._fail(f"{self._loss()} {expired}.")
             raise PeerLostError(self.broken)
-        self._fail(f"{expired}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT).")
+        if not expired.gave_up:
+            self._fail(f"{expired}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT).")
+        elif said := self._fail(f"{expired}."):
+            self.broken = f"{expired}. {said}"
+            raise PeerLostError(self.broken)
         raise CollectiveTimeoutError(self.broken)
 
     def _loss(self) -> str:
         return f"Rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost[0]}: it has ended."
 
-    def _fail(self, sentence: str) -> None:
+    def _fail(self, sentence: str) -> str | None:
         self.broken = sentence
-        self._on_failure(sentence)
+        return self._on_failure(sentence)
 
-    def _expired(self) -> str | None:
-        for slot in self._all():
-            expired = slot.workspace.expired()
-            if expired is not None:
-                return str(expired)
-        return None
+    def _expired(self) -> Any:
+        """A `triton_kernels.workspace.Expired`, or None."""
+        return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _all(self) -> list[_Slot]:
         # A copy: the watch's thread looks at them while a call may make another.
@@ -173,9 +183,9 @@ class Workspaces:
 
     def _look(self) -> None:
         """Says at once what the next op is going to raise: there may be none, and results are wrong already."""
-        if not self._told and self._memory.arch and (sentence := self._expired()) is not None:
+        if not self._told and self._memory.arch and (expired := self._expired()) is not None:
             self._told = True
-            _LOG.error("%s. What the group's kernels had under way is wrong.", sentence)
+            _LOG.error("%s. What the group's kernels had under way is wrong.", expired)
 
     # -----------------------------------------------------------------------------------------------------------------
 

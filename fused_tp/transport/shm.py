@@ -14,23 +14,20 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, raised_half_way
+from fused_tp.runtime.errors import FusedTPError, raised_half_way
 from fused_tp.runtime.group import Group
-from fused_tp.transport.bounded_store import ANSWER_SECONDS, BoundedStore, NoAnswer, bounded_store
-from fused_tp.transport.gloo_connections import Departures
+from fused_tp.transport.store_exchange import exchange
 
 
 def _load_core() -> tuple[Any, str]:
@@ -41,8 +38,7 @@ def _load_core() -> tuple[Any, str]:
         return None, f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
 
 
-T = TypeVar("T")
-
+_MEETING = "the shared-memory rendezvous"
 _core, _why_no_core = _load_core()
 
 # The numbers of csrc/dtype.h. bool moves as bytes.
@@ -61,7 +57,6 @@ _DTYPE_NUMBERS = {
 _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
 # Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
-_LOOK_SECONDS = 0.5
 
 _MOST_DESCRIBED = 1024
 
@@ -445,7 +440,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
     found = _transports.get(group.process_group)
     if found is None:
         try:
-            found = _rendezvous(group, bounded_store(group))
+            found = _rendezvous(group)
         except FusedTPError as error:
             # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
             sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
@@ -477,19 +472,15 @@ def shm_unavailable_reason(group: Group) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _rendezvous(group: Group, store: BoundedStore) -> ShmTransport | str:
+def _rendezvous(group: Group) -> ShmTransport | str:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
         return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
-    # A store may outlive its group and serve another of the same name: each rank counts its rendezvous there.
-    generation = _asked(store, group, lambda store: store.add(f"fused_tp/shm/generation/{group.rank}", 1))
     core_group, problem = None, ""
 
-    def exchange(what: str, mine: bytes) -> list[bytes]:
-        key = f"fused_tp/shm/{generation}/{what}"
-        text: Any = mine  # `set` takes bytes, whatever its stub says
-        _asked(store, group, lambda store: store.set(f"{key}/{group.rank}", text))
-        return [_get(store, key, rank, group, core_group) for rank in range(group.size)]
+    def gone() -> list[int]:
+        dead = core_group.dead_peer() if core_group is not None else -1
+        return [dead] if dead >= 0 else []
 
     try:
         if _core is None:
@@ -497,14 +488,14 @@ def _rendezvous(group: Group, store: BoundedStore) -> ShmTransport | str:
         core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
     except (RuntimeError, TypeError) as error:  # TypeError: more bytes than a number of the core can hold
         problem = str(error)
-    addresses = exchange("address", core_group.address if core_group is not None else b"")
+    addresses = exchange(group, _MEETING, core_group.address if core_group is not None else b"", gone)
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
-    problems = [text.decode() for text in exchange("problem", problem.encode())]
+    problems = [text.decode() for text in exchange(group, _MEETING, problem.encode(), gone)]
     for rank, text in enumerate(problems):
         if text:
             return f"rank {rank}: {text}"
@@ -522,82 +513,3 @@ def _close_all() -> None:
     """A rank that leaves says so; peers that still wait for it then need not wait for the system to notice."""
     for core_group in list(_open):
         core_group.close()
-
-
-def _asked(store: BoundedStore, group: Group, question: Callable[[dist.Store], T], left: float | None = None) -> T:
-    """What the group's store answers within the deadline, of which so much is left."""
-    seconds = settings.timeout_seconds()
-    try:
-        return store.ask(question, max(ANSWER_SECONDS, seconds if left is None else left))
-    except NoAnswer as error:
-        raise CollectiveTimeoutError(
-            f"The store of group {group.name!r} did not answer within {seconds:g} s (FUSED_TP_TIMEOUT) in the "
-            f"shared-memory rendezvous; the process that hosts it may be stopped. This is rank {group.rank}."
-        ) from error
-
-
-def _get(store: BoundedStore, what: str, rank: int, group: Group, core_group: Any) -> bytes:
-    """What `rank` has put there. In slices: a wait inside the store sees not the death of a peer."""
-    key = f"{what}/{rank}"
-    seconds = settings.timeout_seconds()
-    begin = time.perf_counter()
-    assert group.process_group is not None
-    departures = Departures(group.process_group)
-    try:
-        while True:
-            left = seconds - (time.perf_counter() - begin)
-            slice_seconds = timedelta(seconds=max(min(left, _LOOK_SECONDS), 0.01))
-
-            def wait(store: dist.Store, seconds: timedelta = slice_seconds) -> bytes:
-                store.wait([key], seconds)
-                return store.get(key)
-
-            try:
-                return _asked(store, group, wait, left)
-            except FusedTPError:
-                raise
-            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                absent = _absent(store, what, group, left)
-                lost = _lost_peers(departures, core_group, absent)
-                if lost and (absent is None or rank in absent):
-                    raise PeerLostError(
-                        f"Rank {', '.join(map(str, lost))} died, or gave the group up, in or before the shared-memory "
-                        f"rendezvous of group {group.name!r}. This is rank {group.rank}."
-                    ) from error
-                if left > _LOOK_SECONDS:
-                    time.sleep(0.01)  # a store that has died raises at once
-                    continue
-                if absent is None:
-                    raise CollectiveTimeoutError(
-                        f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
-                        f"{group.rank} cannot hear of its peers in the shared-memory rendezvous, and has waited "
-                        f"{seconds:g} s (FUSED_TP_TIMEOUT)."
-                    ) from error
-                raise CollectiveTimeoutError(
-                    f"Rank {', '.join(map(str, absent or [rank]))} did not join the shared-memory rendezvous of group "
-                    f"{group.name!r} within {seconds:g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "
-                    f"This is rank {group.rank}."
-                ) from error
-    finally:
-        tracing.add_wait(time.perf_counter() - begin)
-
-
-def _lost_peers(departures: Departures, core_group: Any, absent: list[int] | None) -> list[int]:
-    """Ranks that will not come. Of one that has not met the others yet, only gloo's connection to it can tell."""
-    dead = core_group.dead_peer() if core_group is not None else -1
-    return [dead] if dead >= 0 else departures.look(absent)
-
-
-def _absent(store: BoundedStore, what: str, group: Group, left: float) -> list[int] | None:
-    """Ranks that have put nothing there; None when the store has died with its host."""
-    try:
-        return _asked(
-            store,
-            group,
-            lambda store: [rank for rank in range(group.size) if not store.check([f"{what}/{rank}"])],
-            left,
-        )
-    except FusedTPError:
-        raise
-    except RuntimeError:
-        return None

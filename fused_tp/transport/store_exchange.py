@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fused_tp.runtime import settings
+from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group
 from fused_tp.transport.bounded_store import ANSWER_SECONDS, NoAnswer, bounded_store
@@ -26,16 +26,18 @@ _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the deat
 _FIRST_SLICE_SECONDS = 0.1
 
 
-def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
+def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]] = list) -> list[bytes]:
     """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
 
     Args:
         what: the same on all ranks; so it names a type of device, where one matters, and not the rank's own.
+        gone: the ranks of which the caller knows that they have died or left, asked while some are waited for.
 
     Raises:
         CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
             which. Or the store has not answered.
         PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
+            Or the store had died with its host before this rank could give anything.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
     if "exchange failed" in group.memo:
@@ -44,7 +46,8 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
             "Destroy the process group and make a new one."
         )
     assert group.process_group is not None
-    waiting = _Waiting(group, what, Departures(group.process_group))
+    waiting = _Waiting(group, what, Departures(group.process_group), gone)
+    begun = time.perf_counter()
     try:
         waiting.give(mine)
         return [waiting.get(rank) for rank in range(group.size)]
@@ -58,6 +61,8 @@ def exchange(group: Group, what: str, mine: bytes) -> list[bytes]:
     except FusedTPError as error:
         give_up(group, error)
         raise
+    finally:
+        tracing.add_wait(time.perf_counter() - begun)
 
 
 def give_up(group: Group, error: FusedTPError) -> None:
@@ -103,15 +108,25 @@ def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | N
 class _Waiting:
     """For what the ranks give in one exchange, within the deadline."""
 
-    def __init__(self, group: Group, what: str, departures: Departures) -> None:
-        self._group, self._what, self._departures = group, what, departures
+    def __init__(self, group: Group, what: str, departures: Departures, gone: Callable[[], list[int]]) -> None:
+        self._group, self._what, self._departures, self._gone = group, what, departures, gone
         self._count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # Who died before needs not a whole slice to be noticed.
         self._slice = _FIRST_SLICE_SECONDS
 
     def give(self, mine: bytes) -> None:
-        self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
+        group = self._group
+        try:
+            self._ask(lambda store: _set(store, self._key(store, group.rank), mine))
+        except NoAnswer:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
+                f"{group.rank} cannot tell its peers anything in {self._what}. It says: "
+                f"{str(error).splitlines()[0][:300]}"
+            ) from error
 
     def get(self, rank: int) -> bytes:
         while True:
@@ -149,7 +164,7 @@ class _Waiting:
         if said is not None:
             kind = PeerLostError if said.startswith(PeerLostError.__name__) else CollectiveTimeoutError
             return kind(f"{here} on rank {group.rank}: a peer gave up. It said: {said.partition(': ')[2]}")
-        if lost := self._departures.look(absent):
+        if lost := self._departures.look(absent) or self._gone():
             return PeerLostError(
                 f"Rank {', '.join(map(str, lost))} died, or left the group, before it took part in {here}. "
                 f"This is rank {group.rank}."

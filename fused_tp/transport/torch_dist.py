@@ -164,10 +164,6 @@ class TorchDist(GroupCalls):
             f"NCCL says: {reason}",
         )
 
-    def leave(self, call: Call, **how: Any) -> None:
-        if self.backend != "nccl":  # there no peer looks at notices: torch's watchdog ends its waits, at the deadline
-            super().leave(call, **how)
-
     def _depart(self) -> None:
         if self.backend == "gloo":
             close_connections(self.process_group)

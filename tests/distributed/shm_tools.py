@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import uuid
@@ -53,7 +54,7 @@ def new_tag() -> str:
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
     """A transport over the ranks of `group` that no other test sees, so that it may be left unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
-    transport = shm._rendezvous(resolve_group(group), BoundedStore(store))
+    transport = shm._rendezvous(dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)}))
     assert isinstance(transport, ShmTransport), transport
     return transport
 

@@ -191,6 +191,29 @@ def disagreeing(group: dist.ProcessGroup) -> None:
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
 
 
+def one_refuses(group: dist.ProcessGroup) -> None:
+    """What does not fit on one rank alone is told to all at once, and the next call is served."""
+    rank, q, lengths = dist.get_rank(group), torch.ones(2, 20, 2, 8), torch.tensor([9, 12])
+    room, pages = torch.ones(2, 8, 2, 8), torch.ones(6, 4, 2, 8)
+    table = torch.tensor([[0, 1], [2, 3]])
+    short = room[:, :4] if rank == 0 else room
+    for cache, more, who, said in (
+        (short, {}, 0, "make it longer"),
+        (pages, {"page_table": table[:, : 1 + rank]}, 0, "page_table has room for 1 of a text"),
+        (pages, {"page_table": table + 4 * rank}, 1, "there are the pages 0 to 5"),
+    ):
+        refusal = pytest.raises(RankMismatchError, match=rf"Rank {who} of 2 refuses .*cache_seqlens=\[9, 12\]")
+        with pytest.raises(ValueError, match=said) if rank == who else refusal:
+            context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths, block=4, **more)
+    out = context_parallel_decode(q, pages, pages, group=group, cache_seqlens=lengths, block=4, page_table=table)
+    torch.testing.assert_close(out[:, -9:], torch.ones(2, 9, 2, 8))
+
+
+@pytest.mark.parametrize("route", ["one_sided", "plain"])
+def test_ranks_hear_at_once_of_one_that_refuses(route: str) -> None:
+    run_ranks(2, one_refuses, env=ROUTES[route])
+
+
 def some_at_a_time(group: dist.ProcessGroup) -> None:
     one = CASES["chunk, all scores"]
     q, k, v = whole(one)

@@ -312,10 +312,11 @@ def between_kernels(_: Any) -> tuple[tuple[str, float, list[float]], str]:
 
 def test_a_rank_that_raises_between_two_kernels_and_goes_on_gives_nobody_wrong_numbers() -> None:
     ((own, _, first), heads), ((said, seconds, second), _) = (
-        outcome.unwrap() for outcome in fresh_device_ranks(2, between_kernels, env={"FUSED_TP_TIMEOUT": "1"})
+        outcome.unwrap() for outcome in fresh_device_ranks(2, between_kernels, env={"FUSED_TP_TIMEOUT": "60"})
     )
     assert "is unusable since an earlier failure: all_gather_matmul_backward (call 0 of group" in own
     assert "raised MemoryError half-way" in own
-    assert "reduce_scatter, call" in said and "waited for tile 0 of rank 0" in said and seconds < 1.0 + NOTICE_SECONDS
+    assert "reduce_scatter, call" in said and "waited for tile 0 of rank 0; rank 0 gave up" in said, said
+    assert "raised MemoryError half-way" in said and seconds < NOTICE_SECONDS
     assert first == second == [16.0, 8.0]
     assert "unusable since an earlier failure: ulysses_attention raised MemoryError half-way" in heads

@@ -184,7 +184,7 @@ def test_what_computes_a_step_of_decoding() -> None:
 def test_a_provider_that_serves_plain_scores_only_is_named_as_such() -> None:
     shapes = ((1, 64, 8, 128), (1, 64, 2, 128), (1, 64, 2, 128))
     for op, note in (
-        ("ulysses_attention", "; this holds for plain scores in one piece, without fp8"),
+        ("ulysses_attention", "; this holds for plain scores in one piece"),
         ("ring_attention", ""),
     ):
         answer = explain_for(op, *shapes, dtype=torch.float16, world_size=2, transport="gloo", arch="sm_90")

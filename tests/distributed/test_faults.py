@@ -54,7 +54,7 @@ def test_a_rank_killed_before_its_first_call_is_noticed(outcome: list[Trial], sc
             assert report.at - trial.at < (1.0 if schedule == "one_sided" else 0.0) + NOTICE_SECONDS, trial
             # Who notices second may find that the first has ended too.
             said = (
-                rf"Rank .*\b{trial.victim}\b.* died, or gave"
+                rf"Rank .*\b{trial.victim}\b.* died, or left"
                 if schedule == "one_sided"
                 else f"lost rank {trial.victim}:"
             )

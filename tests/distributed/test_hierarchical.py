@@ -438,7 +438,9 @@ def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[
             assert parts.startswith("CollectiveTimeoutError: ")
             assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
             name, said, seconds = memory
-            assert f"Rank 3 did not join the shared-memory rendezvous of group {name!r} within 1 s" in said, said
+            assert f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s" in said, (
+                said
+            )
             assert "This is rank 2." in said and seconds < 1.0 + NOTICE_SECONDS, said
         name, said, seconds = raised
         assert f"matmul_reduce_scatter (call 4 of group {name!r}) on rank 0 of 4 raised OutOfMemory half-way" in said

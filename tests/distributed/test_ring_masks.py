@@ -131,6 +131,16 @@ def test_what_a_window_hides_does_not_travel() -> None:
     assert sizes == [6 * row, 9 * row, 9 * row, 3 * row]
 
 
+def test_what_a_window_to_both_sides_hides_does_not_travel() -> None:
+    one = case(64, window=(5, 3), kv_heads=1)
+    row = 2 * 8 * 4
+    # Of a neighbour in zigzag both ranks look at eight tokens: where the shards meet, twice. Forward and backward go
+    # the keys, backward come their gradients.
+    assert run_ranks(2, sent, one, env=ROUTES["pipelined"]) == [3 * 8 * row] * 2
+    for route in ("pipelined", "one_sided"):
+        check(one, whole(one, [rank[0] for rank in run_ranks(2, on_ranks, [one], env=ROUTES[route])]))
+
+
 @pytest.mark.parametrize("how", ["wide", "input"])
 def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
     one = case(64, kv_heads=1, dtype=torch.bfloat16, layout="contiguous")

@@ -19,7 +19,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport import noticeboard, shm, store_exchange
-from fused_tp.transport.bounded_store import BoundedStore, bounded_store
+from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
 from fused_tp.transport.store_exchange import exchange
@@ -338,15 +338,12 @@ def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() ->
 def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store, said = HiccupStore(dist.HashStore()), []
     store.stop()
-    with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1), mock.patch.object(shm, "ANSWER_SECONDS", 0.1):
-        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
-        for meet in (
-            lambda: exchange(described, "names", b"mine"),
-            lambda: shm._rendezvous(described, bounded_store(described)),
-        ):
+    with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1):
+        for meet in (lambda described: exchange(described, "names", b"mine"), shm._rendezvous):
+            described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
             begun = time.perf_counter()
             with pytest.raises(CollectiveTimeoutError) as caught:
-                meet()
+                meet(described)
             assert time.perf_counter() - begun < 4.0
             said.append(str(caught.value))
     with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
@@ -431,7 +428,7 @@ ONE_SIDED = {"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"}
 @beside(lambda: fresh_ranks(3, join_shared_memory, env={**ONE_SIDED, "FUSED_TP_TIMEOUT": "1.5"}, expect_deaths=True))
 def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome]) -> None:
     """They live, so that only the deadline can tell."""
-    said = "Rank 1, 2 did not join the shared-memory rendezvous of group '0' within 1.5 s (FUSED_TP_TIMEOUT)"
+    said = "Rank 1, 2 did not take part in the shared-memory rendezvous of group '0' within 1.5 s (FUSED_TP_TIMEOUT)"
     assert said in outcome[0].unwrap()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import re
@@ -190,7 +191,7 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
         if described.rank == 1:
             shm._core = None if how == "no core" else Core
             shm._why_no_core = "the native core is not built (for this test)"
-        answer = shm._rendezvous(described, BoundedStore(store))
+        answer = shm._rendezvous(dataclasses.replace(described, memo={"store": BoundedStore(store)}))
     finally:
         shm._core = real
     assert isinstance(answer, str), answer
@@ -314,5 +315,5 @@ def stay_away(group: Any, tag: str) -> list[str]:
 def test_a_rank_that_does_not_join() -> None:
     outcomes = fresh_ranks(2, stay_away, new_tag(), env={"FUSED_TP_TIMEOUT": "0.7"})
     first, again = outcomes[0].unwrap()
-    assert first.startswith("CollectiveTimeoutError: Rank 1 did not join the shared-memory rendezvous of group")
+    assert first.startswith("CollectiveTimeoutError: Rank 1 did not take part in the shared-memory rendezvous of group")
     assert again.startswith("CollectiveTimeoutError: this group is unusable since its first call failed")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.store_exchange import exchange
@@ -57,6 +57,9 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert at_once < NOTICE_SECONDS, said_dead
 
 
+MEETINGS: tuple[Callable[[Group], object], ...] = (lambda group: exchange(group, "names", b"mine"), shm._rendezvous)
+
+
 class DyingStore(dist.HashStore):
     """Its host dies once it has taken what this rank gives."""
 
@@ -68,11 +71,10 @@ class DyingStore(dist.HashStore):
 
 def meet_where_the_store_has_died(group: Any) -> list[str]:
     said = []
-    store = BoundedStore(DyingStore())
-    described = dataclasses.replace(resolve_group(group), memo={"store": store})
-    for meet in (lambda: exchange(described, "names", b"mine"), lambda: shm._rendezvous(described, store)):
-        with mock.patch.object(shm, "_LOOK_SECONDS", 0.1), pytest.raises(CollectiveTimeoutError) as caught:
-            meet()
+    for meet in MEETINGS:
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DyingStore())})
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            meet(described)
         said.append(str(caught.value))
     return said
 
@@ -82,6 +84,30 @@ def test_a_store_that_has_died_is_no_fault_of_a_rank() -> None:
     for sentence in said:
         assert sentence.startswith("The store of group '") and "is gone" in sentence, sentence
         assert "did not" not in sentence
+
+
+class DeadStore(DyingStore):
+    """Its host is dead already."""
+
+    set = add = DyingStore._gone
+
+
+def meet_where_the_store_is_dead(group: Any) -> list[str]:
+    said = []
+    for meet in MEETINGS:
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DeadStore())})
+        with pytest.raises(PeerLostError) as caught:
+            meet(described)
+        said.append(str(caught.value))
+    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
+        exchange(described, "names", b"mine")
+    return said
+
+
+def test_a_store_that_is_dead_when_it_is_first_written_to() -> None:
+    (said,) = run_ranks(1, meet_where_the_store_is_dead)
+    for sentence, what in zip(said, ("names", "the shared-memory rendezvous"), strict=True):
+        assert sentence.startswith("The store of group '") and f"peers anything in {what}. It says: Con" in sentence
 
 
 def test_a_deadline_longer_than_a_thread_can_wait() -> None:

@@ -17,6 +17,7 @@ import fused_tp
 from fused_tp.runtime import dispatch
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import select
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport import kernel_memory
 from fused_tp.transport.store_exchange import exchange
@@ -63,6 +64,31 @@ def test_a_table_that_names_them_all_comes_to_what_there_is(tmp_path: Path) -> N
         for name, reason in GPU_ONLY.items():
             assert f"no {name}: rank 0: {reason}" in said
         assert "no hierarchical: all of its ranks are on one host" in said
+
+
+def of_mixed_gpus(group: Any) -> list[str]:
+    """What each rank chooses for its own GPU, where they differ."""
+    described = resolve_group(dist.new_group(list(range(4))))
+    own = ("sm_100", "sm_90", "sm_120", "sm_100")[described.rank]
+    chosen = []
+    with (
+        patch.object(dispatch, "arch_of", lambda _: own),
+        patch.object(select, "exchange", side_effect=exchange) as exchanged,
+    ):
+        for rows in (1, 2):
+            device = torch.device("cuda", described.rank)
+            schedule = select.select_schedule("all_reduce", described, torch.float32, device, rows, None, 8)
+            chosen.append(schedule.name)
+    assert exchanged.call_count == 1
+    return chosen
+
+
+def test_ranks_of_mixed_gpus_choose_alike(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    archs = {"sm_90": "pipelined", "default": "plain"}
+    rules = {arch: {"default": {"default": [{"schedule": name}]}} for arch, name in archs.items()}
+    table.write_text(json.dumps({"arch": rules}))
+    assert run_ranks(4, of_mixed_gpus, env={"FUSED_TP_TABLE": str(table)}) == [["pipelined"] * 2] * 4
 
 
 @pytest.mark.parametrize(

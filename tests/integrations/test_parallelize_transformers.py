@@ -237,6 +237,31 @@ def with_cache(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
     assert_same_gradients(parallel, whole)
 
 
+def saved_as_ever(group: dist.ProcessGroup, folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = make("llama", tied=True)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2))
+    parallel.save_pretrained(folder)
+    dist.barrier(group)
+    read = AutoModelForCausalLM.from_pretrained(folder)
+    assert read.state_dict().keys() == whole.state_dict().keys()
+    for name, t in read.state_dict().items():
+        assert torch.equal(t, whole.state_dict()[name]), name
+    tokens = make_tokens(2, 7)
+    assert_near(read(tokens).logits, whole(tokens).logits, "logits")
+    if dist.get_rank(group) == 1:  # with a state of its own it is nobody else's business
+        parallel.save_pretrained(f"{folder}/own", state_dict={"model.norm.weight": torch.ones(3)})
+    parallel.save_pretrained(f"{folder}/none", is_main_process=False)
+    dist.barrier(group)
+
+
+def test_save_pretrained_writes_the_whole_model(tmp_path: Path) -> None:
+    run_ranks(4, saved_as_ever, str(tmp_path))
+    assert "model.safetensors" in {file.name for file in tmp_path.iterdir()}
+    assert not (tmp_path / "none").exists()
+
+
 def test_padding_on_the_right_needs_no_mask() -> None:
     run_ranks(2, padded)
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
-from triton_kernels.signals import barrier_kernel, begin, end, is_last, put, wait
+from triton_kernels.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
 from triton_kernels.slots import slot_pointers, store_slot
 from triton_kernels.workspace import Expired, Workspace, flag_bytes, needed_bytes
 
@@ -178,7 +178,8 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     # Rank 1 is told at once, when it ends call 2, that rank 0 is lost, and does not wait 20 s for it.
     assert expired1 == Expired("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
     assert str(expired1).endswith(
-        "waited for its beginning of rank 0; rank 0 gave up, because a rank that it waited for did not come in time"
+        "waited for its beginning of rank 0; "
+        "rank 0 gave up, since it raised an error or waited for a rank that did not come in time"
     )
     assert time.monotonic() - begun < 15
 
@@ -278,6 +279,15 @@ def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     # The record: fields, fence for the system, and then the word that says that it is there.
     fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
+
+
+def test_what_ends_a_rank_s_part_compiles():
+    """The call in which a rank gives up: it puts its number everywhere and waits for nobody."""
+    kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
+    kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
+    source = ASTSource(fn=begin_kernel, signature=kinds, constexprs={"WORLD": 8})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "atom.global.sys.release.exch.b64" in ptx and "acquire" not in ptx
 
 
 @pytest.mark.parametrize("slots", [[(1, 0)], [(1, 512)], [(7, 96), (3, 5000)], [(900, 8192)], [(5000, 16)]])

@@ -16,7 +16,7 @@ from fused_tp.ops.cu_seqlens import as_bounds
 from fused_tp.schedules.attention import chunks
 from fused_tp.schedules.attention.layouts import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
 from fused_tp.schedules.attention.masks import AttentionMask, check_cu_seqlens
-from fused_tp.schedules.attention.plan import RingPlan, Step, make_step, ring_plan
+from fused_tp.schedules.attention.plan import RingPlan, Rows, Step, make_step, number_in, numbered, ring_plan
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,30 @@ def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], 
     assert step.on(torch.device("cpu")) is on
 
 
+def check_shown(
+    found: Step,
+    rows: Rows,
+    step: Step,
+    queries: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    dense: NDArray[np.bool_],
+) -> None:
+    """`found` sees of these rows, without the holes between them, what `step` sees of all."""
+    if len(rows.ranges) < 2:
+        assert found is step
+        return
+    before = rows.ranges[0].start  # rows that are not shown, but counted
+    assert [number_in(rows, int(row)) for row in rows.indices] == list(range(before, before + rows.length))
+    shown = np.concatenate([keys[:before], keys[rows.indices]])
+    check_step(found, queries, shown, dense & np.isin(np.arange(dense.shape[1]), keys[rows.indices]))
+    assert found.work == step.work
+    parts = [numbered(rows, range(before + i, before + i + 3)).indices for i in range(0, rows.length, 3)]
+    assert np.array_equal(np.concatenate(parts), rows.indices)
+
+
 @settings(max_examples=150, deadline=None)
 @given(cases(), world_sizes, layouts)
+@example(Case(((40, 40),), False, True, (2, 3)), 2, "zigzag")
 @example(Case(((4, 2), (3, 5)), True, True, (-1, -1)), 3, "balanced")
 @example(Case(((0, 4), (5, 0), (1, 1)), True, False, (2, 0)), 2, "zigzag")
 def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: str) -> None:
@@ -162,10 +184,13 @@ def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: 
             assert step is plan.step(rank, t)
             check_step(step, queries, keys, dense)
             assert np.array_equal(step.places, places[step.q_indices])
-            if not step.empty:
-                assert needed.start <= step.k_start and step.k_stop <= needed.stop <= len(keys)
-            elif case.own_keys:
-                assert not needed  # nothing travels for nothing
+            here = dense[np.ix_(queries, keys)]
+            seen = np.flatnonzero(here.any(0))
+            assert set(seen) <= set(needed.indices) and len(needed.ranges) <= max(1, len(plan.queries[rank].ranges))
+            if case.own_keys:
+                assert set(seen) == set(needed.indices)  # nothing travels for nothing
+            for rows in (needed, plan.given(source)) if source != rank else ():
+                check_shown(plan.step(rank, t, rows), rows, step, queries, keys, dense)
             j = np.arange(step.keys)
             whole[np.ix_(step.q_indices, step.k_indices)] += (j >= step.starts[:, None]) & (j < step.stops[:, None])
     assert np.array_equal(whole, dense)
@@ -193,8 +218,18 @@ def test_zigzag_shares_a_causal_mask_out_evenly() -> None:
 
 def test_a_window_does_not_go_round_the_ring() -> None:
     plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, "contiguous")
-    assert [len(plan.needed(3, source)) for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
+    assert [plan.needed(3, source).length for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
     assert [plan.step(3, t).empty for t in range(8)] == [False, False] + [True] * 6
+
+
+def test_a_window_to_both_sides_leaves_holes() -> None:
+    """Rank 0 of 2 looks at the begin of its neighbour's shard and at the end of it, and at nothing between."""
+    plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, "zigzag")
+    assert plan.needed(0, 1).ranges == plan.given(1).ranges == (range(30), range(1998, 2048))
+    assert sum(len(chunk.rows) for chunk in chunks.chunks_of_others(plan, 0)) == chunks.most_rows(plan) == 80
+    assert plan.needed(1, 0).ranges == (range(974, 1054),)
+    many = RingPlan(AttentionMask(4096, 4096, window=(3, 2)), 2, "zigzag%32")
+    assert len(many.queries[0].ranges) > len(many.needed(0, 1).ranges) == 8  # one rank for many: few messages
 
 
 def test_plans_are_made_once() -> None:

@@ -31,18 +31,31 @@ class Memory:
         return torch.empty(0), None
 
 
+class Said(str):
+    """What an expired wait has left."""
+
+    gave_up = False
+
+
+class GaveUp(Said):
+    gave_up = True
+
+
 class Workspace:
     def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
         self.state = buffer
         self.timeout_ns = 0
-        self.said: str | None = None
-        self.stopped = False
+        self.said: Said | None = None
+        self.stopped = self.left = False
 
-    def expired(self) -> str | None:
+    def expired(self) -> Said | None:
         return self.said
 
     def stop_waiting(self, rank: int | None = None) -> None:
         self.stopped = rank == 1
+
+    def leave(self) -> None:
+        self.left = True
 
 
 def made() -> tuple[Workspaces, Memory]:
@@ -84,7 +97,7 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     workspaces._slots["sum"].captured = True
     with workspaces.use("sum", 2 * MIB, "op") as larger:
         assert larger is not captured
-    captured.said = "a replay has expired"
+    captured.said = Said("a replay has expired")
     with pytest.raises(CollectiveTimeoutError, match="a replay has expired"), workspaces.use("sum", 1, "op"):
         pass
 
@@ -94,9 +107,28 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(monkeypatch
     workspaces, _ = made()
     match = r"who and why, in 7 s \(FUSED_TP_TIMEOUT\)"
     with pytest.raises(CollectiveTimeoutError, match=match), workspaces.use("sum", 1, "op") as workspace:
-        workspace.said = "who and why"
+        workspace.said = Said("who and why")
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: who and why"):
         workspaces.raise_if_expired()
+
+
+def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
+    workspaces, _ = made()
+    with workspaces.use("sum", 1, "op") as first, workspaces.use("gather", 1, "op") as second:
+        pass
+    workspaces.give_up("why")
+    assert first.left and second.left
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure: why"):
+        workspaces.use("sum", 1, "op")
+
+
+@pytest.mark.parametrize("said", ["Rank 1 has said why.", None])
+def test_a_wait_for_one_that_gave_up_did_not_take_the_deadline(said: str | None) -> None:
+    workspaces = Workspaces(Memory(), {"sum": Workspace}, lambda sentence: said)
+    kind = CollectiveTimeoutError if said is None else PeerLostError
+    with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
+        workspace.said = GaveUp("rank 1 gave up")
+    assert str(raised.value) == " ".join(filter(None, ("rank 1 gave up.", said))) == workspaces.broken
 
 
 def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
@@ -105,7 +137,7 @@ def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
         pass
     workspaces._peer_lost(1)
     assert first.stopped and second.stopped
-    first.said = "a wait that was ended"
+    first.said = Said("a wait that was ended")
     with pytest.raises(PeerLostError, match="Rank 0 of 2 lost rank 1"):
         workspaces.raise_if_expired()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.schedules.attention import decode_triton
 from fused_tp.schedules.attention.chunks import chunks_of
+from fused_tp.schedules.attention.dealing import Dealing
 from fused_tp.schedules.attention.masks import AttentionMask
 from fused_tp.schedules.attention.plan import ring_plan
 from fused_tp.schedules.attention.ring_fused import keys_layout
 from fused_tp.schedules.attention.scores import Scores
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
+decode_op = import_module("fused_tp.ops.context_parallel_decode")
 
 
 def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float = 0.0, **how: Any) -> tuple[Any, ...]:
@@ -106,6 +109,44 @@ def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: 
     monkeypatch.setattr(decode_triton, "kernel_module", lambda _: SimpleNamespace(flash_decode=lambda *_, **__: q))
     monkeypatch.setattr(decode_triton.triton, "terms_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "this stream")
+    monkeypatch.setattr(decode_triton, "is_capturing", lambda _: False)
     dealing: Any = SimpleNamespace(count=lambda length: length)
     decode_triton.attend(dealing, Scores(1.0, alibi_slopes=torch.ones(2)), (-1, -1), q, [3], q, q, None)
     assert read == ["this stream", "this stream"]
+
+
+def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture keeps them, each once, and makes none: that takes a copy from the host."""
+    monkeypatch.setattr(decode_triton, "_captured", set())
+    monkeypatch.setattr(decode_triton, "kernel_module", lambda _: SimpleNamespace(flash_decode=lambda *_, **__: None))
+    monkeypatch.setattr(decode_triton.triton, "terms_of", lambda _: None)
+    dealing, scores, q = Dealing(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
+
+    def attend(length: int) -> None:
+        decode_triton.attend(dealing, scores, (-1, -1), q, [length], q, q, None)
+
+    real = decode_triton._on
+    monkeypatch.setattr(decode_triton, "_on", lambda *given: real(*given).as_subclass(OnGpu))
+    monkeypatch.setattr(OnGpu, "record_stream", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    decode_triton._seen.cache_clear()
+    decode_triton._indices.cache_clear()
+    attend(9)
+    assert not decode_triton._captured
+    monkeypatch.setattr(decode_triton, "is_capturing", lambda _: True)
+    for _ in range(3):
+        attend(9)
+    held = [weakref.ref(table) for table in decode_triton._captured]
+    with pytest.raises(RuntimeError, match="tables for these cache_seqlens that are not on the device yet"):
+        attend(10)
+    decode_triton._seen.cache_clear()
+    decode_triton._indices.cache_clear()
+    assert len(held) == 2 and all(table() is not None for table in held)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_graph_cannot_be_captured_of_what_is_read_on_the_host(paged: bool) -> None:
+    lengths = torch.ones(2, dtype=torch.int32, device="cpu" if paged else "meta")
+    with pytest.raises(ValueError, match="a page_table while" if paged else "cache_seqlens on meta while"):
+        decode_op._check_capture(lengths, torch.zeros(2, 1) if paged else None)
+    decode_op._check_capture(torch.ones(2), None)

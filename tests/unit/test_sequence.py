@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp import RankMismatchError
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from tests.reference import seeded
@@ -155,6 +156,27 @@ def equal_shards(group: dist.ProcessGroup) -> Tensor:
 def test_equal_shards_need_no_seq_len() -> None:
     for whole in run_ranks(3, equal_shards):
         assert whole.tolist() == list(range(9))
+
+
+def put_together_otherwise(group: dist.ProcessGroup) -> None:
+    """Shards of one size that ranks would put in different orders; of rows shorter than a checksum too."""
+    rank, bounds = dist.get_rank(group), torch.tensor([0, 1, 8])
+    for dtype, shape in ((torch.float32, (4, 3)), (torch.bool, (4,)), (torch.uint8, (4, 1))):
+        x = torch.ones(shape, dtype=dtype)
+        for how in (
+            {"layout": ("zigzag", "contiguous")[rank]},
+            {"seq_len": 8 - rank, "layout": "contiguous"},
+            {"layout": "balanced", "cu_seqlens": bounds + torch.tensor([0, rank, 0])},
+        ):
+            mine = x[: 3 if rank and "seq_len" in how else 4]
+            with pytest.raises(RankMismatchError, match=rf"different sequences.*layout='{how['layout']}'"):
+                unshard_sequence(mine, 0, group=group, **how)
+        assert torch.equal(unshard_sequence(x, 0, group=group), x.repeat(2, *[1] * (x.ndim - 1)))
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_ranks_that_put_together_otherwise_are_told(shm: str) -> None:
+    run_ranks(2, put_together_otherwise, env={"FUSED_TP_SHM": shm})
 
 
 def gradients(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from math import prod
 
 import numpy as np
@@ -15,6 +14,7 @@ from fused_tp.runtime.group import Group
 from fused_tp.schedules.attention.dealing import Dealing
 from fused_tp.schedules.attention.layouts import Tokens
 from fused_tp.schedules.attention.masks import Ints
+from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist
 from fused_tp.transport.shm import shm_transport
@@ -51,15 +51,15 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
     """What goes where follows from `words`; ranks that disagree would take the rows of one token for another's."""
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
-    mine = torch.full((1, 1), zlib.crc32(words.encode()) & 0xFFFFFF, dtype=torch.float32, device=rows.device)
+    mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
     schedule = select_schedule("all_gather", group, mine.dtype, mine.device, group.size, None, 1)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
-    for other, theirs in enumerate(checksums):
-        if theirs != checksums[0]:
-            raise RankMismatchError(
-                f"Ranks 0 and {other} append to a cache that they share with different keywords (checksums "
-                f"{checksums[0]:.0f} and {theirs:.0f}); rank {group.rank} with {words}. They must be the same on all."
-            )
+    if other := first_apart(checksums):
+        raise RankMismatchError(
+            f"Ranks 0 and {other} append to a cache that they share with different keywords (checksums "
+            f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {group.rank} with {words}. They must be the same on "
+            "all."
+        )
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:

@@ -87,13 +87,19 @@ class Chunks:
 
 def chunks_of_others(plan: RingPlan, rank: int) -> list[Chunk]:
     """The rows of others' keys that `rank` looks at, step by step; long ones in several parts."""
-    whole = [Chunk(t, plan.source(rank, t), plan.needed(rank, plan.source(rank, t))) for t in range(1, plan.world_size)]
+    sources = [(t, plan.source(rank, t)) for t in range(1, plan.world_size)]
+    seen = [Chunk(t, s, rows) for t, s in sources for rows in plan.needed(rank, s).ranges]
     parts = [
         Chunk(t, source, rows[first : first + _ROWS_OF_A_CHUNK])
-        for t, source, rows in whole
+        for t, source, rows in seen
         for first in range(0, len(rows), _ROWS_OF_A_CHUNK)
     ]
-    return parts if len(parts) <= _MOST_CHUNKS else [chunk for chunk in whole if chunk.rows]
+    if len(parts) <= _MOST_CHUNKS:
+        return parts
+    if len(seen) <= _MOST_CHUNKS:
+        return seen
+    whole = [(t, s, plan.needed(rank, s).ranges) for t, s in sources]
+    return [Chunk(t, s, range(rows[0].start, rows[-1].stop)) for t, s, rows in whole if rows]
 
 
 def chunks_of(plan: RingPlan, rank: int) -> Chunks:
@@ -108,8 +114,7 @@ def most_rows(plan: RingPlan) -> int:
     """Rows of others' keys that the rank which needs most of them looks at."""
     known: int | None = plan.memo.get("most rows")
     if known is None:
-        size = plan.world_size
-        needs = [sum(len(plan.needed(rank, s)) for s in range(size) if s != rank) for rank in range(size)]
+        needs = [sum(len(chunk.rows) for chunk in chunks_of_others(plan, r)) for r in range(plan.world_size)]
         known = plan.memo["most rows"] = max(needs)
     return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from fused_tp.schedules.attention.dealing import Dealing
 from fused_tp.schedules.attention.decode import FEW, rows_seen
 from fused_tp.schedules.attention.providers import forced_provider
 from fused_tp.schedules.attention.scores import Scores
+from fused_tp.transport.kernel_memory import is_capturing
 from fused_tp.transport.kernels import kernel_module
 
 
@@ -44,8 +46,8 @@ def attend(
         k_indices = _indices(dealing, max(map(dealing.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
-    for kept in (starts, k_indices):  # stops and places lie behind starts
-        _read_here(kept)
+    for table in (starts, k_indices):  # stops and places lie behind starts
+        _read_here(table)
     q = q if q.stride(-1) == 1 else q.contiguous()
     found: Tensor = kernel_module("flash_decode").flash_decode(
         q, k, v, starts, stops, most, triton.terms_of(scores), pages=page_table, places=places, k_indices=k_indices
@@ -53,10 +55,28 @@ def attend(
     return found
 
 
+# A graph reads them at every replay, and nothing tells when it goes: tables that were captured are kept for good, once
+# each (tensors hash by identity).
+_captured: set[Tensor] = set()
+
+
 def _read_here(x: Tensor | None) -> None:
     """Memory of what a cache drops must not be given away before the kernels of this stream have read it."""
-    if x is not None and x.is_cuda:
+    if x is None or not x.is_cuda:
+        return
+    if is_capturing(x.device):
+        _captured.add(x)
+    else:
         x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
+    if is_capturing(device):
+        raise RuntimeError(
+            "context_parallel_decode needs tables for these cache_seqlens that are not on the device yet, and they "
+            "cannot be copied there while a CUDA graph is being captured. Run the same call once before the capture."
+        )
+    return torch.from_numpy(table).to(device)
 
 
 @lru_cache(maxsize=4)  # each layer of a model asks for the same
@@ -76,7 +96,7 @@ def _seen(
     starts, stops = intervals[..., 0], intervals[..., 1]
     sees = starts < stops
     lowest, highest = np.where(sees, starts, np.iinfo(np.int32).max).min(1), np.where(sees, stops, 0).max(1)
-    both = torch.from_numpy(np.stack((starts, stops, np.array(places, dtype=np.int32)))).to(device)
+    both = _on(device, np.stack((starts, stops, np.array(places, dtype=np.int32))))
     return both[0], both[1], both[2], int(np.maximum(highest.astype(np.int64) - lowest, 0).max())
 
 
@@ -84,4 +104,4 @@ def _seen(
 def _indices(dealing: Dealing, rows: int, device: torch.device) -> Tensor:
     """int32 [rows, up to 1024 more]: which token lies in each row."""
     rows = -(-rows // 1024) * 1024
-    return torch.from_numpy(dealing.indices(0, rows).astype(np.int32)).to(device)
+    return _on(device, dealing.indices(0, rows).astype(np.int32))

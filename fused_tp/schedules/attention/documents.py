@@ -160,11 +160,12 @@ class Documents:
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Ascending, without empty ones, and with neighbours as one."""
+    """Ascending, without empty ones, and with those that meet or overlap as one."""
     runs: list[range] = []
     for r in sorted((r for r in ranges if r), key=lambda r: r.start):
-        if runs and runs[-1].stop == r.start:
-            r = range(runs.pop().start, r.stop)
+        if runs and runs[-1].stop >= r.start:
+            last = runs.pop()
+            r = range(last.start, max(last.stop, r.stop))
         runs.append(r)
     return tuple(runs)
 

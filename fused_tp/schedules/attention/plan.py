@@ -3,22 +3,31 @@
 At step t rank r looks at the keys of rank (r - t) mod W; step 0 is its own. A step is the rows of queries that see
 something, the rows of keys that are seen, and between these an interval [start, stop) of keys for each query, in local
 numbers. Both ends are ascending, so the queries that see a key are an interval too.
+
+The rows of keys that travel are ranges with holes between them, where a rank has several ranges of tokens: with a
+window to both sides, a zigzag rank looks at the begin and at the end of a neighbour's shard. They travel without the
+holes, and the step that looks at them has its rows numbered as if there were none (`closed`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fused_tp.schedules.attention.documents import merged
 from fused_tp.schedules.attention.layouts import Tokens, all_tokens
 from fused_tp.schedules.attention.masks import AttentionMask, Ints
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
+Rows: TypeAlias = Tokens  # of the keys of a rank, by their local numbers; not of the whole
+_MOST_RANGES = 8  # of what one rank looks at in another's keys: each costs a copy of its own
+
 _Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in numbers of the whole
 
 
@@ -137,7 +146,9 @@ class RingPlan:
         self.queries = all_tokens(mask.seq_len, world_size, layout, mask.cu_seqlens)
         self.keys = all_tokens(mask.seq_len_kv, world_size, layout, mask.cu_seqlens_kv)
         self._steps: dict[tuple[int, int], Step] = {}
-        self._extents: dict[tuple[int, int], tuple[range, range]] = {}
+        self._closed: dict[tuple[int, int, Rows], Step] = {}
+        self._extents: dict[tuple[int, int], tuple[range, Rows]] = {}
+        self._given: dict[int, Rows] = {}
         self._seen: tuple[int, _Seen] | None = None
         self.memo: dict[Any, Any] = {}  # what others make of it, once
 
@@ -145,8 +156,13 @@ class RingPlan:
         """Whose keys `rank` looks at in step t."""
         return (rank - t) % self.world_size
 
-    def step(self, rank: int, t: int) -> Step:
-        """What `rank` computes in step t."""
+    def step(self, rank: int, t: int, shown: Rows | None = None) -> Step:
+        """What `rank` computes in step t; `closed`, where only the rows `shown` of the source's keys are there."""
+        if shown is not None and len(shown.ranges) > 1:
+            key = rank, t, shown
+            if key not in self._closed:
+                self._closed[key] = closed(self.step(rank, t), shown)
+            return self._closed[key]
         source = self.source(rank, t)
         known = self._steps.get((rank, source))
         if known is None:
@@ -163,11 +179,19 @@ class RingPlan:
             known = self._seen = rank, self.mask.seen(self.queries[rank].indices)
         return known[1]
 
-    def needed(self, rank: int, source: int) -> range:
+    def needed(self, rank: int, source: int) -> Rows:
         """Which rows of its keys `source` has to give `rank`; found without making the step."""
         return self._extent(rank, source)[1]
 
-    def _extent(self, rank: int, source: int) -> tuple[range, range]:
+    def given(self, source: int) -> Rows:
+        """Which rows of its keys `source` has to give others, whoever they are."""
+        known = self._given.get(source)
+        if known is None:
+            others = (self.needed(rank, source).ranges for rank in range(self.world_size) if rank != source)
+            known = self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))
+        return known
+
+    def _extent(self, rank: int, source: int) -> tuple[range, Rows]:
         known = self._extents.get((rank, source))
         if known is None:
             known = self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
@@ -221,18 +245,64 @@ def _inside(breaks: Ints, start: int, stop: int) -> tuple[int, ...]:
     return tuple(int(b) - start for b in breaks if start < b < stop)
 
 
-def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, range]:
-    """Rows of queries outside which none sees one of these keys, and the rows of keys from the first that is seen to
-    the last. Within one range of queries the ends of their intervals do not go back, so its first and last row tell."""
+def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, Rows]:
+    """Rows of queries outside which none sees one of these keys, and the rows of keys that are seen: for each range of
+    queries from the first to the last. Within one the ends of their intervals do not go back, so its first and last
+    row tell."""
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.seen(ends)
     first, last = keys.rows_before(starts[0::2]), keys.rows_before(stops[1::2])
     some = np.flatnonzero(last > first)
     if not len(some):
-        return range(0), range(0)
+        return range(0), Rows(())
     begin, end = int(some[0]), int(some[-1])
     rows = range(int(queries.breaks[begin]), int(queries.breaks[end]) + len(queries.ranges[end]))
-    return rows, range(int(first[some].min()), int(last[some].max()))
+    first, last = first[some], np.maximum.accumulate(last[some])
+    # Few ranges, of many short documents too: the widest holes stay open.
+    holes = first[1:] - last[:-1]
+    widest = np.argsort(-holes, kind="stable")[: _MOST_RANGES - 1]
+    cuts = np.sort(widest[holes[widest] > 0])
+    begins, ends = first[np.concatenate(([0], cuts + 1))], last[np.concatenate((cuts, [-1]))]
+    return rows, Rows(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
+
+
+def number_in(shown: Rows, row: int) -> int:
+    """The number that a row, or the end of some rows, has where only these are shown: that of the first stays."""
+    return shown.ranges[0].start + int(shown.rows_before(np.asarray([row]))[0]) if shown.ranges else 0
+
+
+def numbered(shown: Rows, numbers: range) -> Rows:
+    """The rows that have these numbers among those that are shown."""
+    found, number = [], shown.ranges[0].start if shown.ranges else 0
+    for r in shown.ranges:
+        start, stop = max(numbers.start, number), min(numbers.stop, number + len(r))
+        if start < stop:
+            found.append(range(r.start + start - number, r.start + stop - number))
+        number += len(r)
+    return Rows(tuple(found))
+
+
+def closed(step: Step, shown: Rows) -> Step:
+    """A step against keys of which only these rows are there, as `number_in` numbers them: all that it sees."""
+    if step.empty:
+        return step
+    inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in shown.ranges)
+    k_start = number_in(shown, step.k_start)
+    first = shown.ranges[0].start - k_start
+    starts, stops = (
+        (shown.rows_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
+        for ends in (step.starts, step.stops)
+    )
+    k_indices = np.concatenate([step.k_indices[r.start - step.k_start : r.stop - step.k_start] for r in inside if r])
+    return replace(
+        step,
+        k_start=k_start,
+        k_stop=k_start + len(k_indices),
+        starts=starts,
+        stops=stops,
+        k_indices=k_indices,
+        k_breaks=tuple(int(i) + 1 for i in np.flatnonzero(np.diff(k_indices) != 1)),
+    )
 
 
 @lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.plan import RingPlan, of_keys
+from fused_tp.schedules.attention.plan import RingPlan, Rows, Step, number_in, numbered, of_keys
 from fused_tp.schedules.attention.provider import AttentionProvider
 from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.attention.state import SoftmaxState, row_sums, sink_gradient
@@ -22,16 +23,25 @@ _FEWEST_ROWS_OF_A_PART = 2048
 
 
 class Round(NamedTuple):
-    """A part of step t: rows of the source's keys that come here, and rows of this rank's that go to `reader(t)`."""
+    """A part of step t: which of the source's keys this rank looks at, by their numbers among those that it is shown,
+    and the rows of this rank's keys that `reader(t)` looks at."""
 
     t: int
     needs: range
-    gives: range
+    gives: Rows
 
 
 def _part(rows: range, part: int, size: int) -> range:
     start = min(rows.start + part * size, rows.stop)
     return range(start, min(start + size, rows.stop))
+
+
+class Shown(Enum):
+    """What a rank has before it of another one's keys."""
+
+    ALL = "all of them"
+    GIVEN = "those that any rank looks at"
+    NEEDED = "those that it looks at itself"
 
 
 @dataclass(frozen=True)
@@ -43,15 +53,35 @@ class RingCall:
     provider: AttentionProvider
     scores: Scores
     sinks: Tensor | None  # [H]
+    shown: Shown = Shown.ALL
 
     @property
     def steps(self) -> range:
         """But for step 0, this rank's own keys."""
         return range(1, self.plan.world_size)
 
+    def step(self, t: int) -> Step:
+        """What this rank computes in step t, with the keys that it is shown."""
+        shown = None if t == 0 else self._rows(self.rank, self.plan.source(self.rank, t))
+        return self.plan.step(self.rank, t, shown)
+
     def needs(self, t: int) -> range:
-        """Rows of its keys that the source of step t gives this rank."""
-        return self.plan.needed(self.rank, self.plan.source(self.rank, t))
+        """From the first to the last of the source's keys that this rank looks at in step t, by their numbers among
+        those that it is shown."""
+        return self.numbers(self.rank, self.plan.source(self.rank, t))
+
+    def numbers(self, reader: int, source: int) -> range:
+        """`needs` of any rank and source."""
+        needed, shown = self.plan.needed(reader, source).ranges, self._rows(reader, source)
+        if not needed or shown is None:
+            return range(needed[0].start, needed[-1].stop) if needed else range(0)
+        return range(number_in(shown, needed[0].start), number_in(shown, needed[-1].stop))
+
+    def _rows(self, reader: int, source: int) -> Rows | None:
+        """What `reader` is shown of the keys of `source`; None: all of them."""
+        if self.shown is Shown.ALL:
+            return None
+        return self.plan.given(source) if self.shown is Shown.GIVEN else self.plan.needed(reader, source)
 
     @property
     def rows_of_a_part(self) -> int:
@@ -66,7 +96,7 @@ class RingCall:
         longest, size = max(tokens.length for tokens in self.plan.keys), self.rows_of_a_part
         parts = max(1, -(-longest // size))
         return tuple(
-            Round(t, _part(self.needs(t), part, size), _part(self.gives(t), part, size))
+            Round(t, _part(self.needs(t), part, size), self._given(t, part, size))
             for t in self.steps
             for part in range(parts)
         )
@@ -75,9 +105,16 @@ class RingCall:
         """Who looks at this rank's keys in step t."""
         return (self.rank + t) % self.plan.world_size
 
-    def gives(self, t: int) -> range:
-        """Rows of this rank's keys that `reader(t)` needs."""
-        return self.plan.needed(self.reader(t), self.rank)
+    def gives(self, t: int) -> Rows:
+        """Rows of this rank's keys that `reader(t)` looks at, and what lies between them in what it is shown."""
+        return self._given(t, 0, self.plan.keys[self.rank].length)
+
+    def _given(self, t: int, part: int, size: int) -> Rows:
+        reader = self.reader(t)
+        numbers, shown = _part(self.numbers(reader, self.rank), part, size), self._rows(reader, self.rank)
+        if shown is None:
+            return Rows((numbers,) if numbers else ())
+        return numbered(shown, numbers)
 
     def of_heads(self, heads: slice) -> RingCall:
         """The same for some of the query heads."""
@@ -148,7 +185,7 @@ class Forward:
     def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Step t, with the source's keys [B, rows, Hkv, D] from row `first` on."""
         call = self._call
-        step = call.plan.step(call.rank, t)
+        step = call.step(t)
         if step.empty:
             return
         keys = slice(step.k_start - first, step.k_stop - first)
@@ -187,7 +224,7 @@ class Backward:
         source from `first` on."""
         call, saved = self._call, self._saved
         # A device keeps what it was given: copies to it take time, and graphs that were captured read them.
-        step = of_keys(call.plan.step(call.rank, t), first, first + k.shape[1], keep=k.is_cuda)
+        step = of_keys(call.step(t), first, first + k.shape[1], keep=k.is_cuda)
         if step.empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
@@ -226,9 +263,22 @@ def zeros_like(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 
-def to_wire(x: Tensor, rows: range) -> Tensor:
-    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; for B = 1 it is x itself, not a copy."""
-    return x[:, rows.start : rows.stop].transpose(0, 1).contiguous()
+def parts_of(x: Tensor, rows: Rows) -> list[Tensor]:
+    """Views of x [B, S, H, D], one of each range of rows."""
+    return [x[:, r.start : r.stop] for r in rows.ranges]
+
+
+def to_wire(x: Tensor, rows: Rows) -> Tensor:
+    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; of one range and for B = 1 it is x itself, not a
+    copy."""
+    parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
+def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
+    """Add term [B, rows, H, D] to these tokens of total [B, S, H, D]."""
+    for part, of_part in zip(parts_of(total, rows), term.split([len(r) for r in rows.ranges], 1), strict=True):
+        part += of_part
 
 
 def from_wire(x: Tensor) -> Tensor:
@@ -236,6 +286,6 @@ def from_wire(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-def wire_buffer(like: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
-    """Room for `to_wire` of tensors like this one."""
-    return like.new_empty((len(rows), like.shape[0], *like.shape[2:]), dtype=dtype)
+def wire_buffer(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Room for `to_wire` of so many tokens of tensors like this one."""
+    return like.new_empty((rows, like.shape[0], *like.shape[2:]), dtype=dtype)

@@ -16,11 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, from_wire, zeros_like
+from fused_tp.schedules.attention.ring import (
+    Backward,
+    Forward,
+    Gradients,
+    RingCall,
+    Saved,
+    Shown,
+    add_to,
+    from_wire,
+    parts_of,
+    zeros_like,
+)
 from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.shm import ShmTransport, Workspace
 
@@ -37,12 +49,10 @@ class _Regions:
         plan = call.plan
         self.rank = rank
         self._offset = 0
+        self.rows = plan.given(rank)  # what nobody looks at is not written
+        self.keys = [self._region(x, self.rows.length, x.dtype) for x in (k, v)]
         others = [other for other in range(plan.world_size) if other != rank]
-        given = [rows for rows in (plan.needed(other, rank) for other in others) if rows]
-        # What nobody looks at is not written.
-        self.rows = range(min(r.start for r in given), max(r.stop for r in given)) if given else range(0)
-        self.keys = [self._region(x, len(self.rows), x.dtype) for x in (k, v)]
-        most = min(call.rows_of_a_part, max((len(plan.needed(rank, other)) for other in others), default=0))
+        most = min(call.rows_of_a_part, max((len(call.numbers(rank, other)) for other in others), default=0))
         self._slots = [
             [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)]
             for _ in range(min(slots, len(call.rounds)))
@@ -67,16 +77,18 @@ class _Exchange:
         self._known: dict[int, _Regions] = {}
         mine = self._regions(call.rank)
         for region, own in zip(mine.keys, (k, v), strict=True):
-            self._view(call.rank, region).copy_(own[:, mine.rows.start : mine.rows.stop])
+            room = self._view(call.rank, region).split([len(r) for r in mine.rows.ranges], 1)
+            for part, of_own in zip(room, parts_of(own, mine.rows), strict=True):
+                part.copy_(of_own)
         workspace.signal(_KEYS_READABLE)
 
     def keys(self, t: int) -> tuple[Tensor, Tensor, int]:
-        """K and V of the source of step t, once they are there, and the number of their first row."""
+        """K and V of the source of step t, once they are there, and the number of the first of them."""
         source = self._call.plan.source(self._call.rank, t)
         self.workspace.wait(source, _KEYS_READABLE)
         regions = self._regions(source)
         k, v = (self._view(source, region) for region in regions.keys)
-        return k, v, regions.rows.start
+        return k, v, regions.rows.ranges[0].start
 
     def terms(self, rank: int, number: int, rows: int) -> tuple[Tensor, Tensor]:
         """dK and dV that `rank` finds in that round, for this many rows."""
@@ -103,6 +115,7 @@ class OneSidedRing:
         self._transport = transport
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        call = replace(call, shown=Shown.GIVEN)
         state = Forward(call, q, v)
         with self._exchange("ring_attention", call, k, v, dims, 0, lambda: state.attend(0, k, v)) as exchange:
             for t in call.steps:
@@ -111,6 +124,7 @@ class OneSidedRing:
         return state.result()
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
+        call = replace(call, shown=Shown.GIVEN)
         k, v, rounds = saved.k, saved.v, call.rounds
         state, own = Backward(call, saved), [zeros_like(k), zeros_like(v)]
 
@@ -178,10 +192,10 @@ class OneSidedRing:
 def _add(exchange: _Exchange, call: RingCall, n: int, own: list[Tensor]) -> None:
     """Add what the rank that looks at our keys in round n found."""
     t, _, rows = call.rounds[n - 1]
-    if rows:
+    if rows.length:
         exchange.workspace.wait(call.reader(t), _written(n))
-        for total, term in zip(own, exchange.terms(call.reader(t), n, len(rows)), strict=True):
-            total[:, rows.start : rows.stop] += term
+        for total, term in zip(own, exchange.terms(call.reader(t), n, rows.length), strict=True):
+            add_to(total, rows, term)
 
 
 def _written(n: int) -> int:

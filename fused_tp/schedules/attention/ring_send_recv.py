@@ -14,11 +14,13 @@ most others' keys, or none, and would have to carry what they do not need. The b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings
+from fused_tp.schedules.attention.plan import Rows
 from fused_tp.schedules.attention.ring import (
     Backward,
     Forward,
@@ -26,6 +28,8 @@ from fused_tp.schedules.attention.ring import (
     RingCall,
     Round,
     Saved,
+    Shown,
+    add_to,
     from_wire,
     to_wire,
     wire_buffer,
@@ -47,6 +51,7 @@ class SendRecvRing:
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> Pair:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
+        call = replace(call, shown=Shown.NEEDED)
         with self._transport.several("ring_attention"):
             rounds = [Round(t, call.needs(t), call.gives(t)) for t in call.steps]
             keys = _Keys(self._transport, rounds, k, v)
@@ -60,6 +65,7 @@ class SendRecvRing:
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
         k, v = saved.k, saved.v
         self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
+        call = replace(call, shown=Shown.NEEDED)
         with self._transport.several("ring_attention_backward"):
             keys = _Keys(self._transport, call.rounds, k, v)
             state, own = Backward(call, saved), [zeros_like(k), zeros_like(v)]
@@ -77,13 +83,13 @@ class SendRecvRing:
 class _Slots:
     """Room for parts of keys and values, or of their gradients: pairs [rows, B, H, D] that are used in turn."""
 
-    def __init__(self, k: Tensor, v: Tensor, rows: Iterable[range], dtype: torch.dtype, count: int) -> None:
-        most = max(rows, key=len, default=range(0))
+    def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
+        most = max(rows, default=0)
         self._pairs = [(wire_buffer(k, most, dtype), wire_buffer(v, most, dtype)) for _ in range(count)]
 
-    def at(self, number: int, rows: range) -> Pair:
+    def at(self, number: int, rows: int) -> Pair:
         first, second = self._pairs[number % len(self._pairs)]
-        return first[: len(rows)], second[: len(rows)]
+        return first[:rows], second[:rows]
 
 
 class _Keys:
@@ -91,7 +97,7 @@ class _Keys:
 
     def __init__(self, transport: TorchDist, rounds: Sequence[Round], k: Tensor, v: Tensor) -> None:
         self._transport, self._rounds, self._own = transport, rounds, (k, v)
-        self._slots = _Slots(k, v, (one.needs for one in rounds), k.dtype, min(2, len(rounds)))
+        self._slots = _Slots(k, v, (len(one.needs) for one in rounds), k.dtype, min(2, len(rounds)))
         self._arriving = self._start(0)
 
     def wait(self, index: int) -> Pair:
@@ -107,7 +113,7 @@ class _Keys:
         one = self._rounds[index]
         return _both(
             self._transport.shift("ring_attention K/V", to_wire(own, one.gives), room, one.t)
-            for own, room in zip(self._own, self._slots.at(index, one.needs), strict=True)
+            for own, room in zip(self._own, self._slots.at(index, len(one.needs)), strict=True)
         )
 
 
@@ -118,14 +124,14 @@ class _Terms:
         self._transport, self._rounds = transport, rounds
         self._travels_in = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
         # One computes while the one before is on its way.
-        needs, gives = [one.needs for one in rounds], [one.gives for one in rounds]
+        needs, gives = [len(one.needs) for one in rounds], [one.gives.length for one in rounds]
         self._found = _Slots(k, v, needs, accumulate_dtype(k.dtype), min(2, len(rounds)))
         self._returned = _Slots(k, v, gives, self._travels_in, min(1, len(rounds)))
-        self._returning: tuple[range, Pending[Pair]] | None = None
+        self._returning: tuple[Rows, Pending[Pair]] | None = None
 
     def zeroed(self, index: int) -> Pair:
         """Sums for a round, [B, rows, H, D]."""
-        first, second = self._found.at(index, self._rounds[index].needs)
+        first, second = self._found.at(index, len(self._rounds[index].needs))
         return from_wire(first.zero_()), from_wire(second.zero_())
 
     def give_back(self, index: int) -> None:
@@ -133,7 +139,9 @@ class _Terms:
         one = self._rounds[index]
         moving = _both(
             self._transport.shift("ring_attention dK/dV", found.to(self._travels_in), room, -one.t)
-            for found, room in zip(self._found.at(index, one.needs), self._returned.at(index, one.gives), strict=True)
+            for found, room in zip(
+                self._found.at(index, len(one.needs)), self._returned.at(index, one.gives.length), strict=True
+            )
         )
         self._returning = one.gives, moving
 
@@ -143,7 +151,7 @@ class _Terms:
             return
         rows, moving = self._returning
         for total, term in zip(own, moving.wait(), strict=True):
-            total[:, rows.start : rows.stop] += term
+            add_to(total, rows, term)
         self._returning = None
 
 
