@@ -3,8 +3,8 @@
 What bounds them: 255 registers a thread hold the sums of a tile ([rows, head dim] in fp32; keys' tiles have two of
 them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
 of shared memory with the tile's own rows. Other GPUs that take the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120):
-all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills, with the Triton that is
-there; it was tried with 3.6.0 and 3.7.1, whose code needs other registers.
+all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills with Triton 3.7;
+with 3.6, whose code needs other registers, none does on sm_80 and sm_90, and a few do on sm_100.
 
 Above a head dim of 128 the sums alone take 128 registers of 8 warps in the 64 rows that wgmma wants. On sm_90 the keys'
 kernel has room for no more than one loop and plain scores there; rich ones stay with 32 rows, and mma.sync.
