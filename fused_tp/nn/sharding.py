@@ -149,7 +149,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's part of a parameter; its gradient comes back as a DTensor of the parameter's placement."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if _lies_unevenly(parameter) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
         part: Tensor = _Local.apply(parameter)
         return part
     return parameter.to_local()
