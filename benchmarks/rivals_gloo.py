@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from fused_tp.transport.torch_names import all_gather_single, reduce_scatter_single
+
 
 def matmul_all_reduce(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K/W], weight [N, K/W] -> [M, N] summed over the ranks."""
@@ -18,7 +20,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor) -> Tensor:
 def all_gather_matmul(x_shard_m: Tensor, weight: Tensor) -> Tensor:
     """x_shard_m [M/W, K], weight [N/W, K] -> [M, N/W]."""
     x = x_shard_m.new_empty(x_shard_m.shape[0] * dist.get_world_size(), x_shard_m.shape[1])
-    dist.all_gather_single(x, x_shard_m)
+    all_gather_single(x, x_shard_m)
     return F.linear(x, weight)
 
 
@@ -26,5 +28,5 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K/W], weight [N, K/W] -> [M/W, N], this rank's rows of the sum."""
     partial = F.linear(x, weight)
     y_shard_m = torch.empty(partial.shape[0] // dist.get_world_size(), partial.shape[1], dtype=partial.dtype)
-    dist.reduce_scatter_single(y_shard_m, partial)
+    reduce_scatter_single(y_shard_m, partial)
     return y_shard_m

@@ -266,8 +266,9 @@ def keys_kernel(
         full_begin = begin
         full_end = begin
     # One loop over the blocks of all heads, not one in another: loads run on from head to head, registers are saved.
+    # They are also why nothing is moved in front of these loops: what costs an instruction there would be spilled.
     whole = (full_end - full_begin) // BLOCK
-    for index in tl.range(0, whole * shared):
+    for index in tl.range(0, whole * shared, disable_licm=True):
         head = kv_head * shared + index // whole
         query = full_begin + index % whole * BLOCK
         q_base = base_of(q, batch, head, q_strides)
@@ -281,7 +282,7 @@ def keys_kernel(
             False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
         )  # fmt: skip
     partial = masked_blocks(begin, end, full_begin, full_end, BLOCK)
-    for index in tl.range(0, partial * shared):
+    for index in tl.range(0, partial * shared, disable_licm=True):
         head = kv_head * shared + index // partial
         query = masked_block(index % partial, begin, full_begin, full_end, BLOCK)
         queries = load_block(base_of(q, batch, head, q_strides), query, end, q_strides[1], D, BLOCK, PADDED_D)

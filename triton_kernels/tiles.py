@@ -14,8 +14,12 @@ Offsets are 64-bit: a tensor may have more than 2^31 elements.
 import triton
 import triton.language as tl
 
+from .interpreter import interpreter_obstacle
+
 # Decided when @triton.jit is, at import. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+if INTERPRETED.value and (_why := interpreter_obstacle()):
+    raise ImportError(f"{_why}.")
 
 
 @triton.jit

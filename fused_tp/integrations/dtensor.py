@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup_partial
 from fused_tp.nn.norm import sequence_parallel_
-from fused_tp.nn.sharding import as_dtensor, check_mesh
+from fused_tp.nn.sharding import as_dtensor, check_mesh, local
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.collectives import all_reduce, reduce_scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
@@ -197,8 +197,7 @@ class _Styled(nn.Module):
         return out.to_local() if self._style.use_local_output else out
 
     def _parameter(self, name: str) -> Tensor | None:
-        parameter = getattr(self, name)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local(getattr(self, name))
 
 
 class _ColwiseLinear(_Styled):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -147,4 +147,33 @@ def local(parameter: Tensor | None) -> Tensor | None: ...
 
 def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's part of a parameter; its gradient comes back as a DTensor of the parameter's placement."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
+        part: Tensor = _Local.apply(parameter)
+        return part
+    return parameter.to_local()
+
+
+def _lies_unevenly(parameter: DTensor) -> bool:
+    """Whether ranks' parts of rows differ in length, so that the strides of the whole cannot be told from one."""
+    return any(
+        isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks
+        for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )
+
+
+class _Local(torch.autograd.Function):
+    """`to_local`, with the parameter's own strides for the gradient. torch's takes all parts for as long as this one,
+    and autograd then copies the gradient into the strides of the parameter, which torch 2.11 does by gathering it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.lie = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        part = parameter.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        mesh, placements, shape, stride = ctx.lie
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -39,7 +39,8 @@ class Keywords:
 
     def as_tuple(self) -> tuple[Any, ...]:
         """The fields in the order of the schema."""
-        return tuple(vars(self).values())
+        # By name: torch.compile of torch 2.11 cannot look into the __dict__ of a frozen dataclass.
+        return tuple([getattr(self, name) for name in _KEYWORDS])
 
     def mask(self, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> AttentionMask:
         """With the documents' bounds, which are checked here: where their values are known."""
@@ -71,6 +72,8 @@ class Keywords:
             f"fp8={self.fp8}"
         )
 
+
+_KEYWORDS = tuple(field.name for field in fields(Keywords))
 
 HOW = (
     "bool causal, int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, "

@@ -24,14 +24,11 @@ from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
 from fused_tp.transport.gloo_connections import close_connections, closed_peers, outlive
 from fused_tp.transport.group_calls import LOOK_SECONDS, Call, GroupCalls
 from fused_tp.transport.messages import Messages
+from fused_tp.transport.torch_names import all_gather_single, reduce_scatter_single
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
 ONE_SHOT_BYTES = 64 * 1024
-
-# torch 2.13 has renamed the two; the old names warn, but are what 2.10 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SIGNATURE_BYTES = 512
 _GONE_SECONDS = 1.0  # what came before a connection was closed has been dealt with then
@@ -202,7 +199,7 @@ class TorchDist(GroupCalls):
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
             return Done(out)
-        moving = self._start(op, lambda: _all_gather(out, x, group=self.process_group, async_op=True))
+        moving = self._start(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
 
         def finish() -> Tensor:
             moving.wait()
@@ -270,7 +267,7 @@ class TorchDist(GroupCalls):
         own = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
-            moving = self._start(op, lambda: _reduce_scatter(out, x, group=self.process_group, async_op=True))
+            moving = self._start(op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True))
 
             def finish() -> Tensor:
                 moving.wait()

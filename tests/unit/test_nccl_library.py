@@ -42,14 +42,16 @@ def test_the_real_library_loads_and_tells_its_version() -> None:
 
 
 def test_the_library_that_is_loaded_already_comes_first() -> None:
-    """In a process of its own: this one may have loaded another since."""
+    """In a process of its own, without torch, of which a CUDA build has loaded one already."""
     program = (
-        "import ctypes, sys; from fused_tp import _core; real, other = sys.argv[1:]\n"
+        "import ctypes, importlib.util as importing, sys; core, real, other = sys.argv[1:]\n"
+        "spec = importing.spec_from_file_location('fused_tp._core', core)\n"
+        "spec.loader.exec_module(_core := importing.module_from_spec(spec))\n"
         "before = _core.NcclLibrary(otherwise=other).path\n"
         "ctypes.CDLL(real)\n"
         "assert _core.NcclLibrary(otherwise=other).path == real and before == other, before"
     )
-    command = [sys.executable, "-c", program, str(real_nccl()), str(libraries.nccl_double())]
+    command = [sys.executable, "-c", program, _core.__file__, str(real_nccl()), str(libraries.nccl_double())]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

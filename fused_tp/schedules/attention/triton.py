@@ -25,7 +25,11 @@ def obstacle(
     if not has_triton():
         return "Triton is not installed"
     here = None if device.type == "cuda" and not torch.cuda.is_available() else device
-    why: str | None = _kernels().obstacle(dtype, head_dim, v_head_dim, terms_of(scores or Scores(1.0)), here)
+    try:
+        kernels = _kernels()
+    except ImportError as error:
+        return f"the Triton kernels cannot be loaded ({error})"
+    why: str | None = kernels.obstacle(dtype, head_dim, v_head_dim, terms_of(scores or Scores(1.0)), here)
     return why
 
 

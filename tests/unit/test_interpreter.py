@@ -1,0 +1,34 @@
+"""Triton's interpreter and the numpy that it runs with."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import triton
+
+from fused_tp.schedules.attention import triton as attention
+from triton_kernels.interpreter import interpreter_obstacle
+
+
+@pytest.mark.parametrize(
+    ("of_triton", "of_numpy", "refused"),
+    [("3.6.0", "2.4.6", True), ("3.6.0", "2.3.5", False), ("3.7.1", "2.4.6", False), ("3.10.0+git1a", "2.10.0", False)],
+)
+def test_versions_that_do_not_go_together(
+    of_triton: str, of_numpy: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", of_triton)
+    monkeypatch.setattr(numpy, "__version__", of_numpy)
+    why = interpreter_obstacle()
+    assert bool(why) == refused
+    assert why is None or ("Triton 3.6.0" in why and "pip install 'numpy<2.4', or Triton 3.7" in why)
+
+
+def test_attention_goes_without_kernels_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("of two versions")
+
+    monkeypatch.setattr(attention, "_kernels", broken)
+    why = attention.obstacle(torch.device("cpu"), torch.bfloat16, 64, 64)
+    assert why == "the Triton kernels cannot be loaded (of two versions)"
