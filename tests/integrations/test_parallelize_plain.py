@@ -71,6 +71,9 @@ def test_compiled() -> None:
 def compiled(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
     whole = make("plain", num_hidden_layers=1)
     parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    for module in parallel.modules():  # torch.compile of torch 2.11 goes by both
+        hooks = module._forward_pre_hooks
+        assert list(hooks) == list(dict.keys(hooks))
     eager = copy_of(parallel)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
