@@ -121,6 +121,7 @@ class Workspace:
         self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
         self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
+        self._expire(0)  # loads what `leave` needs: then a kernel may be waiting, and loading one may wait for that
         if buffer.is_cuda:
             self._load_begin()
         buffer.zero_()
@@ -172,8 +173,11 @@ class Workspace:
 
         It is one more call, behind those that have been launched, in which this rank gives up at once.
         """
-        self.state[protocol.EXPIRED : protocol.EXPIRED + 1].fill_(protocol.LEFT)
+        self._expire(protocol.LEFT)
         self._begin()
+
+    def _expire(self, value: int) -> None:
+        self.state[protocol.EXPIRED : protocol.EXPIRED + 1].fill_(value)
 
     def _begin(self) -> None:
         from .signals import begin_kernel
@@ -181,7 +185,6 @@ class Workspace:
         begin_kernel[(1,)](*self.arguments, WORLD=self.world_size)
 
     def _load_begin(self) -> None:
-        # When it is needed a kernel may be waiting, and loading one may wait for that.
         from .signals import begin_kernel
 
         with torch.cuda.device(self.buffer.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from fused_tp.cli.demo_settings import DemoSettings, under_torchrun
 from fused_tp.runtime.settings import timeout_seconds
 
 REFUSAL = "fused_tp_demo_refusal"  # store key of why a rank cannot do what it was asked
+_LONGEST_FOLDER = 64  # a socket's name has 104 bytes at most, and what is made in the folder some 35
 RankMain = Callable[[DemoSettings], None]
 
 
@@ -48,9 +50,11 @@ def launch(rank_main: RankMain, settings: DemoSettings) -> None:
 def _start_method(settings: DemoSettings, rank_main: RankMain) -> str:
     """How ranks are started: as forks of one process that has imported what they all need, seconds of work for each.
 
-    Not where they use GPUs: a library that touches one while it is imported would break it for all forks.
+    Not where they use GPUs: a library that touches one while it is imported would break it for all forks. Nor where the
+    name of its socket, in the folder for temporary files, would be too long for the system.
     """
-    if settings.device != "cpu" or "forkserver" not in mp.get_all_start_methods():
+    too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
+    if too_long or settings.device != "cpu" or "forkserver" not in mp.get_all_start_methods():
         return "spawn"
     mp.set_forkserver_preload([rank_main.__module__, "torch._dynamo"])  # optimizers import the latter when they step
     return "forkserver"

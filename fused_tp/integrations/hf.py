@@ -109,7 +109,7 @@ class TransformersSequence(SequenceSharding):
         self.head = head if isinstance(head, ColumnParallelLinear) else None
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
-            save_whole(model)
+        save_whole(model)
         if parallelism.cuts_sequence:
             _own_config(model)
             model.config._attn_implementation = register_attention(model.config._attn_implementation)

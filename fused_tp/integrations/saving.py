@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,7 +20,8 @@ def save_whole(model: PreTrainedModel) -> None:
     It takes what it took. With a `state_dict` nothing is gathered, and any rank may call it alone. Who reads the folder
     on another rank waits for rank 0 first (torch.distributed.barrier()).
     """
-    model.save_pretrained = MethodType(_save_pretrained, model)  # a copy of the model has its own
+    # Unlike a method of the instance it can be pickled; a copy of the model has its own.
+    model.save_pretrained = partial(_save_pretrained, model)
 
 
 def _save_pretrained(
@@ -31,8 +32,9 @@ def _save_pretrained(
     *args: Any,
     **keywords: Any,
 ) -> None:
-    writes = is_main_process
-    if state_dict is None:
+    each = bool(keywords.get("distributed_checkpoint"))  # then all ranks write, or are all told that they cannot
+    writes = is_main_process or each
+    if state_dict is None and not each:
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")
         writes = is_main_process and dist.get_rank() == 0
     if writes:

@@ -176,4 +176,5 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         mesh, placements, shape, stride = ctx.lie
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # Dense, as the strides say: autograd keeps what it takes for that, and adds to it and scales it in place.
+        return DTensor.from_local(grad.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -301,7 +301,7 @@ def _decode(
     try:
         keys, values = _rows(k, v, page_table, dealing, lengths)
     except ValueError:  # maybe on this rank alone: its peers would wait for it
-        _refuse(queries[0], v, schedule)
+        _refuse(queries, v, schedule)
         raise
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
@@ -359,7 +359,7 @@ def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int
     which queries."""
     flat = mine.new_empty((1, numbers_given(q.shape, mine.shape[3] - 1)))
     said = 1 + TOLD * q.shape[0] * q.shape[1]
-    checked = mine.device.type == "cpu" or settings.check_ranks()
+    checked = _is_checked(mine)
     flat[0, 0] = checksum(words)
     flat[0, 1:said] = told_apart(q).reshape(-1) if checked else torch.nan  # which no rank takes for different
     flat[0, said:] = mine.reshape(-1)
@@ -369,13 +369,20 @@ def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int
     return everyone[:, said:].view(len(everyone), *mine.shape)
 
 
-def _refuse(q: Tensor, v: Tensor, schedule: Schedule) -> None:
-    """This rank's part of a call's first exchange, where it has none: its peers raise, as it does itself, and all are
-    in step for their next call."""
-    numbers = numbers_given(q.shape, v.shape[3])
-    flat = q.new_full((1, numbers), torch.nan, dtype=accumulate_dtype(q.dtype))
-    flat[0, 0] = _REFUSED
-    schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
+def _is_checked(x: Tensor) -> bool:
+    """Whether ranks read what the others were called with; elsewhere that would wait for the device."""
+    return x.device.type == "cpu" or settings.check_ranks()
+
+
+def _refuse(queries: Sequence[Tensor], v: Tensor, schedule: Schedule) -> None:
+    """This rank's part of a call for which it has none: its peers raise, as it does itself, and all are in step for
+    their next call. Peers that read it end the call with its first exchange, others make all of them."""
+    with schedule.several("context_parallel_decode"):
+        for some in queries[:1] if _is_checked(v) else queries:
+            numbers = numbers_given(some.shape, v.shape[3])
+            flat = some.new_full((1, numbers), torch.nan, dtype=accumulate_dtype(some.dtype))
+            flat[0, 0] = _REFUSED
+            schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
 
 
 def _check_alike(checksums: list[float], queries: Tensor, words: str, rank: int) -> None:

@@ -239,7 +239,7 @@ def _unshard(
     rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
     padded = x_shard.new_zeros((rows, *row))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
-    words = _in_words(x_shard, dim, layout, seq_len, cu_seqlens)
+    words = _in_words(x_shard, dim, layout, seq_len, cu_seqlens) if checked else ""
     if checked:
         _checksums(padded, 1).copy_(torch.tensor(list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)

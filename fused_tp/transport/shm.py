@@ -56,8 +56,6 @@ _DTYPE_NUMBERS = {
 }
 _REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
-# Between looks at whether a peer still lives, and at Ctrl-C, during a rendezvous.
-
 _MOST_DESCRIBED = 1024
 
 # Address space, not memory: pages exist once touched.

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.nn import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn.sharding import local
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 from tests.workers import device_mesh, run_ranks
@@ -367,6 +368,19 @@ def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:
 
 def test_bad_inputs_are_refused_before_anything_is_sent() -> None:
     run_ranks(2, bad_inputs)
+
+
+def gradient_in_parts(group: dist.ProcessGroup) -> None:
+    """Of columns that do not divide, from a sum: autograd gives one number for all of it."""
+    weight = RowParallelLinear(5, 4, mesh=device_mesh(group)).weight
+    for times in (1, 2):
+        local(weight).sum().backward()
+        assert weight.grad.stride() == weight.stride() and weight.grad.to_local().is_contiguous()
+        assert torch.equal(weight.grad.to_local(), torch.full((4, 3 - dist.get_rank(group)), float(times)))
+
+
+def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do() -> None:
+    run_ranks(2, gradient_in_parts)
 
 
 def two_dim_mesh(group: dist.ProcessGroup) -> None:

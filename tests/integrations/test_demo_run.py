@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fused_tp.cli import demo
+from fused_tp.cli import demo, demo_launch
 from fused_tp.cli.demo_data import ByteTokenizer, make_batch, make_tokens
 from fused_tp.cli.demo_model import build_model
 from fused_tp.cli.demo_settings import DemoSettings
@@ -133,3 +135,14 @@ def test_what_only_the_ranks_can_find_is_a_sentence(tmp_path: Path, capfd: pytes
     (tmp_path / "short.txt").write_text("Too short.")
     assert demo.main(parse(f"{TINY} --tp 1 --data {tmp_path / 'short.txt'}")) == 2
     assert "fused-tp demo: --data has 10 tokens, fewer than one row of 37" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "device", "how"), [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]
+)
+def test_how_ranks_are_started(folder: int, device: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "x" * folder)
+    monkeypatch.setattr(demo_launch.mp, "set_forkserver_preload", lambda modules: None)
+    settings: Any = SimpleNamespace(device=device)
+    assert demo_launch._start_method(settings, SimpleNamespace(__module__="a_module")) == how  # type: ignore[arg-type]

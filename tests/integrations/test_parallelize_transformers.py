@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fused_tp.integrations.loading import load_full_state_dict
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.saving import save_whole
 from fused_tp.nn import gather_state_dict
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, full, make, make_tokens, mesh_of
 from tests.workers import run_ranks
@@ -253,7 +258,21 @@ def saved_as_ever(group: dist.ProcessGroup, folder: str) -> None:
     if dist.get_rank(group) == 1:  # with a state of its own it is nobody else's business
         parallel.save_pretrained(f"{folder}/own", state_dict={"model.norm.weight": torch.ones(3)})
     parallel.save_pretrained(f"{folder}/none", is_main_process=False)
+    if "distributed_checkpoint" in inspect.signature(type(parallel).save_pretrained).parameters:
+        with pytest.raises(ValueError, match="distributed_checkpoint=True"):  # on all ranks
+            parallel.save_pretrained(f"{folder}/parts", distributed_checkpoint=True)
+    replica = parallelize(copy_of(whole), mesh_of(group, 4, 1))  # all ranks hold the whole: one writes
+    with patch.object(type(replica), "save_pretrained") as written:
+        replica.save_pretrained(folder)
+    assert written.call_count == (dist.get_rank(group) == 0)
     dist.barrier(group)
+
+
+def test_what_saves_the_whole_model_is_pickled_with_it() -> None:
+    model = torch.nn.Linear(2, 2)
+    save_whole(model)  # type: ignore[arg-type]
+    again = pickle.loads(pickle.dumps(model))
+    assert again.save_pretrained.args[0] is again and copy.deepcopy(model).save_pretrained.args[0] is not model
 
 
 def test_save_pretrained_writes_the_whole_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.runtime.group import SINGLE_NAME
 from fused_tp.schedules.attention import decode_triton
 from fused_tp.schedules.attention.chunks import chunks_of
 from fused_tp.schedules.attention.dealing import Dealing
@@ -150,3 +152,22 @@ def test_a_graph_cannot_be_captured_of_what_is_read_on_the_host(paged: bool) -> 
     with pytest.raises(ValueError, match="a page_table while" if paged else "cache_seqlens on meta while"):
         decode_op._check_capture(lengths, torch.zeros(2, 1) if paged else None)
     decode_op._check_capture(torch.ones(2), None)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_one_that_refuses_makes_as_many_exchanges_as_its_peers(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt there are several. Peers that read what it says raise behind the first, others make all."""
+    gathered: list[torch.Size] = []
+
+    def all_gather(x: Tensor, **_: Any) -> Any:
+        gathered.append(x.shape)
+        return SimpleNamespace(wait=lambda: None)
+
+    schedule = SimpleNamespace(all_gather=all_gather, several=lambda op: nullcontext())
+    monkeypatch.setattr(decode_op, "_parts_schedule", lambda *_: schedule)
+    monkeypatch.setattr(decode_op, "_GATHERED_BYTES", 1)
+    monkeypatch.setattr(decode_op.settings, "check_ranks", lambda: checked)
+    q, cache = (torch.empty(2, tokens, 2, 8, device="meta") for tokens in (3, 4))
+    with pytest.raises(ValueError, match="make it longer"):
+        decode_op._decode(q, cache, cache, torch.tensor([9, 12]), None, None, None, 1.0, -1, -1, 0.0, 4, SINGLE_NAME)
+    assert len(gathered) == (1 if checked else 3) and len(set(gathered)) == 1
