@@ -419,7 +419,7 @@ def _scale_if_differentiable(factor: float, value: Tensor) -> Tensor:
 
 
 def _in_one_order(hooks: dict[int, Any]) -> None:
-    """Make the order of an OrderedDict that was reordered that of the plain dict, too: torch.compile of torch 2.11 looks
-    a hook up in the latter by its number in the former."""
+    """Make the order of an OrderedDict that was reordered that of the plain dict, too: torch.compile of torch 2.11
+    looks a hook up in the latter by its number in the former."""
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
