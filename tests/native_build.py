@@ -120,10 +120,10 @@ def require_sanitizer(sanitizer: str) -> None:
 def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: list[str]) -> Path:
     command = [compiler(), *COMMON_FLAGS, *flags]
     jobs, nice = (1, ["nice", "-n", "10"]) if getattr(_low_priority, "on", False) else (os.cpu_count(), [])
-    with _locked(_cache() / f"{file_name}.lock"), ThreadPoolExecutor(jobs) as pool:
+    with _locked(cache() / f"{file_name}.lock"), ThreadPoolExecutor(jobs) as pool:
         objects = list(pool.map(lambda source: _compile(nice, command, (REPOSITORY / source).resolve()), sources))
         digest = _digest([*command, *link_flags, *(made.name for made in objects)])
-        target = _cache() / digest / file_name
+        target = cache() / digest / file_name
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             _run([*nice, *command, *link_flags, *map(str, objects), "-ldl"], target)
@@ -134,19 +134,19 @@ def _compile(nice: list[str], command: list[str], source: Path) -> Path:
     """The object of a source. Beside it lies what it was made of: which files, and a digest of their contents."""
     language = ["-x", "c++"] if source.suffix == ".cu" else []
     stem = f"{source.stem}-{_digest([*command, str(source)])}"
-    record = _cache() / f"{stem}.json"
+    record = cache() / f"{stem}.json"
     if record.exists():
         files = json.loads(record.read_text())
-        made = _cache() / f"{stem}-{_digest_of_files(files)}.o"
+        made = cache() / f"{stem}-{_digest_of_files(files)}.o"
         if made.exists():
             return made
     # Programs may have a source in common, each under a lock of its own.
     mine = f"{os.getpid()}-{threading.get_ident()}"
-    made = _cache() / f"{stem}-{mine}.o"
+    made = cache() / f"{stem}-{mine}.o"
     needs = made.with_suffix(".d")
     _run([*nice, *command, "-MMD", "-MF", str(needs), *language, "-c", str(source)], made)
     files = needs.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    final = _cache() / f"{stem}-{_digest_of_files(files)}.o"
+    final = cache() / f"{stem}-{_digest_of_files(files)}.o"
     made.replace(final)
     needs.unlink()
     unfinished = record.with_suffix(f".{mine}")
@@ -164,7 +164,8 @@ def _run(command: list[str], output: Path) -> None:
 
 
 @functools.cache
-def _cache() -> Path:
+def cache() -> Path:
+    """Where what tests build is kept from session to session."""
     folder = Path(tempfile.gettempdir(), f"fused_tp_native_tests_{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import hashlib
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,16 @@ def compiled(variant: Variant) -> Any:
     """
     import triton
     from triton.backends.compiler import GPUTarget
+
+    source = _source(variant)
+    try:
+        with _silence():
+            return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
+    except Exception as error:
+        raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
+
+
+def _source(variant: Variant) -> Any:
     from triton.compiler import ASTSource
 
     names: list[str] = variant.function.arg_names
@@ -121,16 +133,40 @@ def compiled(variant: Variant) -> Any:
             signature[name] = "constexpr"
         else:
             signature[name] = typed((index,), variant.arguments[name], name in variant.odd)
-    source = ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
-    try:
-        with _silence():
-            return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
-    except Exception as error:
-        raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
+    return ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def measure(variant: Variant) -> Resources:
-    """Compiles a variant and looks at what came out. Raises as `compiled` does."""
+def measure(variant: Variant, kept: Path | None = None) -> Resources:
+    """Compiles a variant and looks at what came out. Raises as `compiled` does.
+
+    Args:
+        kept: folder where what came out is left, and looked for first: the same source compiles to the same code.
+    """
+    if kept is None:
+        return _measured(variant)
+    file = kept / f"{_digest(variant)}.json"
+    if file.exists():
+        return Resources(**json.loads(file.read_text()))
+    found = _measured(variant)
+    kept.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(found)))
+    unfinished.replace(file)
+    return found
+
+
+def _digest(variant: Variant) -> str:
+    """Of all that a compilation depends on."""
+    import triton
+
+    settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    settings.pop("TRITON_CACHE_DIR", None)
+    whole = (triton.__version__, _source(variant).hash(), variant.kernel, variant.name, variant.arch)
+    more = (sorted(variant.options.items()), variant.matrix_instruction, sorted(settings.items()))
+    return hashlib.sha256(repr((whole, more)).encode()).hexdigest()
+
+
+def _measured(variant: Variant) -> Resources:
     kernel = compiled(variant)
     registers, stack = _registers_and_stack(kernel.asm["cubin"])
     found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", kernel.asm["ptx"])
@@ -154,16 +190,19 @@ def all_variants(modules: Sequence[str] = KERNEL_MODULES, archs: Sequence[int] =
 
 
 def measure_all(
-    modules: Sequence[str] = KERNEL_MODULES, archs: Sequence[int] = (80, 90, 100), processes: int | None = None
+    modules: Sequence[str] = KERNEL_MODULES,
+    archs: Sequence[int] = (80, 90, 100),
+    processes: int | None = None,
+    kept: Path | None = None,
 ) -> list[Resources | str]:
-    """Resources of all variants, in order; the error's text where one did not compile.
+    """Resources of all variants, in order; the error's text where one did not compile. `kept`: as for `measure`.
 
     In new processes, as many as there are cores: a process that interprets kernels cannot compile them, and ptxas
-    takes one core. Compiled code goes to a temporary folder, so that every call compiles what is there now.
+    takes one core. Compiled code goes to a temporary folder, since it is large and nobody runs it.
     """
     processes = processes or len(os.sched_getaffinity(0))
     share = 4  # parts per process and module, so that all end at about the same time
-    work = [(module, arch, part, share) for module in modules for arch in archs for part in range(share)]
+    work = [(module, arch, part, share, kept) for module in modules for arch in archs for part in range(share)]
     with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder, _environment(folder):
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
@@ -180,11 +219,11 @@ def _variants(module: str, arch: int) -> Iterable[Variant]:
     return importlib.import_module(f".{module}", __package__).compile_variants(arch)
 
 
-def _measure_part(module: str, arch: int, part: int, parts: int) -> list[Resources | str]:
+def _measure_part(module: str, arch: int, part: int, parts: int, kept: Path | None) -> list[Resources | str]:
     results: list[Resources | str] = []
     for variant in list(_variants(module, arch))[part::parts]:
         try:
-            results.append(measure(variant))
+            results.append(measure(variant, kept))
         except RuntimeError as error:
             results.append(f"{error}: {str(error.__cause__)[:500]}")
     return results

@@ -1,6 +1,7 @@
 """Compiling every kernel takes minutes of CPU time, and many other tests wait: so it starts with the session.
 
-It runs at the lowest priority, takes what the others leave, and its tests come last.
+It runs at the lowest priority, takes what the others leave, and its tests come last. What came out is kept: the next
+session compiles what has changed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 
 import pytest
 
+from tests.native_build import cache
 from tests.workers import REPOSITORY
 
 _MEASURE = """
 import pickle, sys
+from pathlib import Path
 from triton_kernels.resources import measure_all
-results = measure_all()
+results = measure_all(kept=Path(sys.argv[2]))
 with open(sys.argv[1], "wb") as file:
     pickle.dump(results, file)
 """
@@ -70,5 +73,5 @@ def _fixtures(item: pytest.Item) -> list[str]:
 def _start() -> None:
     path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path)]
+    command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path), str(cache() / "kernel_resources")]
     _running.append((subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True), path))

@@ -11,9 +11,12 @@ import pytest
 pytest.importorskip("triton")
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from triton_kernels.resources import all_variants, compiled
+from triton_kernels import resources
+from triton_kernels.resources import Resources, Variant, all_variants, compiled, measure
 
 
 def test_every_kernel_compiles_for_every_architecture(kernel_resources: list[Any]) -> None:
@@ -75,3 +78,23 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
     # Of the two loops around the wait, the inner one is that over chunks: all loads are inside of it.
     over_chunks = max(number for number in at["scf.for %"] if number < at["acquire, sys"][0])
     assert all(depth(lines[number]) > depth(lines[over_chunks]) for number in loads)
+
+
+def test_what_came_out_is_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = next(variant for variant in all_variants(("ring_forward",), (90,)) if variant.kernel == "ring_relay")
+    made = []
+
+    def measured(variant: Variant) -> Resources:
+        made.append(variant)
+        return Resources(variant.kernel, variant.name, variant.arch, 32, 0, 0, 0, 4, "", False)
+
+    monkeypatch.setattr(resources, "_measured", measured)
+    assert measure(variant, tmp_path) == measure(variant, tmp_path) and len(made) == 1
+    name, value = next((name, value) for name, value in variant.constants.items() if type(value) is int)
+    changed = replace(variant, constants={**variant.constants, name: value + 1})
+    for other in (changed, replace(variant, arch=80), replace(variant, options={"num_warps": 8})):
+        measure(other, tmp_path)
+        assert made[-1] is other
+    monkeypatch.setenv("TRITON_SOMETHING", "1")
+    measure(variant, tmp_path)
+    assert made[-1] is variant and len(made) == 5
