@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.store_exchange import exchange
 
 
 @torch.no_grad()
@@ -25,6 +31,8 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
 
     Raises:
         TypeError: `module` is no nn.Module.
+        CollectiveTimeoutError, PeerLostError: some rank that holds a part did not call it within `FUSED_TP_TIMEOUT`
+            seconds, or has died. What the group's ops need to agree on afterwards is lost: make a new group.
 
     Example:
         >>> full = gather_state_dict(model, device="cpu")
@@ -36,6 +44,7 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     full: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
     tensors = module.state_dict(keep_vars=True)
+    _meet(tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
             if keep:
@@ -51,3 +60,11 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
         if keep:
             full[name] = gathered[id(tensor)]
     return full
+
+
+def _meet(tensors: Iterable[Any]) -> None:
+    """Waits until all ranks that hold parts have come, or tells who has not: torch would wait for them half an hour."""
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
+        for dim, ranks in enumerate(mesh.shape):
+            if ranks > 1:
+                exchange(resolve_group(mesh.get_group(dim)), "gather_state_dict", b"")

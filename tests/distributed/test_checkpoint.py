@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from fused_tp import CollectiveTimeoutError
 from fused_tp.nn import gather_state_dict
 from tests.distributed.small_model import Model, shard_model, tokens
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, fresh_ranks, run_ranks
 
 
 def full_state(group: dist.ProcessGroup) -> None:
@@ -35,6 +36,19 @@ def full_state(group: dist.ProcessGroup) -> None:
     assert bool(on_first) == (dist.get_rank() == 0)
     with pytest.raises(TypeError, match=r"module must be an nn\.Module"):
         gather_state_dict({})
+
+
+def one_rank_alone(group: dist.ProcessGroup) -> None:
+    model = shard_model(Model(), device_mesh(group), False)
+    if dist.get_rank() == 0:  # as one would who saves on the main process
+        with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 did not take part in gather_state_dict of group"):
+            gather_state_dict(model)
+    dist.barrier()
+
+
+def test_who_gathers_alone_is_told_who_did_not_come() -> None:
+    for outcome in fresh_ranks(2, one_rank_alone, env={"FUSED_TP_TIMEOUT": "0.5"}):
+        outcome.unwrap()
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
