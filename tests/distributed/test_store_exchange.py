@@ -69,18 +69,22 @@ class DyingStore(dist.HashStore):
     wait = get = check = _gone
 
 
-def meet_where_the_store_has_died(group: Any) -> list[str]:
+def meet_over(group: Any, store: type[dist.HashStore], kind: type[FusedTPError]) -> list[str]:
+    """What the meetings say over such a store; they raise that kind of error."""
     said = []
     for meet in MEETINGS:
-        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DyingStore())})
-        with pytest.raises(CollectiveTimeoutError) as caught:
+        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store())})
+        with pytest.raises(kind) as caught:
             meet(described)
         said.append(str(caught.value))
+        if kind is PeerLostError:
+            with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
+                exchange(described, "names", b"mine")
     return said
 
 
 def test_a_store_that_has_died_is_no_fault_of_a_rank() -> None:
-    (said,) = run_ranks(1, meet_where_the_store_has_died, env={"FUSED_TP_TIMEOUT": "0.3"})
+    (said,) = run_ranks(1, meet_over, DyingStore, CollectiveTimeoutError, env={"FUSED_TP_TIMEOUT": "0.3"})
     for sentence in said:
         assert sentence.startswith("The store of group '") and "is gone" in sentence, sentence
         assert "did not" not in sentence
@@ -92,20 +96,8 @@ class DeadStore(DyingStore):
     set = add = DyingStore._gone
 
 
-def meet_where_the_store_is_dead(group: Any) -> list[str]:
-    said = []
-    for meet in MEETINGS:
-        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(DeadStore())})
-        with pytest.raises(PeerLostError) as caught:
-            meet(described)
-        said.append(str(caught.value))
-    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
-        exchange(described, "names", b"mine")
-    return said
-
-
 def test_a_store_that_is_dead_when_it_is_first_written_to() -> None:
-    (said,) = run_ranks(1, meet_where_the_store_is_dead)
+    (said,) = run_ranks(1, meet_over, DeadStore, PeerLostError)
     for sentence, what in zip(said, ("names", "the shared-memory rendezvous"), strict=True):
         assert sentence.startswith("The store of group '") and f"peers anything in {what}. It says: Con" in sentence
 

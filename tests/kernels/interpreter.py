@@ -1,4 +1,4 @@
-"""Triton's interpreter without two things that take half of its time and are of no use to tests."""
+"""Triton's interpreter without two things that take most of its time and are of no use to tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def quicken(_group: object = None) -> None:
-    """Makes this process, which interprets kernels and never compiles one, interpret them in half the time.
+    """Makes this process, which interprets kernels and never compiles one, interpret them in a third of the time.
 
     Triton searches all of triton.language, at every call of a @jit function, those inside of kernels too, for what to
     replace by its interpreter's own, and after a launch puts back what it replaced before: here it stays replaced.
