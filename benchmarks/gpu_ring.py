@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.chunks import chunks_of
-from fused_tp.schedules.attention.masks import AttentionMask
-from fused_tp.schedules.attention.plan import ring_plan
-from fused_tp.schedules.attention.ring import Forward, RingCall
-from fused_tp.schedules.attention.ring_fused import keys_layout
-from fused_tp.schedules.attention.ring_local import LocalRing
-from fused_tp.schedules.attention.scores import Scores
-from fused_tp.schedules.attention.triton import TRITON, terms_of
+from fused_tp.attention.chunks import chunks_of
+from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.plan import ring_plan
+from fused_tp.attention.ring import Forward, RingCall
+from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.ring_local import LocalRing
+from fused_tp.attention.scores import Scores
+from fused_tp.attention.triton import TRITON, terms_of
 from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalRank, run_local
 

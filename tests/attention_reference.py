@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.philox import kept
-from fused_tp.schedules.attention.scores import Dropout
+from fused_tp.attention.philox import kept
+from fused_tp.attention.scores import Dropout
 
 
 def dense_mask(

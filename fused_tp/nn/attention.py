@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fused_tp.attention.layouts import LAYOUTS, check_layout, local_length
 from fused_tp.nn.context_cache import ContextCache, PagedContextKVCache
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import (
@@ -30,7 +31,6 @@ from fused_tp.ops.cu_seqlens import on_host
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
-from fused_tp.schedules.attention.layouts import LAYOUTS, check_layout, local_length
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

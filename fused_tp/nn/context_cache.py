@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from fused_tp.attention.cache_exchange import deal
+from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
+from fused_tp.attention.decode import alike
+from fused_tp.attention.layouts import all_tokens, check_layout, local_length
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import check_int, check_local, check_tensor
 from fused_tp.ops.attention_keywords import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
-from fused_tp.schedules.attention.cache_exchange import deal
-from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.schedules.attention.decode import alike
-from fused_tp.schedules.attention.layouts import all_tokens, check_layout, local_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

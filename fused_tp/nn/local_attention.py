@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_tp.schedules.attention.philox import kept
-from fused_tp.schedules.attention.scores import Dropout
+from fused_tp.attention.philox import kept
+from fused_tp.attention.scores import Dropout
 
 
 def local_attention(

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.attention.all_to_all import AllToAll, Exchange, Share, shares
+from fused_tp.attention.all_to_all_select import select_all_to_all
+from fused_tp.attention.layouts import all_tokens, local_length
 from fused_tp.ops.attention_arguments import HOW, Keywords, checksum, explained, in_words
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import group_by_name
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.all_to_all import AllToAll, Exchange, Share, shares
-from fused_tp.schedules.attention.all_to_all_select import select_all_to_all
-from fused_tp.schedules.attention.layouts import all_tokens, local_length
 from fused_tp.transport.base import accumulate_dtype
 
 OP = "ulysses_attention"

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from fused_tp.attention import decode_triton
+from fused_tp.attention.cache_rows import CacheRows, DenseRows, PagedRows
+from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
+from fused_tp.attention.decode import TOLD, CacheCall, attend, merge, numbers_given, told_apart
+from fused_tp.attention.providers import provider_for
+from fused_tp.attention.scores import Scores
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
 from fused_tp.ops.attention_keywords import ScoreKeywords
@@ -16,12 +22,6 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
-from fused_tp.schedules.attention import decode_triton
-from fused_tp.schedules.attention.cache_rows import CacheRows, DenseRows, PagedRows
-from fused_tp.schedules.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.schedules.attention.decode import TOLD, CacheCall, attend, merge, numbers_given, told_apart
-from fused_tp.schedules.attention.providers import provider_for
-from fused_tp.schedules.attention.scores import Scores
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule

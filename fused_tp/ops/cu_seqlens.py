@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.attention.masks import check_cu_seqlens
 from fused_tp.ops.arguments import check_local
-from fused_tp.schedules.attention.masks import check_cu_seqlens
 
 
 def on_host(name: str, cu_seqlens: Any) -> Tensor | None:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from fused_tp.attention import decode_triton
+from fused_tp.attention.decode import FEW
+from fused_tp.attention.providers import Wanted, choose_provider
+from fused_tp.attention.ring_fused import FusedRing
+from fused_tp.attention.ring_select import no_fused_ring, no_fused_ring_in
+from fused_tp.attention.torch_flash import TORCH_CPU, TORCH_CUDA, TORCH_CUDNN
+from fused_tp.attention.triton import TRITON
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.attention import decode_triton
-from fused_tp.schedules.attention.decode import FEW
-from fused_tp.schedules.attention.providers import Wanted, choose_provider
-from fused_tp.schedules.attention.ring_fused import FusedRing
-from fused_tp.schedules.attention.ring_select import no_fused_ring, no_fused_ring_in
-from fused_tp.schedules.attention.torch_flash import TORCH_CPU, TORCH_CUDA, TORCH_CUDNN
-from fused_tp.schedules.attention.triton import TRITON
 from fused_tp.schedules.select import ALONE, Decision, decide
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport.base import accumulate_dtype

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fused_tp.attention import ring_select
+from fused_tp.attention.decode import numbers_given
 from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
-from fused_tp.schedules.attention import ring_select
-from fused_tp.schedules.attention.decode import numbers_given
 from fused_tp.schedules.ways import ALL_TO_ALL
 
 Shape = Sequence[int]

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from fused_tp.attention.plan import RingPlan, ring_plan
+from fused_tp.attention.provider import AttentionProvider
+from fused_tp.attention.providers import provider_for
+from fused_tp.attention.ring import Ring, RingCall, Saved
+from fused_tp.attention.ring_fused import FusedRing
+from fused_tp.attention.ring_select import select_ring
+from fused_tp.attention.triton import TRITON
 from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
 from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.context import autocast_dtype, cast
@@ -14,13 +21,6 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.plan import RingPlan, ring_plan
-from fused_tp.schedules.attention.provider import AttentionProvider
-from fused_tp.schedules.attention.providers import provider_for
-from fused_tp.schedules.attention.ring import Ring, RingCall, Saved
-from fused_tp.schedules.attention.ring_fused import FusedRing
-from fused_tp.schedules.attention.ring_select import select_ring
-from fused_tp.schedules.attention.triton import TRITON
 from fused_tp.transport.base import accumulate_dtype
 
 if TYPE_CHECKING:

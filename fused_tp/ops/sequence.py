@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fused_tp.attention.layouts import Tokens, all_tokens, check_layout, local_length
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.schedules.attention.layouts import Tokens, all_tokens, check_layout, local_length
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from fused_tp.attention.layouts import joint_layout
 from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
-from fused_tp.schedules.attention.layouts import joint_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

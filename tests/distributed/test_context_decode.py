@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp import RankMismatchError, context_parallel_decode
+from fused_tp.attention import decode
+from fused_tp.attention.dealing import Dealing
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
-from fused_tp.schedules.attention import decode
-from fused_tp.schedules.attention.dealing import Dealing
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 from tests.workers import run_ranks

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
+from fused_tp.attention import ring_one_sided
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import one_sided
-from fused_tp.schedules.attention import ring_one_sided
 from fused_tp.schedules.one_sided import OneSided
 from fused_tp.transport.shm import ShmTransport, Workspace, shm_transport
 from tests.workers import fresh_ranks, run_ranks

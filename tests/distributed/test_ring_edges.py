@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fused_tp import ring_attention, shard_sequence
+from fused_tp.attention.ring import Backward, Forward
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.ops.ring_attention import (
     RING_ATTENTION,
@@ -20,7 +21,6 @@ from fused_tp.ops.ring_attention import (
 )
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import SINGLE_NAME
-from fused_tp.schedules.attention.ring import Backward, Forward
 from fused_tp.transport.shm import ShmTransport
 from tests.attention_cases import FEATURES, ROUTES, inputs, keywords
 from tests.attention_reference import dense_attention, dense_mask
@@ -60,8 +60,8 @@ def with_a_late_reader(group: dist.ProcessGroup, late: int) -> float:
     """By how much this rank's gradients are off, where a rank adds what others found for it after all others."""
     seq_len, window = 64, (3, 0)
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.schedules.attention.ring._FEWEST_ROWS_OF_A_PART", 8)
-    patch.setattr("fused_tp.schedules.attention.ring._MOST_PARTS", 2)
+    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_PART", 8)
+    patch.setattr("fused_tp.attention.ring._MOST_PARTS", 2)
     attend = Backward.attend
 
     def slowly(self: Backward, t: int, *tensors: Any) -> None:

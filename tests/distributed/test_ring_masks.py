@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fused_tp.attention.layouts import all_tokens
 from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.schedules.attention.layouts import all_tokens
 from tests.attention_cases import (
     DOCUMENTS,
     FEATURES,
@@ -46,8 +46,8 @@ def test_features_on_three_ranks(route: str) -> None:
 
 def on_ranks_in_parts(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.schedules.attention.ring._FEWEST_ROWS_OF_A_PART", 2)
-    patch.setattr("fused_tp.schedules.attention.ring._MOST_PARTS", 5)
+    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_PART", 2)
+    patch.setattr("fused_tp.attention.ring._MOST_PARTS", 5)
     try:
         return on_ranks(group, cases)
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention_memory import WAYS, Setting, peak_mib
-from fused_tp.schedules.attention import ring
+from fused_tp.attention import ring
 from tests.workers import fresh_ranks
 
 TOKENS = 1024  # on a rank; wide and short, which computes little

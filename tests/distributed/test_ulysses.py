@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from fused_tp.attention.all_to_all import Share, shares
+from fused_tp.attention.layouts import all_tokens, joint_layout, local_length
+from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.plan import RingPlan
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.ops.ulysses_attention import ulysses_attention
 from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.schedules.attention.all_to_all import Share, shares
-from fused_tp.schedules.attention.layouts import all_tokens, joint_layout, local_length
-from fused_tp.schedules.attention.masks import AttentionMask
-from fused_tp.schedules.attention.plan import RingPlan
 from tests.attention_cases import (
     DOCUMENTS,
     FEATURES,
@@ -75,7 +75,7 @@ def test_key_heads_that_several_ranks_read(route: str) -> None:
 
 def on_ranks_by_index(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.schedules.attention.all_to_all._MOST_PIECES", 1)
+    patch.setattr("fused_tp.attention.all_to_all._MOST_PIECES", 1)
     try:
         return on_ranks(group, cases, ulysses_attention)
     finally:

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.schedules.attention import triton
-from fused_tp.schedules.attention.masks import AttentionMask
-from fused_tp.schedules.attention.scores import Scores
+from fused_tp.attention import triton
+from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.scores import Scores
 from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check, check_fp8
 
 pytestmark = pytest.mark.gpu

@@ -18,10 +18,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import prepare
-from fused_tp.schedules.attention.chunks import chunks_of
-from fused_tp.schedules.attention.masks import AttentionMask
-from fused_tp.schedules.attention.plan import ring_plan
-from fused_tp.schedules.attention.ring_fused import keys_layout
+from fused_tp.attention.chunks import chunks_of
+from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.plan import ring_plan
+from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalRank, run_local
 from tests.attention_reference import dense_attention, dense_mask

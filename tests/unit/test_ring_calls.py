@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_tp.attention import decode_triton
+from fused_tp.attention.chunks import chunks_of
+from fused_tp.attention.dealing import Dealing
+from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.plan import ring_plan
+from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.scores import Scores
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.runtime.group import SINGLE_NAME
-from fused_tp.schedules.attention import decode_triton
-from fused_tp.schedules.attention.chunks import chunks_of
-from fused_tp.schedules.attention.dealing import Dealing
-from fused_tp.schedules.attention.masks import AttentionMask
-from fused_tp.schedules.attention.plan import ring_plan
-from fused_tp.schedules.attention.ring_fused import keys_layout
-from fused_tp.schedules.attention.scores import Scores
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")

@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fused_tp.attention.plan import RingPlan, Rows, Step, number_in, numbered, of_keys
+from fused_tp.attention.provider import AttentionProvider
+from fused_tp.attention.scores import Scores
+from fused_tp.attention.state import SoftmaxState, row_sums, sink_gradient
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.plan import RingPlan, Rows, Step, number_in, numbered, of_keys
-from fused_tp.schedules.attention.provider import AttentionProvider
-from fused_tp.schedules.attention.scores import Scores
-from fused_tp.schedules.attention.state import SoftmaxState, row_sums, sink_gradient
 from fused_tp.transport.base import accumulate_dtype
 
 # In bf16 a part's gradients, in fp32, are three times under way, its keys twice: all as much as one shard's K/V.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.plan import RingPlan, of_keys
+from fused_tp.attention.plan import RingPlan, of_keys
 from fused_tp.transport.kernels import kernel_module
 
 _ROWS_OF_A_CHUNK = 16384  # at most, where that does not make too many of them

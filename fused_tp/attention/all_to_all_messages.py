@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, SequenceResult, Share, take
+from fused_tp.attention.all_to_all import Exchange, HeadsResult, SequenceResult, Share, take
 from fused_tp.transport.torch_dist import TorchDist
 
 _ALIGNMENT = 16  # of each tensor in a message, in bytes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
+from fused_tp.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
 from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Share, take
-from fused_tp.schedules.attention.all_to_all_messages import MessagesAllToAll
+from fused_tp.attention.all_to_all import Exchange, HeadsResult, Share, take
+from fused_tp.attention.all_to_all_messages import MessagesAllToAll
 from fused_tp.schedules.device import DeviceSchedule
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_tp.attention.chunks import chunks_of, most_rows
+from fused_tp.attention.plan import RingPlan
+from fused_tp.attention.ring import Gradients, RingCall, Saved
+from fused_tp.attention.ring_send_recv import SendRecvRing
+from fused_tp.attention.triton import TRITON, terms_of
 from fused_tp.runtime import settings
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.attention.chunks import chunks_of, most_rows
-from fused_tp.schedules.attention.plan import RingPlan
-from fused_tp.schedules.attention.ring import Gradients, RingCall, Saved
-from fused_tp.schedules.attention.ring_send_recv import SendRecvRing
-from fused_tp.schedules.attention.triton import TRITON, terms_of
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.transport.kernels import kernel_module
 

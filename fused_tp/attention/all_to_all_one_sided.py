@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, by_index, pieces
+from fused_tp.attention.all_to_all import Exchange, HeadsResult, Places, SequenceResult, by_index, pieces
 from fused_tp.transport.shm import ShmTransport, Workspace
 
 _ALIGNMENT = 64  # a cache line

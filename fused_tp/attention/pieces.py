@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fused_tp.schedules.attention.plan import Step
+from fused_tp.attention.plan import Step
 
 # Fewer rows are not worth calls of their own; with their neighbours they are one masked block.
 _FEWEST_ROWS = 64

@@ -23,7 +23,7 @@ Where tokens are so few that a single one costs a share, it cannot be near.
 
 from __future__ import annotations
 
-from fused_tp.schedules.attention.documents import Cut, Documents, Piece, merged
+from fused_tp.attention.documents import Cut, Documents, Piece, merged
 
 # How far a rank may be off its share of the work, with causal mask and without, in parts of the share: all halvings
 # together. Cutting more documents could bring it nearer, but what is whole moves nothing.

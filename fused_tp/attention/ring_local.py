@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
+from fused_tp.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
 
 
 class LocalRing:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fused_tp.attention.dealing import Dealing
+from fused_tp.attention.layouts import Tokens
+from fused_tp.attention.masks import Ints
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
-from fused_tp.schedules.attention.dealing import Dealing
-from fused_tp.schedules.attention.layouts import Tokens
-from fused_tp.schedules.attention.masks import Ints
 from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist

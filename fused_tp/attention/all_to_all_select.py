@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fused_tp.attention.all_to_all import AllToAll
+from fused_tp.attention.all_to_all_device import DeviceAllToAll
+from fused_tp.attention.all_to_all_messages import MessagesAllToAll
+from fused_tp.attention.all_to_all_one_sided import OneSidedAllToAll
 from fused_tp.runtime.group import Group
-from fused_tp.schedules.attention.all_to_all import AllToAll
-from fused_tp.schedules.attention.all_to_all_device import DeviceAllToAll
-from fused_tp.schedules.attention.all_to_all_messages import MessagesAllToAll
-from fused_tp.schedules.attention.all_to_all_one_sided import OneSidedAllToAll
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.schedules.select import select_schedule
 from fused_tp.schedules.ways import ALL_TO_ALL

@@ -15,12 +15,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fused_tp.attention import native, triton
+from fused_tp.attention.blocks import BLOCKS
+from fused_tp.attention.provider import AttentionProvider
+from fused_tp.attention.scores import Scores
+from fused_tp.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA, TORCH_CUDNN, no_cudnn
 from fused_tp.runtime import settings
-from fused_tp.schedules.attention import native, triton
-from fused_tp.schedules.attention.blocks import BLOCKS
-from fused_tp.schedules.attention.provider import AttentionProvider
-from fused_tp.schedules.attention.scores import Scores
-from fused_tp.schedules.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA, TORCH_CUDNN, no_cudnn
 
 NATIVE = native.NativeCpu()
 

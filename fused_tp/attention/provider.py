@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fused_tp.schedules.attention.plan import Step
-from fused_tp.schedules.attention.scores import Scores
-from fused_tp.schedules.attention.state import SoftmaxState
+from fused_tp.attention.plan import Step
+from fused_tp.attention.scores import Scores
+from fused_tp.attention.state import SoftmaxState
 
 
 class AttentionProvider(Protocol):

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.attention.ring import (
+from fused_tp.attention.ring import (
     Backward,
     Forward,
     Gradients,

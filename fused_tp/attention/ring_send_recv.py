@@ -19,9 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_tp.runtime import settings
-from fused_tp.schedules.attention.plan import Rows
-from fused_tp.schedules.attention.ring import (
+from fused_tp.attention.plan import Rows
+from fused_tp.attention.ring import (
     Backward,
     Forward,
     Gradients,
@@ -35,6 +34,7 @@ from fused_tp.schedules.attention.ring import (
     wire_buffer,
     zeros_like,
 )
+from fused_tp.runtime import settings
 from fused_tp.transport.base import After, Done, Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 

@@ -16,9 +16,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from fused_tp.schedules.attention.balance import balanced_ranges
-from fused_tp.schedules.attention.documents import merged
-from fused_tp.schedules.attention.masks import Ints
+from fused_tp.attention.balance import balanced_ranges
+from fused_tp.attention.documents import merged
+from fused_tp.attention.masks import Ints
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 
