@@ -98,8 +98,8 @@ class Fused:
     """The ranks of a problem: their inputs and, made by threads, their workspaces; then driven from one thread."""
 
     def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
-        from triton_kernels.launch import launch_for
-        from triton_kernels.operands import arch_of
+        from fused_tp.triton_kernels.gemm.launch import launch_for
+        from fused_tp.triton_kernels.gemm.operands import arch_of
 
         self.problem, self.device, self.sms = problem, context.device, sms
         p, device = problem, context.device
@@ -145,14 +145,14 @@ class Fused:
             for _ in range(2):
                 self.call(rank.rank, 0, workspace)
 
-        from triton_kernels.gather import GatherWorkspace
+        from fused_tp.triton_kernels.comm.gather import GatherWorkspace
 
         return prepare(
             rank, self._nbytes(), rehearse, timeout_seconds=10.0, kind=GatherWorkspace if self.problem.gathers else None
         )
 
     def _nbytes(self) -> int:
-        from triton_kernels import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+        from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 
         p = self.problem
         if p.gathers:
@@ -167,9 +167,9 @@ class Fused:
 
     def call(self, rank: int, number: int, workspace: Any = None) -> Tensor:
         """The fused call of one rank, in its stream or whichever is current."""
-        from triton_kernels.all_gather_gemm import all_gather_gemm
-        from triton_kernels.gemm_all_reduce import gemm_all_reduce
-        from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
+        from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
+        from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
+        from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
 
         p = self.problem
         workspace = workspace or self.memories[rank].workspace
@@ -306,7 +306,7 @@ def tune(run_set: Callable[[int], object]) -> None:
 
 
 def multiply(fused: Fused, rank: int, number: int, out: Tensor, sms: int) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     x, w = fused.sets[number % len(fused.sets)][rank]
     gemm(x, w, out=out, num_sms=sms)
@@ -345,7 +345,7 @@ def sum_steps(fused: Fused, streams: Sequence[torch.cuda.Stream], sms: int) -> C
 
 def gather_steps(fused: Fused, streams: Sequence[torch.cuda.Stream], sms: int) -> Callable[[int], list[Tensor]]:
     """Each rank copies all shards, then multiplies."""
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     p = fused.problem
     gathered = [torch.empty(p.m, p.k, dtype=p.element, device=fused.device) for _ in streams]

@@ -39,7 +39,7 @@ def cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
 
 
 def contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> dict[str, Callable[[], Contestant]]:
-    from triton_kernels import gemm as module
+    from fused_tp.triton_kernels.gemm import gemm as module
 
     kind, device = DTYPES[dtype], context.device
     if kind == FP8 and torch.cuda.get_device_capability(device) < (9, 0):
@@ -91,7 +91,7 @@ def contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> dict
 @contextmanager
 def only(config: Any) -> Iterator[None]:
     """Inside it `gemm` knows no other config than this one."""
-    from triton_kernels import gemm as module
+    from fused_tp.triton_kernels.gemm import gemm as module
 
     before = module.gemm_configs
     module.gemm_configs = lambda *args, **kinds: (config,)

@@ -33,9 +33,9 @@ def prepare(
     nonsense, and is dropped; the workspace is then made anew.
 
     Args:
-        kind: the class of workspace; None for `triton_kernels.workspace.Workspace`.
+        kind: the class of workspace; None for `triton_kernels.comm.workspace.Workspace`.
     """
-    from triton_kernels.workspace import Workspace
+    from fused_tp.triton_kernels.comm.workspace import Workspace
 
     kind = kind or Workspace
     buffer, handle = rank.symmetric_empty(nbytes)
@@ -55,8 +55,8 @@ def set_flags(workspace: Any) -> None:
     They stay set for calls of one kind and size. Others number their flags differently, and would find what this rank
     has put itself where they look for a peer's: set them again before.
     """
-    from triton_kernels.gather import PULLED, READY, GatherWorkspace
-    from triton_kernels.workspace import flag_bytes
+    from fused_tp.triton_kernels.comm.gather import PULLED, READY, GatherWorkspace
+    from fused_tp.triton_kernels.comm.workspace import flag_bytes
 
     words = workspace.buffer.view(torch.uint8)
     if isinstance(workspace, GatherWorkspace):  # what peers put: begun, ready and pulled; the rest is this rank's own

@@ -77,11 +77,11 @@ class Ring:
             self.layouts[rank.rank].nbytes(self.world_size),
             lambda workspace: self.one_launch(rank.rank, workspace),
             timeout_seconds=10.0,
-            kind=kernel_module("ring_keys").RingWorkspace,
+            kind=kernel_module("attention.ring_keys").RingWorkspace,
         )
 
     def one_launch(self, rank: int, workspace: Any = None) -> Tensor:
-        out: Tensor = kernel_module("ring_forward").ring_forward(
+        out: Tensor = kernel_module("attention.ring_forward").ring_forward(
             self.q[rank],
             self.k[rank],
             self.v[rank],

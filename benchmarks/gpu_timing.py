@@ -102,7 +102,7 @@ class GpuContext:
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
         # Nobody else's: of torch's pool one of them would be another's after 32 more, and would wait behind it.
-        streams: list[torch.cuda.Stream] = kernel_module("streams").own_streams(self, self.device, 1 + MOST_RANKS)
+        streams: list[torch.cuda.Stream] = kernel_module("comm.streams").own_streams(self, self.device, 1 + MOST_RANKS)
         return streams
 
 

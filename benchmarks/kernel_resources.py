@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import itertools
 import json
 import re
@@ -20,10 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# A checkout has the kernels beside this folder, an installation in its own package: there the top-level package of that
-# name is the triton project's.
-_kernels = importlib.import_module(("" if __package__ == "benchmarks" else "fused_tp.") + "triton_kernels.resources")
-Resources, measure_all = _kernels.Resources, _kernels.measure_all
+from fused_tp.triton_kernels.resources import Resources, measure_all
 
 HEADER = "| variant | registers | warps | shared memory, KiB | tensor memory, columns | spills, bytes | multiplies by |"
 

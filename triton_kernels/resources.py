@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 KERNEL_MODULES = (
-    "gemm",
-    "all_gather_gemm",
-    "gemm_reduce_scatter",
-    "gemm_all_reduce",
-    "flash_attention_forward",
-    "flash_attention_backward",
-    "ring_forward",
-    "flash_decode_parts",
+    "gemm.gemm",
+    "gemm.all_gather_gemm",
+    "gemm.gemm_reduce_scatter",
+    "gemm.gemm_all_reduce",
+    "attention.forward",
+    "attention.backward",
+    "attention.ring_forward",
+    "attention.decode_parts",
 )
 
 # What multiplies matrices on each architecture, in PTX.

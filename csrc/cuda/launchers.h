@@ -12,7 +12,7 @@ namespace fused_tp::cuda {
 // Grows when a signature or a struct below changes: a library of another version is refused.
 constexpr int32_t kAbiVersion = 2;
 
-// One rank's workspace, as triton_kernels/workspace.py makes it.
+// One rank's workspace, as triton_kernels/comm/workspace.py makes it.
 struct Workspace {
   const uint64_t* addresses;  // [world]: the ranks' workspaces
   int64_t* state;

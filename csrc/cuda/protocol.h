@@ -1,5 +1,5 @@
-// The words that kernels of all ranks, and the host, leave for each other. triton_kernels/protocol.py has the same
-// numbers and triton_kernels/signals.py says what they mean and order: kernels of both kinds work in the same
+// The words that kernels of all ranks, and the host, leave for each other. triton_kernels/comm/protocol.py has the same
+// numbers and triton_kernels/comm/signals.py says what they mean and order: kernels of both kinds work in the same
 // workspaces.
 #pragma once
 

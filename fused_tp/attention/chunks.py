@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
 class Chunks:
     """What one rank looks at, in this order: its own keys, then source by source as the steps have them.
 
-    It is what `triton_kernels.ring_forward` wants to know of a mask.
+    It is what `triton_kernels.attention.ring_forward` wants to know of a mask.
 
     Attributes:
         others: the chunks of other ranks' keys.
@@ -47,7 +47,7 @@ class Chunks:
             if vectors is None:
                 vectors = self._tables[device] = {name: _moved(x, device) for name, x in self._vectors.items()}
             starts, stops = self._vectors["starts"], self._vectors["stops"]
-            tiles, bounds = kernel_module("attention_tiles").tiles_of_chunks(
+            tiles, bounds = kernel_module("attention.tiles").tiles_of_chunks(
                 self._plan.seen(self._rank)[1:],
                 [int(b) for b in self._plan.queries[self._rank].breaks if b],
                 starts,

@@ -49,7 +49,7 @@ def attend(
     for table in (starts, k_indices):  # stops and places lie behind starts
         _read_here(table)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    found: Tensor = kernel_module("flash_decode").flash_decode(
+    found: Tensor = kernel_module("attention.decode").flash_decode(
         q, k, v, starts, stops, most, triton.terms_of(scores), pages=page_table, places=places, k_indices=k_indices
     )
     return found

@@ -1,4 +1,4 @@
-"""Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.ring_forward`.
+"""Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.attention.ring_forward`.
 
 Each rank lays its K/V out where others can read them; the copy engine pulls those that a rank looks at chunk by chunk,
 while the launch computes with what is there. It serves GPUs that write into each other's memory, ranks that are threads
@@ -41,7 +41,7 @@ class FusedRing:
             kernels.several("ring_attention"),  # peers count on this call from its first launch on
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), "ring_attention") as workspace,
         ):
-            result: tuple[Tensor, Tensor] = kernel_module("ring_forward").ring_forward(
+            result: tuple[Tensor, Tensor] = kernel_module("attention.ring_forward").ring_forward(
                 q,
                 k,
                 v,
@@ -66,8 +66,8 @@ class FusedRing:
 
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
-    """Where the keys of a call lie in the memory of all ranks: a `triton_kernels.ring_keys.KeysLayout`."""
-    module = kernel_module("ring_keys")
+    """Where the keys of a call lie in the memory of all ranks: a `triton_kernels.attention.ring_keys.KeysLayout`."""
+    module = kernel_module("attention.ring_keys")
     rows = tuple(tokens.length for tokens in plan.keys)
     pairs = k.shape[0] * k.shape[2]
     shard_bytes = max(rows) * pairs * (k.shape[3] + v.shape[3]) * k.dtype.itemsize

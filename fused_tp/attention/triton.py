@@ -36,7 +36,7 @@ def obstacle(
 def fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why forwards of such tensors cannot be in fp8, of what has no `obstacle` otherwise; or None."""
     here = None if device.type == "cuda" and not torch.cuda.is_available() else device
-    why: str | None = kernel_module("flash_attention_fp8").fp8_obstacle(dtype, here)
+    why: str | None = kernel_module("attention.fp8").fp8_obstacle(dtype, here)
     return why
 
 
@@ -141,7 +141,7 @@ class TritonFlash:
 
 
 def _kernels() -> ModuleType:
-    return kernel_module("flash_attention")
+    return kernel_module("attention.flash_attention")
 
 
 def terms_of(scores: Scores) -> Any:

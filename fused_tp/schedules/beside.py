@@ -45,5 +45,5 @@ class Beside:
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """One more stream that nobody else has."""
-        stream: torch.cuda.Stream = kernel_module("streams").own_streams(self, device, 1)[0]
+        stream: torch.cuda.Stream = kernel_module("comm.streams").own_streams(self, device, 1)[0]
         return stream

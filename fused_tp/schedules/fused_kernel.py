@@ -64,22 +64,22 @@ class FusedKernel:
         self._beside = Beside()
         self._pulling: torch.cuda.Stream | None = None
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
-        self._arch = kernel_module("operands").kernels_of(memory.arch)
-        self._most_rows_of_tiles = kernel_module("workspace").COUNTERS
+        self._arch = kernel_module("gemm.operands").kernels_of(memory.arch)
+        self._most_rows_of_tiles = kernel_module("comm.workspace").COUNTERS
         kinds = {
-            "sum": kernel_module("workspace").Workspace,
-            "gather": kernel_module("gather").GatherWorkspace,
-            "ring": kernel_module("ring_keys").RingWorkspace,
+            "sum": kernel_module("comm.workspace").Workspace,
+            "gather": kernel_module("comm.gather").GatherWorkspace,
+            "ring": kernel_module("attention.ring_keys").RingWorkspace,
         }
         self.workspaces = Workspaces(memory, kinds, ends_messages(plain))
 
     @staticmethod
     def load() -> None:
         """Imports the kernels. Raises what that raises."""
-        for name in ("workspace", "gather", "launch", "operands", "gemm_all_reduce", "gemm_reduce_scatter"):
+        for name in ("gemm.gemm_all_reduce", "gemm.gemm_reduce_scatter"):
             kernel_module(name)
-        kernel_module("all_gather_gemm")
-        kernel_module("ring_forward")
+        kernel_module("gemm.all_gather_gemm")
+        kernel_module("attention.ring_forward")
 
     def several(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
@@ -98,7 +98,7 @@ class FusedKernel:
         columns = _COLUMNS if flat.numel() % _COLUMNS == 0 else flat.numel()
         shard = flat.view(-1, columns)
         rows = shard.shape[0]
-        module = kernel_module("all_gather_gemm")
+        module = kernel_module("gemm.all_gather_gemm")
         launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
         self.check("all_gather", (flat.numel(),), flat)
         nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
@@ -161,7 +161,7 @@ class FusedKernel:
             )  # fmt: skip
         counts = row_sizes(shape, gather_dim, sizes)
         rows, rows_per_rank, k = sum(counts), counts[0], shape[-1]
-        module = kernel_module("all_gather_gemm")
+        module = kernel_module("gemm.all_gather_gemm")
         # Tiles need not be alike on all ranks here; weights may differ in width.
         launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in weights), least_margin=1)
         self.check("all_gather_matmul", (*shape, gather_dim), x_shard)
@@ -194,7 +194,7 @@ class FusedKernel:
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
         counts = row_sizes(shape, scatter_dim, sizes)
-        module = kernel_module("gemm_reduce_scatter")
+        module = kernel_module("gemm.gemm_reduce_scatter")
         # A gather may be under way beside it (x for the weight's gradient), whose small kernels need an SM.
         launch = self._launch(x.dtype, sum(counts), shape[-1], least_margin=1)
         self.check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
@@ -239,7 +239,7 @@ class FusedKernel:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         m, n = prod(x.shape[:-1]), w.shape[0]
-        module = kernel_module("gemm_all_reduce")
+        module = kernel_module("gemm.gemm_all_reduce")
         launch = self._launch(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self.check(op, shape, x, launch)
@@ -252,7 +252,7 @@ class FusedKernel:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
-        return kernel_module("launch").launch_for(
+        return kernel_module("gemm.launch").launch_for(
             dtype,
             m,
             n,
@@ -296,7 +296,7 @@ class FusedKernel:
 
 def _few(products: Sequence[Product]) -> list[Product]:
     """At most as many products as a launch adds up: those beyond are one, side by side along K."""
-    most = kernel_module("launch").MAX_PRODUCTS
+    most = kernel_module("gemm.launch").MAX_PRODUCTS
     if len(products) <= most:
         return list(products)
     rest = products[most - 1 :]

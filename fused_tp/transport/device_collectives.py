@@ -405,7 +405,7 @@ def _norm_output(fp8: Tensor | str | None, partial: Tensor) -> tuple[int, Tensor
 def _workspace_class() -> Any:
     """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
     core = import_module("fused_tp._core")
-    base: Any = kernel_module("workspace").Workspace
+    base: Any = kernel_module("comm.workspace").Workspace
 
     class DeviceWorkspace(base):
         """What `Workspaces` asks of a workspace, in few steps: every call does."""

@@ -163,7 +163,7 @@ class Workspaces:
         return self._on_failure(sentence)
 
     def _expired(self) -> Any:
-        """A `triton_kernels.workspace.Expired`, or None."""
+        """A `triton_kernels.comm.workspace.Expired`, or None."""
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _all(self) -> list[_Slot]:

@@ -28,7 +28,7 @@ def kernel_module(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
-        if spec is None or spec.loader is None or not (folder / "signals.py").exists():
+        if spec is None or spec.loader is None or not (folder / "comm" / "signals.py").exists():
             raise ImportError("this installation of fused_tp has no Triton kernels; install it again")
         package = importlib.util.module_from_spec(spec)
         sys.modules[_PACKAGE] = package

@@ -406,7 +406,7 @@ def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]
     # hand as the side streams of workspaces: the driver deals streams to the queues of the GPU as they are made, and
     # what waits in one queue behind a kernel of another rank never comes to run.
     streams: list[torch.cuda.Stream | None] = [
-        *kernel_module("streams").own_streams(owner, group.device, group.world_size)
+        *kernel_module("comm.streams").own_streams(owner, group.device, group.world_size)
     ]
     for stream in streams:
         assert stream is not None

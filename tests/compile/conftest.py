@@ -26,7 +26,7 @@ from tests.workers import REPOSITORY
 _MEASURE = """
 import pickle, sys
 from pathlib import Path
-from triton_kernels.resources import measure_all
+from fused_tp.triton_kernels.resources import measure_all
 results = measure_all(kept=Path(sys.argv[2]))
 with open(sys.argv[1], "wb") as file:
     pickle.dump(results, file)

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from triton_kernels import resources
-from triton_kernels.resources import Resources, Variant, all_variants, compiled, measure
+from fused_tp.triton_kernels import resources
+from fused_tp.triton_kernels.resources import Resources, Variant, all_variants, compiled, measure
 
 
 def test_every_kernel_compiles_for_every_architecture(kernel_resources: list[Any]) -> None:

@@ -19,7 +19,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 @pytest.fixture
 def default_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gemm` takes the first of its configs: tuning would compile all of them for each of a test's variants."""
-    from triton_kernels import gemm as module
+    from fused_tp.triton_kernels.gemm import gemm as module
 
     every = module.gemm_configs
     monkeypatch.setattr(module, "gemm_configs", lambda *args, **kinds: every(*args, **kinds)[:1])

@@ -17,17 +17,17 @@ import torch
 from benchmarks.gpu_gemm import only
 from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
 from fused_tp.transport.local import LocalRank, run_local
-from triton_kernels.all_gather_gemm import all_gather_gemm
-from triton_kernels.all_gather_gemm import workspace_bytes as gather_bytes
-from triton_kernels.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
-from triton_kernels.gemm import gemm, plan_gemm
-from triton_kernels.gemm_all_reduce import gemm_all_reduce
-from triton_kernels.gemm_all_reduce import workspace_bytes as sum_bytes
-from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from triton_kernels.gemm_reduce_scatter import workspace_bytes as scatter_bytes
-from triton_kernels.launch import launch_for
-from triton_kernels.operands import arch_of
-from triton_kernels.workspace import Workspace
+from fused_tp.triton_kernels.comm.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
+from fused_tp.triton_kernels.gemm.all_gather_gemm import workspace_bytes as gather_bytes
+from fused_tp.triton_kernels.gemm.gemm import gemm, plan_gemm
+from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
+from fused_tp.triton_kernels.gemm.gemm_all_reduce import workspace_bytes as sum_bytes
+from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import workspace_bytes as scatter_bytes
+from fused_tp.triton_kernels.gemm.launch import launch_for
+from fused_tp.triton_kernels.gemm.operands import arch_of
 
 SHAPES = ((136, 264, 128), (33, 77, 45))  # by TMA, and by pointers with masks everywhere
 DTYPE = torch.bfloat16

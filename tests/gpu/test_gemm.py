@@ -66,7 +66,7 @@ def assert_close(y: Tensor, reference: Tensor, k: int, name: str, tf32: bool = F
 @pytest.mark.parametrize("w_swapped", [False, True])
 @pytest.mark.usefixtures("default_config")
 def test_layouts_and_odd_sizes(dtype: torch.dtype, x_swapped: bool, w_swapped: bool, device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     needs_fp8(dtype)
     for m, n, k in SHAPES:
@@ -85,7 +85,7 @@ def test_layouts_and_odd_sizes(dtype: torch.dtype, x_swapped: bool, w_swapped: b
 )
 @pytest.mark.usefixtures("default_config")
 def test_epilogues(dtype: torch.dtype, activation: str, device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     needs_fp8(dtype)
     function = ACTIVATIONS[activation]
@@ -102,7 +102,7 @@ def test_epilogues(dtype: torch.dtype, activation: str, device: torch.device) ->
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("default_config")
 def test_scaled_fp8(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     needs_fp8(FP8)
     for m, n, k in ((256, 384, 512), (100, 152, 80), (33, 77, 45)):
@@ -133,9 +133,9 @@ def test_every_shipped_config(
     kind: str, tma: bool, gated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each config of this architecture by itself; normally the fastest of them is taken."""
-    from triton_kernels import gemm as module
-    from triton_kernels.configs import gemm_configs
-    from triton_kernels.operands import arch_of
+    from fused_tp.triton_kernels.gemm import gemm as module
+    from fused_tp.triton_kernels.gemm.configs import gemm_configs
+    from fused_tp.triton_kernels.gemm.operands import arch_of
 
     configs = gemm_configs(arch_of(device), kind, tma=tma, gated=gated)
     if not configs:
@@ -159,7 +159,7 @@ def test_every_shipped_config(
 
 @pytest.mark.usefixtures("default_config")
 def test_order_of_tiles_and_share_of_sms_change_no_bit(device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     x, w = operand(777, 512, torch.bfloat16, device, 1, False), operand(1032, 512, torch.bfloat16, device, 2, False)
     y = gemm(x, w)
@@ -170,7 +170,7 @@ def test_order_of_tiles_and_share_of_sms_change_no_bit(device: torch.device) -> 
 
 @pytest.mark.usefixtures("default_config")
 def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     m, k = 70_000, 32_768
     if torch.cuda.mem_get_info(device)[0] < 12 * m * k:  # x in fp32, twice, and in bf16, and some room
@@ -181,7 +181,7 @@ def test_more_than_2_to_the_31_elements(device: torch.device) -> None:
 
 
 def test_it_is_captured_and_replayed(device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     x, w = operand(256, 512, torch.bfloat16, device, 1, False), operand(384, 512, torch.bfloat16, device, 2, False)
     gemm(x, w)
@@ -197,7 +197,7 @@ def test_it_is_captured_and_replayed(device: torch.device) -> None:
 
 
 def test_a_size_met_first_in_a_capture_takes_the_default_config(device: torch.device) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     # Kernels are compiled by then: a compilation in a capture is fine, timing one is not.
     x, w = operand(320, 512, torch.bfloat16, device, 1, False), operand(448, 512, torch.bfloat16, device, 2, False)

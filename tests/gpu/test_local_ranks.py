@@ -80,7 +80,7 @@ def test_streams_run_at_the_same_time() -> None:
     kernels, beside = 6, 4
 
     def fn(rank: LocalRank) -> None:
-        side = kernel_module("streams").own_streams(rank, rank.device, beside)
+        side = kernel_module("comm.streams").own_streams(rank, rank.device, beside)
         for stream in (torch.cuda.current_stream(), *side):
             with torch.cuda.stream(stream):
                 for _ in range(kernels):

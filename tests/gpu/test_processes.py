@@ -23,17 +23,17 @@ def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
     from benchmarks.gpu_ranks import normal
     from fused_tp.runtime.partition import shard_range
     from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+    from fused_tp.triton_kernels.comm.workspace import Workspace
+    from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
+    from fused_tp.triton_kernels.gemm.all_gather_gemm import workspace_bytes as gather_bytes
+    from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
+    from fused_tp.triton_kernels.gemm.gemm_all_reduce import workspace_bytes as sum_bytes
+    from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
+    from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import workspace_bytes as scatter_bytes
+    from fused_tp.triton_kernels.gemm.launch import launch_for
+    from fused_tp.triton_kernels.gemm.operands import arch_of, sms_of
     from tests.reference import assert_within_dtype_error, matmul64
-    from triton_kernels.all_gather_gemm import all_gather_gemm
-    from triton_kernels.all_gather_gemm import workspace_bytes as gather_bytes
-    from triton_kernels.gather import GatherWorkspace
-    from triton_kernels.gemm_all_reduce import gemm_all_reduce
-    from triton_kernels.gemm_all_reduce import workspace_bytes as sum_bytes
-    from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
-    from triton_kernels.gemm_reduce_scatter import workspace_bytes as scatter_bytes
-    from triton_kernels.launch import launch_for
-    from triton_kernels.operands import arch_of, sms_of
-    from triton_kernels.workspace import Workspace
 
     rank, world = group.rank(), group.size()
     torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -68,7 +68,7 @@ def make_call(
     out, lse = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
     here = [x[:, mine].to(device) for x in (q, k, v)]
     keys = keys_layout(plan, rank, *here[1:])
-    forward, terms = kernel_module("ring_forward"), kernel_module("attention_launch").Terms(head_dim**-0.5)
+    forward, terms = kernel_module("attention.ring_forward"), kernel_module("attention.launch").Terms(head_dim**-0.5)
     programs = 3
     if device.type == "cuda":
         # Two relays of each rank may take an SM each, as they come while others are still free.
@@ -112,7 +112,7 @@ def on_gpu(rank: LocalRank, dtype: torch.dtype, in_graph: bool) -> None:
         rank.synchronize()
         del kept
 
-    kind = kernel_module("ring_keys").RingWorkspace
+    kind = kernel_module("attention.ring_keys").RingWorkspace
     memory = prepare(rank, max(call.nbytes for call in calls), rehearse, kind=kind)
 
     def late() -> None:
@@ -138,14 +138,14 @@ def on_gpu(rank: LocalRank, dtype: torch.dtype, in_graph: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_ranks_as_threads(monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: torch.dtype, groups: int) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # of the whole test: kernels are compiled in it, and have their own
-    monkeypatch.setattr(kernel_module("ring_keys"), "LEAST_GROUP_BYTES", 1 if groups > 1 else 1 << 30)
+    monkeypatch.setattr(kernel_module("attention.ring_keys"), "LEAST_GROUP_BYTES", 1 if groups > 1 else 1 << 30)
     run_local(world_size, on_gpu, dtype, groups == 4, device="cuda")
 
 
 def without_last(rank: LocalRank) -> str:
     """What the ranks say of one that does not come: a sentence, and NaN."""
     call = make_call(rank.rank, rank.world_size, 2, 900, 8, 64, torch.bfloat16, rank.device)
-    kind = kernel_module("ring_keys").RingWorkspace
+    kind = kernel_module("attention.ring_keys").RingWorkspace
     memory = prepare(rank, call.nbytes, call.launch, timeout_seconds=0.5, kind=kind)
     if rank.rank == rank.world_size - 1:
         return ""

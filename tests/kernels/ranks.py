@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.transport.symmetric_memory import symmetric_empty
+from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import forks, workers
 from tests.kernels.interpreter import quicken
 from tests.reference import matmul64, seeded
-from triton_kernels.workspace import Workspace
 
 _pool: workers._Workers | None = None
 

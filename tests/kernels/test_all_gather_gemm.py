@@ -11,13 +11,13 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.transport.symmetric_memory import symmetric_empty
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
+from fused_tp.triton_kernels.gemm.configs import GemmConfig
+from fused_tp.triton_kernels.gemm.launch import Launch
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.reference import assert_within_dtype_error, matmul64, seeded
-from triton_kernels.all_gather_gemm import all_gather_gemm, workspace_bytes
-from triton_kernels.configs import GemmConfig
-from triton_kernels.gather import GatherWorkspace, run, stage_launch
-from triton_kernels.launch import Launch
-from triton_kernels.workspace import Workspace
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)

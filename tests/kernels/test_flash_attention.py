@@ -147,7 +147,7 @@ def alone(fn: Callable[..., None], *args: Any) -> None:
 
 
 def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
-    from triton_kernels.attention_configs import AttentionConfig
+    from fused_tp.triton_kernels.attention.configs import AttentionConfig
 
     return AttentionConfig(rows, block, 4, 1, tma)
 
@@ -161,7 +161,7 @@ def terms(scores: Scores) -> Any:
 def kernels() -> Any:
     from fused_tp.transport.kernels import kernel_module
 
-    return kernel_module("flash_attention")
+    return kernel_module("attention.flash_attention")
 
 
 def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False) -> dict[str, Tensor]:
@@ -535,7 +535,7 @@ def errors(_group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="d_slopes must be"):
         flash.flash_backward(c.grad_out, c.q, c.k, c.v, *given.values(), c.step, own, d_slopes=torch.zeros(1))
     far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((1, 20, 4, 16), (0, 2**23, 16, 1))
-    from triton_kernels.attention_launch import check_rows
+    from fused_tp.triton_kernels.attention.launch import check_rows
 
     check_rows("q", c.q)
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
@@ -553,7 +553,7 @@ def test_errors() -> None:
 
 def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not on the current GPU, if that is another one."""
-    from triton_kernels.attention_launch import on_device
+    from fused_tp.triton_kernels.attention.launch import on_device
 
     entered: list[torch.device] = []
 
@@ -571,8 +571,8 @@ def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch)
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs with 99 KB take smaller tiles where those of sm_80 do not fit; with less there is a sentence."""
-    from triton_kernels import attention_launch
-    from triton_kernels.attention_configs import attention_config
+    from fused_tp.triton_kernels.attention import launch as attention_launch
+    from fused_tp.triton_kernels.attention.configs import attention_config
 
     assert attention_config("keys", 80, "tf32", 256, shared_bytes=99 << 10).rows == 16
     assert attention_config("keys", 80, "tf32", 256) == attention_config("keys", 90, "tf32", 256)
@@ -588,7 +588,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_tiles_cover_what_is_seen(seed: int) -> None:
     """Of random intervals: tiles part the rows, hold all that these see, full blocks are seen by all of their rows."""
-    from triton_kernels.attention_tiles import tiles_of
+    from fused_tp.triton_kernels.attention.tiles import tiles_of
 
     draw = np.random.default_rng(seed)
     for _ in range(50):
@@ -625,7 +625,7 @@ def test_tiles_cover_what_is_seen(seed: int) -> None:
 
 
 def test_long_documents_do_not_share_tiles() -> None:
-    from triton_kernels.attention_tiles import query_tiles
+    from fused_tp.triton_kernels.attention.tiles import query_tiles
 
     bounds = (0, 100, 103, 105, 300)
     step = whole_step(AttentionMask(300, 300, causal=True, cu_seqlens=bounds, cu_seqlens_kv=bounds))

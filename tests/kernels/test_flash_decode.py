@@ -39,7 +39,7 @@ SERVED = {
 def kernels() -> Any:
     from fused_tp.transport.kernels import kernel_module
 
-    return kernel_module("flash_decode")
+    return kernel_module("attention.decode")
 
 
 def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
@@ -72,7 +72,7 @@ def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) ->
 
 def by_itself(_group: dist.ProcessGroup) -> None:
     """Parts change bits of out by rounding alone, shipped ones are as many as the machine wants, and views are read."""
-    from triton_kernels.attention_launch import Terms
+    from fused_tp.triton_kernels.attention.launch import Terms
 
     flash, keys = kernels(), 700
     q, both = seeded(2, 1, 4, 16), seeded(2, keys, 2, 2, 16, seed=1)

@@ -40,7 +40,7 @@ def assert_close(y: Tensor, reference: Tensor, x: Tensor, name: str) -> None:
 
 
 def layouts(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     for m, n, k in SHAPES:
         for x_swapped in (False, True):
@@ -57,7 +57,7 @@ def test_layouts_and_odd_sizes(dtype: torch.dtype) -> None:
 
 
 def epilogues(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     for m, n, k in ((37, 53, 29), (64, 48, 80)):
         x, w, g = operand(m, k, dtype, 1), operand(n, k, dtype, 2), operand(n, k, dtype, 3)
@@ -75,7 +75,7 @@ def test_epilogues(dtype: torch.dtype) -> None:
 
 
 def scaled(_group: dist.ProcessGroup, by_row: bool) -> None:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     for m, n, k in ((37, 53, 29), (64, 48, 80)):
         x, w, g = operand(m, k, FP8, 1), operand(n, k, FP8, 2), operand(n, k, FP8, 3)
@@ -99,7 +99,7 @@ def test_scaled_fp8(by_row: bool) -> None:
 
 def orders(_group: dist.ProcessGroup) -> None:
     """The order of tiles and who takes them change no bit; memory around `out` is not touched."""
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     for m, n, k in ((97, 101, 40), (96, 104, 40)):
         x, w = operand(m, k, torch.bfloat16, 1), operand(n, k, torch.bfloat16, 2)
@@ -123,7 +123,7 @@ def test_orders_of_tiles_and_out() -> None:
 
 def special_values(_group: dist.ProcessGroup) -> None:
     """Inf and NaN stay in their rows; bf16 rounds to the nearest even; empty operands; every tile is visited once."""
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     x, w = operand(40, 33, torch.bfloat16, 1), operand(35, 33, torch.bfloat16, 2)
     x[3, 5], x[7, 2] = torch.inf, torch.nan
@@ -143,7 +143,7 @@ def test_special_values() -> None:
 
 
 def plans(_group: dist.ProcessGroup) -> list[tuple[bool, str]]:
-    from triton_kernels.gemm import plan_gemm
+    from fused_tp.triton_kernels.gemm.gemm import plan_gemm
 
     def plan(*tensors: Tensor, **keywords: Any) -> tuple[bool, str]:
         chosen = plan_gemm(*tensors, **keywords)
@@ -178,7 +178,7 @@ def test_plan_says_how_operands_are_loaded_and_why() -> None:
 
 
 def bad_input(_group: dist.ProcessGroup) -> list[str]:
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     x, w = operand(4, 8, torch.bfloat16, 1), operand(6, 8, torch.bfloat16, 2)
     x8, w8 = x.to(FP8), w.to(FP8)
@@ -224,7 +224,7 @@ def test_bad_input_is_refused_by_name() -> None:
 
 def test_cpu_tensors_need_the_interpreter() -> None:
     pytest.importorskip("triton")
-    from triton_kernels.gemm import gemm
+    from fused_tp.triton_kernels.gemm.gemm import gemm
 
     with pytest.raises(ValueError, match="x must be on a GPU"):
         gemm(torch.ones(2, 2), torch.ones(2, 2))

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from fused_tp.triton_kernels.gemm.configs import GemmConfig
+from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce, workspace_bytes
+from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
 from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
-from triton_kernels.configs import GemmConfig
-from triton_kernels.gemm_all_reduce import gemm_all_reduce, workspace_bytes
-from triton_kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from triton_kernels.launch import Launch, launch_for
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 LAUNCH = Launch(2, CONFIG, strip_elements=128)

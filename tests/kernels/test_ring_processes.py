@@ -54,7 +54,7 @@ def small_chunks() -> Iterator[None]:
     from fused_tp.attention import chunks
     from fused_tp.transport.kernels import kernel_module
 
-    keys = kernel_module("ring_keys")
+    keys = kernel_module("attention.ring_keys")
     with mock.patch.object(keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(chunks, "_ROWS_OF_A_CHUNK", 9):
         yield
 
@@ -100,7 +100,7 @@ def many_calls(group: Any, late_rank: int) -> None:
     with small_chunks():
         calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]
         buffer, handle = symmetric_empty((max(call.nbytes for call in calls),), torch.uint8, group=group)
-        workspace = kernel_module("ring_keys").RingWorkspace(buffer, handle, timeout_seconds=30)
+        workspace = kernel_module("attention.ring_keys").RingWorkspace(buffer, handle, timeout_seconds=30)
         with delays(rank, on=rank == late_rank, chance=0.02):
             run_calls(calls, workspace, late, repeat=2)
 
@@ -115,7 +115,7 @@ def launches(group: Any) -> list[str]:
     from fused_tp.transport.kernels import kernel_module
 
     ran: list[str] = []
-    run = kernel_module("gather").run
+    run = kernel_module("comm.gather").run
 
     def noted(launch: Any) -> None:
         ran.append(launch[0].fn.__name__)
@@ -127,8 +127,8 @@ def launches(group: Any) -> list[str]:
         fused_tp.all_gather_matmul(seeded(4, 8), seeded(3, 8), group=group)
         # `run` by its name in each module that uses it.
         with (
-            mock.patch.object(kernel_module("gather"), "run", noted),
-            mock.patch.object(kernel_module("ring_keys"), "run", noted),
+            mock.patch.object(kernel_module("comm.gather"), "run", noted),
+            mock.patch.object(kernel_module("attention.ring_keys"), "run", noted),
         ):
             again = fused_tp.ring_attention(q, k, v, group=group, causal=True)
     assert torch.equal(first, again)
@@ -174,7 +174,7 @@ def untold(group: Any) -> tuple[str, bool]:
     from fused_tp.transport.symmetric_memory import symmetric_empty
     from tests.gpu.test_ring_kernel import make_call
 
-    keys = kernel_module("ring_keys")
+    keys = kernel_module("attention.ring_keys")
     call = make_call(group.rank(), group.size(), 2, 21, 2, 8, torch.float32, torch.device("cpu"))
     buffer, handle = symmetric_empty((call.nbytes,), torch.uint8, group=group)
     workspace = keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
@@ -199,7 +199,7 @@ def bad_input(_group: Any) -> list[str]:
     from fused_tp.transport.local import LocalGroup
     from tests.gpu.test_ring_kernel import make_call
 
-    keys = kernel_module("ring_keys")
+    keys = kernel_module("attention.ring_keys")
     buffer, handle = LocalGroup(1).rank(0).symmetric_empty(1 << 13)
     small = keys.RingWorkspace(buffer, handle, timeout_seconds=1)
     messages = []
@@ -251,7 +251,7 @@ def half_way(_: Any, place: str) -> list[str]:
     call, and what its next call says."""
     from fused_tp.transport.kernels import kernel_module
 
-    forward, gather, group = kernel_module("ring_forward"), kernel_module("gather"), own_group()
+    forward, gather, group = kernel_module("attention.ring_forward"), kernel_module("comm.gather"), own_group()
     q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run, forward._launch
 
     def failing(*args: Any) -> Any:

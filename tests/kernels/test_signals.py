@@ -17,10 +17,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fused_tp.triton_kernels.comm.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
+from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
+from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, flag_bytes, needed_bytes
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
-from triton_kernels.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
-from triton_kernels.slots import slot_pointers, store_slot
-from triton_kernels.workspace import Expired, Workspace, flag_bytes, needed_bytes
 
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fused_tp.transport.shm import dtype_number
+from fused_tp.triton_kernels.comm import protocol
 from tests.native_build import cpu_device_library
-from triton_kernels import protocol
 
 _core = pytest.importorskip("fused_tp._core")
 

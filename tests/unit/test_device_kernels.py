@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.transport.shm import dtype_number
+from fused_tp.triton_kernels.comm import protocol
 from tests.native_build import (
     GPU_ON_CPU,
     GPU_ON_CPU_FLAGS,
@@ -39,7 +40,6 @@ from tests.unit.device_ranks import (
     kernels,
     placed,
 )
-from triton_kernels import protocol
 
 WORLDS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

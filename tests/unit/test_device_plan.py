@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.triton_kernels.comm import protocol
+from fused_tp.triton_kernels.comm.workspace import aligned, flag_bytes, needed_bytes
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program
-from triton_kernels import protocol
-from triton_kernels.workspace import aligned, flag_bytes, needed_bytes
 
 ALL_REDUCE, EXCHANGE, RMS_NORM = range(3)
 ONE_SHOT, TWO_SHOT, MULTIMEM = range(3)

@@ -246,7 +246,7 @@ def pretended_gpu() -> Iterator[GpuContext]:
     }.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(
-        kernel_module("streams"), "own_streams", lambda owner, device, count: [Stream() for _ in range(count)]
+        kernel_module("comm.streams"), "own_streams", lambda owner, device, count: [Stream() for _ in range(count)]
     )
     try:
         yield GpuContext(torch.device("cpu"), Budget(1000), rounds=2)

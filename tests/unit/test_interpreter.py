@@ -8,7 +8,7 @@ import torch
 import triton
 
 from fused_tp.attention import triton as attention
-from triton_kernels.interpreter import interpreter_obstacle
+from fused_tp.triton_kernels.interpreter import interpreter_obstacle
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_rank_is_memory_for_kernels() -> None:
 def test_what_a_kernel_reports_is_in_the_hosts_memory_whatever_the_default_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = kernel_module("workspace")
+    module = kernel_module("comm.workspace")
     monkeypatch.setattr(module.Workspace, "_check_device", lambda self, buffer: None)
     buffer, handle = LocalGroup(1).rank(0).allocate(1 << 14)
     with torch.device("meta"):  # where tensors are made that nothing is said of

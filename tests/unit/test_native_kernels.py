@@ -241,7 +241,7 @@ def test_a_process_without_driver_has_none() -> None:
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) -> None:
     """The host lays workspaces out once, for Triton and for these kernels: they must agree on what fits."""
-    needed_bytes = importlib.import_module("triton_kernels.workspace").needed_bytes
+    needed_bytes = importlib.import_module("fused_tp.triton_kernels.comm.workspace").needed_bytes
 
     def one_slot_of_each_rank(nbytes: int) -> int:
         # A rank alone sends nothing.

@@ -28,9 +28,9 @@ decode_op = import_module("fused_tp.ops.context_parallel_decode")
 
 def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float = 0.0, **how: Any) -> tuple[Any, ...]:
     """Of all that rank 0 of 2 launches, over a sequence under that mask."""
-    from triton_kernels import ring_forward, ring_keys
-    from triton_kernels.attention_configs import AttentionConfig
-    from triton_kernels.attention_launch import Terms
+    from fused_tp.triton_kernels.attention import ring_forward, ring_keys
+    from fused_tp.triton_kernels.attention.configs import AttentionConfig
+    from fused_tp.triton_kernels.attention.launch import Terms
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
     plan = ring_plan(AttentionMask(seq, seq, **how), 2, "contiguous")
@@ -76,7 +76,7 @@ def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:
 
 def test_a_long_deadline_stays_within_63_bits() -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from triton_kernels.ring_keys import longer
+    from fused_tp.triton_kernels.attention.ring_keys import longer
 
     assert longer(600 * 10**9, 3) == 1800 * 10**9
     assert longer(int(9e18), 2) == longer(int(9e18), 3) == torch.iinfo(torch.int64).max

@@ -23,7 +23,7 @@ class Owner:
 
 
 def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: Any = kernel_module("streams")
+    streams: Any = kernel_module("comm.streams")
     numbers = iter(range(100))
 
     def create(index: int) -> int:
@@ -62,7 +62,7 @@ def test_ranks_as_threads_have_streams_behind_the_callers(monkeypatch: pytest.Mo
 
     asked: list[object] = []
     device, owner, callers = torch.device("cuda", 1), object(), object()
-    monkeypatch.setattr(kernel_module("streams"), "own_streams", own_streams)
+    monkeypatch.setattr(kernel_module("comm.streams"), "own_streams", own_streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     found: list[Any] = local._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
     assert asked == [(owner, device, 3)] and [stream.behind for stream in found] == [callers] * 3

@@ -39,15 +39,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import ptx
+from ..comm import ptx
+from ..comm.signals import begin, end, is_last, put, wait
+from ..comm.slots import or_nan, put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
+from ..comm.workspace import OPS, Workspace, needed_bytes
+from ..resources import Variant
 from .epilogues import add_bias
 from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
 from .operands import arch_of
-from .resources import Variant
-from .signals import begin, end, is_last, put, wait
-from .slots import or_nan, put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import load_tile, multiply_products, store_tile, tile_at, tile_offsets
-from .workspace import OPS, Workspace, needed_bytes
 
 OP = tl.constexpr(OPS.index("matmul_all_reduce"))
 

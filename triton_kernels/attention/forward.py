@@ -27,7 +27,9 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from .attention_blocks import (
+from ..gemm.tiles import dot, rounded
+from ..resources import Variant
+from .blocks import (
     base_of,
     block_pointers,
     load_block,
@@ -40,10 +42,8 @@ from .attention_blocks import (
     program_tile,
     row_of,
 )
-from .attention_scores import LN_2, LOG2_E, factor_of, kept, scores_of
-from .attention_variants import ODD, attention_shapes
-from .resources import Variant
-from .tiles import dot, rounded
+from .scores import LN_2, LOG2_E, factor_of, kept, scores_of
+from .variants import ODD, attention_shapes
 
 FP8_SHIFT = tl.constexpr(8)  # 2^8 is a number of e4m3, 2^9 is none
 

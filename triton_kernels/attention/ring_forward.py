@@ -28,8 +28,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather, ptx, ring_keys
-from .attention_blocks import (
+from ..comm import gather, ptx
+from ..comm.gather import LaunchOf, join, unbroken
+from ..comm.signals import is_last, put, wait
+from ..comm.slots import or_nan
+from ..gemm.launch import workspace_arguments
+from ..gemm.tiles import rounded
+from ..resources import Variant
+from . import ring_keys
+from .blocks import (
     base_of,
     block_pointers,
     load_block,
@@ -39,8 +46,9 @@ from .attention_blocks import (
     masked_blocks,
     row_of,
 )
-from .attention_configs import AttentionConfig, config_arguments, padded
-from .attention_launch import (
+from .configs import AttentionConfig, config_arguments, padded
+from .forward import add_sink, fold
+from .launch import (
     Terms,
     check_per_head,
     check_tensors,
@@ -51,16 +59,9 @@ from .attention_launch import (
     on_device,
     strides_of,
 )
-from .attention_scores import LN_2, LOG2_E
-from .attention_variants import ODD, attention_shapes
-from .flash_attention_forward import add_sink, fold
-from .gather import LaunchOf, join, unbroken
-from .launch import workspace_arguments
-from .resources import Variant
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
-from .signals import is_last, put, wait
-from .slots import or_nan
-from .tiles import rounded
+from .scores import LN_2, LOG2_E
+from .variants import ODD, attention_shapes
 
 CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, where its k_indices begin
 BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of what needs no mask

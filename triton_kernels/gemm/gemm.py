@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..resources import Variant
+from .checks import DTYPES, check_epilogue, check_operands, check_out, check_scales
 from .configs import INTERPRETED as INTERPRETED_CONFIG
 from .configs import KINDS, GemmConfig, gemm_configs
 from .epilogues import activate, add_bias, scale_tile
-from .gemm_checks import DTYPES, check_epilogue, check_operands, check_out, check_scales
 from .operands import arch_of, check_current, descriptor, fits_tma, is_swapped, sms_of
-from .resources import Variant
 from .tiles import INTERPRETED, add_products, halves, rounded, store_tile, tile_at
 
 

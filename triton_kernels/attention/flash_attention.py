@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_configs import AttentionConfig, config_arguments, padded
-from .attention_launch import (
+from .backward import keys_kernel, queries_kernel
+from .configs import AttentionConfig, config_arguments, padded
+from .forward import forward_kernel
+from .fp8 import KEYS_ALIGNED, fp8_obstacle, quantised
+from .launch import (
     Dropout,
     Terms,
     check,
@@ -40,10 +43,7 @@ from .attention_launch import (
     programs,
     strides_of,
 )
-from .attention_tiles import Seen, key_tiles, query_tiles
-from .flash_attention_backward import keys_kernel, queries_kernel
-from .flash_attention_forward import forward_kernel
-from .flash_attention_fp8 import KEYS_ALIGNED, fp8_obstacle, quantised
+from .tiles import Seen, key_tiles, query_tiles
 
 __all__ = ["Dropout", "Terms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]
 

@@ -23,11 +23,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .attention_configs import config_arguments, decode_config
-from .attention_scores import LN_2
-from .flash_attention_forward import fold
-from .resources import Variant
-from .tiles import rounded
+from ..gemm.tiles import rounded
+from ..resources import Variant
+from .configs import config_arguments, decode_config
+from .forward import fold
+from .scores import LN_2
 
 ODD = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 

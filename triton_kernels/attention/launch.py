@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_configs import LEAST_SHARED_BYTES, MAX_HEAD_DIM, AttentionConfig, attention_config
-from .attention_tiles import Seen
-from .operands import arch_of
-from .tiles import INTERPRETED
+from ..gemm.operands import arch_of
+from ..gemm.tiles import INTERPRETED
+from .configs import LEAST_SHARED_BYTES, MAX_HEAD_DIM, AttentionConfig, attention_config
+from .tiles import Seen
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PRECISIONS = ("ieee", "tf32")

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operands import arch_of
-from .tiles import INTERPRETED
+from ..gemm.operands import arch_of
+from ..gemm.tiles import INTERPRETED
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0

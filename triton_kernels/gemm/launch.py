@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.workspace import Workspace
+from ..resources import Variant
+from .checks import DTYPES
 from .configs import KINDS, FusedConfig, GemmConfig, fused_configs
-from .gemm_checks import DTYPES
 from .operands import check_current, descriptor, fits_tma, is_swapped
-from .resources import Variant
-from .workspace import Workspace
 
 # Matmuls that one launch adds up: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4

@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..comm.signals import begin, end
+from ..comm.slots import or_nan, put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
+from ..comm.workspace import OPS, Workspace, needed_bytes
+from ..resources import Variant
 from .epilogues import add_bias
 from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
-from .resources import Variant
-from .signals import begin, end
-from .slots import or_nan, put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from .tiles import multiply_products, store_tile, tile_at
-from .workspace import OPS, Workspace, needed_bytes
 
 OP = tl.constexpr(OPS.index("matmul_reduce_scatter"))
 

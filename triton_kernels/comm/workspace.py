@@ -128,7 +128,7 @@ class Workspace:
         handle.barrier(0, int(timeout_seconds * 1000))
 
     def _check_device(self, buffer: Tensor) -> None:
-        from .tiles import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
+        from ..gemm.tiles import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
 
         wanted = "cpu" if INTERPRETED.value else "cuda"
         if buffer.device.type != wanted:

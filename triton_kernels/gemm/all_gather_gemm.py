@@ -38,9 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gather, ptx
-from .configs import GemmConfig
-from .gather import (
+from ..comm import gather, ptx
+from ..comm.gather import (
     ARRIVED,
     DONE,
     OP,
@@ -57,6 +56,9 @@ from .gather import (
     region_at,
     unbroken,
 )
+from ..comm.signals import flag_at, is_last, put, wait
+from ..resources import Variant
+from .configs import GemmConfig
 from .gemm import finish_tile
 from .launch import (
     Launch,
@@ -69,8 +71,6 @@ from .launch import (
     workspace_arguments,
 )
 from .operands import descriptor, fits_tma, is_swapped, sms_of
-from .resources import Variant
-from .signals import flag_at, is_last, put, wait
 from .tiles import halves, multiply_tile, tile_at
 
 # Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .attention_configs import AttentionConfig, attention_config, config_arguments, padded
-from .resources import Variant
+from ..resources import Variant
+from .configs import AttentionConfig, attention_config, config_arguments, padded
 
 # By launches made to be of any value, so that none is compiled anew for a round one.
 ODD = (

@@ -14,7 +14,7 @@ Source: NVIDIA, "Parallel Thread Execution ISA", multimem.ld_reduce, multimem.st
 import triton
 import triton.language as tl
 
-from .tiles import INTERPRETED, rounded
+from ..gemm.tiles import INTERPRETED, rounded
 
 WORDS = tl.constexpr(4)  # of 32 bits, that a thread moves at once
 

@@ -44,11 +44,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import compile_arguments, workspace_arguments
-from .resources import Variant
+from ..gemm.launch import compile_arguments, workspace_arguments
+from ..gemm.tiles import rounded, tile_pointers
+from ..resources import Variant
 from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, look, poll, put, record, wait
 from .streams import own_streams
-from .tiles import rounded, tile_pointers
 from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))

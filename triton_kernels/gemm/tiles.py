@@ -14,7 +14,7 @@ Offsets are 64-bit: a tensor may have more than 2^31 elements.
 import triton
 import triton.language as tl
 
-from .interpreter import interpreter_obstacle
+from ..interpreter import interpreter_obstacle
 
 # Decided when @triton.jit is, at import. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

@@ -10,9 +10,9 @@ p, p+P, ... on every rank; what it waits for comes from programs p of the others
 import triton
 import triton.language as tl
 
+from ..gemm.tiles import halves, rounded
 from .ptx import thread_barrier
 from .signals import flag_at, half_at, wait
-from .tiles import halves, rounded
 
 
 @triton.jit

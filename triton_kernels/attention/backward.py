@@ -23,7 +23,9 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from .attention_blocks import (
+from ..gemm.tiles import dot, rounded
+from ..resources import Variant
+from .blocks import (
     add_block,
     base_of,
     load_block,
@@ -35,10 +37,8 @@ from .attention_blocks import (
     program_tile,
     row_of,
 )
-from .attention_scores import LOG2_E, dropped, gradient_of_scores, kept, probabilities
-from .attention_variants import ODD, attention_shapes
-from .resources import Variant
-from .tiles import dot, rounded
+from .scores import LOG2_E, dropped, gradient_of_scores, kept, probabilities
+from .variants import ODD, attention_shapes
 
 
 @triton.jit(do_not_specialize=ODD)

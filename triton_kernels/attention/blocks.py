@@ -6,8 +6,8 @@ Offsets of a row are 64-bit, those inside of a block 32-bit. Head dims that are 
 import triton
 import triton.language as tl
 
-from .attention_tiles import COLUMNS as TILE_COLUMNS
-from .tiles import halves
+from ..gemm.tiles import halves
+from .tiles import COLUMNS as TILE_COLUMNS
 
 COLUMNS = tl.constexpr(TILE_COLUMNS)
 

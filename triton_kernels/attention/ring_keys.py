@@ -36,14 +36,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_blocks import base_of, block_pointers, load_block
-from .attention_configs import padded
-from .attention_launch import strides_of
-from .gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, join, run, unbroken, wait_pulled
-from .launch import compile_arguments, workspace_arguments
-from .resources import Variant
-from .signals import EPOCH, begin, flag_at, is_last, put, wait
-from .workspace import DATA_ALIGNMENT, OPS
+from ..comm.gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, join, run, unbroken, wait_pulled
+from ..comm.signals import EPOCH, begin, flag_at, is_last, put, wait
+from ..comm.workspace import DATA_ALIGNMENT, OPS
+from ..gemm.launch import compile_arguments, workspace_arguments
+from ..resources import Variant
+from .blocks import base_of, block_pointers, load_block
+from .configs import padded
+from .launch import strides_of
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 

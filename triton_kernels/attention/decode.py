@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_configs import AttentionConfig, config_arguments, decode_config, padded
-from .attention_launch import (
+from ..gemm.operands import sms_of
+from .configs import AttentionConfig, config_arguments, decode_config, padded
+from .decode_parts import merge_kernel, parts_kernel
+from .launch import (
     Terms,
     check_per_head,
     check_rows,
@@ -18,8 +20,6 @@ from .attention_launch import (
     on_device,
     strides_of,
 )
-from .flash_decode_parts import merge_kernel, parts_kernel
-from .operands import sms_of
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging them costs more than it saves

@@ -1,0 +1,1 @@
+"""Flash attention: forward, backward, decoding, and the ring in one launch."""

@@ -1,0 +1,1 @@
+"""Signals, workspaces and gathers: what kernels of several ranks share."""

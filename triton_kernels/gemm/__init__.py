@@ -1,0 +1,1 @@
+"""Matmuls, alone and with a collective in the same launch."""
