@@ -16,7 +16,7 @@ from fused_tp.attention.ring_one_sided import OneSidedRing
 from fused_tp.attention.ring_send_recv import SendRecvRing
 from fused_tp.attention.scores import Scores
 from fused_tp.attention.triton import TRITON, obstacle
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist
@@ -25,6 +25,7 @@ from fused_tp.transport.store_exchange import agree
 from fused_tp.transport.torch_dist import torch_dist
 
 OP = "ring_attention"
+_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, as they came
 
 
 def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple[int, None, int]:
@@ -61,7 +62,7 @@ def no_fused_ring_in(
         CollectiveTimeoutError: some rank did not ask, as where FUSED_TP_ATTENTION was changed on some ranks only.
     """
     # By number, since ranks can agree on nothing under names that are not the same everywhere.
-    values: list[str | None] = group.memo.setdefault("values of FUSED_TP_ATTENTION", [])
+    values = _FORCED[group]
     forced = forced_provider()
     if forced not in values:
         values.append(forced)

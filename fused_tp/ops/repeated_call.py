@@ -9,7 +9,7 @@ what is left here are the questions whose answers may have changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from torch.nn import Parameter
 
 from fused_tp.ops.arguments import check_linear
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.group import GroupLike, known_group
+from fused_tp.runtime.group import GroupLike, GroupSlot, known_group
 from fused_tp.schedules.select import select_schedule
 
 _MOST_REMEMBERED = 1024
+_Repeated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+_CALLS: GroupSlot[dict[object, _Repeated | None]] = GroupSlot(lambda group: {})
 
 
-def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> Callable[[Tensor, Tensor], Tensor] | None:
+def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> _Repeated | None:
     """`call(x, weight)` that does all of `op`; None where the call needs the whole way through it.
 
     That is so for anything that records, traces or casts (gradients, compilers, modes, profilers, autocast), for tensor
@@ -50,7 +52,7 @@ def repeated_call(op: str, x: Tensor, weight: Tensor, group: GroupLike) -> Calla
     known = known_group(group)
     if known is None:
         return None
-    calls: dict[Any, Callable[[Tensor, Tensor], Tensor] | None] = known.memo.setdefault("repeated calls", {})
+    calls = _CALLS[known]
     key = (op, x.shape, weight.shape, x.dtype, weight.dtype, settings.routing())
     try:
         call = calls[key]

@@ -7,8 +7,9 @@ is the way back. Both directions are a dict lookup, since every op call pays for
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -16,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _pg_map, _resolve_process_group, _world
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
+T = TypeVar("T")
 
 SINGLE_NAME = ""  # torch.distributed never gives a group the empty name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that share an op.
+    """The ranks that share an op. What modules keep for a group is in a `GroupSlot` of each.
 
     Attributes:
         process_group: torch.distributed's group; None when torch.distributed is not initialised (a world of one).
@@ -30,7 +32,6 @@ class Group:
         rank: this process's rank in the group.
         size: how many ranks it has.
         ranks: their global ranks, by group rank.
-        memo: what other modules keep for a group, for as long as the group is there.
         owned: groups that were made for this one, and are destroyed once it has been.
     """
 
@@ -39,8 +40,37 @@ class Group:
     rank: int
     size: int
     ranks: tuple[int, ...]
-    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    owned: list[ProcessGroup] = field(default_factory=list, compare=False, repr=False)
+    owned: list[ProcessGroup] = field(default_factory=list, repr=False)
+
+
+class GroupSlot(dict[Group, T]):
+    """What one module keeps for each group: made at the first `slot[group]`, dropped once the group is destroyed.
+
+    A dict and no object around one: decode-sized calls look up several slots, and a Python frame costs them more than
+    a lookup does (`ops.repeated_call` has the numbers).
+
+    Args:
+        make: makes the value of a group; None where the module sets it, as `slot[group] = value`.
+
+    Example:
+        _PLANS: GroupSlot[dict[int, Plan]] = GroupSlot(lambda group: {})
+        _PLANS[group]        # {}
+        _PLANS.get(group)    # the same, or None where nothing has been made
+    """
+
+    def __init__(self, make: Callable[[Group], T] | None = None) -> None:
+        super().__init__()
+        self._make = make
+        _slots.append(self)
+
+    def __missing__(self, group: Group) -> T:
+        if self._make is None:
+            raise KeyError(group)
+        value = self[group] = self._make(group)
+        return value
+
+
+_slots: list[GroupSlot[Any]] = []
 
 
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
@@ -57,7 +87,10 @@ def _describe(process_group: ProcessGroup) -> Group:
     # What torch has destroyed must not live on here, with all the memory that its ranks share.
     while gone := [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
         for key in gone:
-            for owned in _groups.pop(key).owned:
+            group = _groups.pop(key)
+            for slot in _slots:
+                slot.pop(group, None)
+            for owned in group.owned:
                 if owned in _world.pg_map:
                     dist.destroy_process_group(owned)
     group = Group(

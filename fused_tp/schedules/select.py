@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.ways import WAYS, no_shared_memory, shared_memory
@@ -16,6 +15,9 @@ from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import backend_of
 
 LOCAL = Local()
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by all that selects
+_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
+_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
 _MOST_REMEMBERED = 4096
 
 
@@ -49,7 +51,7 @@ def select_schedule(
     if group.size == 1:
         return LOCAL
     # One lookup for a call like one before; all that follows takes several times as long.
-    schedules: dict[Any, Schedule] = group.memo.setdefault("selected schedules", {})
+    schedules = _SELECTED[group]
     key = (op, dtype, device, m, k, n, settings.routing())
     selected = schedules.get(key)
     if selected is None:
@@ -69,14 +71,14 @@ def _select(
     if name is None or WAYS[name].lacks(op, dtype) is not None:
         choice = _choose(op, group, dtype, device, m, k, n)
         name, chunks = choice.schedule, choice.chunks
-    key = ("schedule", name, device) if chunks is None else ("schedule", name, device, chunks)
-    schedule: Schedule | None = group.memo.get(key)
+    made, key = _MADE[group], (name, device, chunks)
+    schedule = made.get(key)
     # FUSED_TP_SHM may have been turned off since the schedule was made.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
         obstacle = WAYS[name].obstacle(group, device)
         if obstacle is not None:
             raise ValueError(f"Schedule {name!r} cannot serve this group: {obstacle}.")
-        schedule = group.memo[key] = WAYS[name].make(group, device, chunks)
+        schedule = made[key] = WAYS[name].make(group, device, chunks)
     return schedule
 
 
@@ -111,15 +113,15 @@ def group_arch(group: Group, device: torch.device) -> str:
     own = dispatch.arch_of(device)
     if device.type != "cuda":
         return own
-    arch: str | None = group.memo.get("arch of GPUs")
-    if arch is None:
-        archs = exchange(group, "the architecture of GPUs", own.encode())
-        arch = group.memo["arch of GPUs"] = dispatch.lowest(text.decode() for text in archs)
-    return arch
+    archs = _ARCHS[group]
+    if device.type not in archs:
+        answers = exchange(group, "the architecture of GPUs", own.encode())
+        archs[device.type] = dispatch.lowest(text.decode() for text in answers)
+    return archs[device.type]
 
 
 def _made(group: Group, choice: dispatch.Choice, device: torch.device) -> bool:
-    return choice.schedule != "one_sided" and ("schedule", choice.schedule, device) in group.memo
+    return choice.schedule != "one_sided" and (choice.schedule, device, None) in _MADE[group]
 
 
 def decide(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fused_tp.runtime import settings
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.collective import Collective
@@ -198,13 +198,16 @@ def _no_multimem(group: Group, device: torch.device) -> str | None:
     return None
 
 
+_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(lambda group: {})
+
+
 def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
     def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
         plain = _plain(group, device)
-        kernels: DeviceCollectives | None = group.memo.get(("device collectives", device))
-        if kernels is None:
-            kernels = group.memo["device collectives", device] = device_collectives(_memory(group, device), plain)
-        return DeviceSchedule(algorithm, kernels, plain)
+        made = _COLLECTIVES[group]
+        if device not in made:
+            made[device] = device_collectives(_memory(group, device), plain)
+        return DeviceSchedule(algorithm, made[device], plain)
 
     return make
 
@@ -212,6 +215,7 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
 # -- copy_engine: over symmetric memory too ---------------------------------------------------------------------------
 
 
+_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(lambda group: {})
 # Sums, and no matmul to hide them behind.
 _NO_COPY_ENGINE_FORM = ("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL)
 
@@ -227,11 +231,10 @@ def _no_copy_engine(group: Group, device: torch.device) -> str | None:
 
 def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     plain = _plain(group, device)
-    engine: CopyEngine | None = group.memo.get(("copy engine", device))
-    if engine is None:
-        engine = CopyEngine(_memory(group, device), driver_of(device), on_failure=ends_messages(plain))
-        group.memo["copy engine", device] = engine
-    return CopyEngineSchedule(engine, plain, chunks)
+    made = _ENGINES[group]
+    if device not in made:
+        made[device] = CopyEngine(_memory(group, device), driver_of(device), on_failure=ends_messages(plain))
+    return CopyEngineSchedule(made[device], plain, chunks)
 
 
 # -- nccl_pipeline: a communicator of our own -------------------------------------------------------------------------

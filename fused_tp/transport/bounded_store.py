@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 
 T = TypeVar("T")
 
@@ -73,11 +73,9 @@ class BoundedStore:
         return answer.result()
 
 
-def bounded_store(group: Group) -> BoundedStore:
-    """The store of `group`, which is of torch.distributed."""
-    made: BoundedStore | None = group.memo.get("store")
-    if made is None:
-        assert group.process_group is not None
-        store = dist.distributed_c10d._get_process_group_store(group.process_group)
-        made = group.memo["store"] = BoundedStore(store)
-    return made
+def _store_of(group: Group) -> BoundedStore:
+    assert group.process_group is not None
+    return BoundedStore(dist.distributed_c10d._get_process_group_store(group.process_group))
+
+
+STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)

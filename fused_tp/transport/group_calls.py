@@ -24,7 +24,7 @@ from fused_tp.runtime.errors import (
     RankMismatchError,
     raised_half_way,
 )
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing, who_gave_up
 
 LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
@@ -66,6 +66,7 @@ class GroupCalls:
         self._ops: deque[str] = deque(maxlen=16)
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
         self.board = Noticeboard(store, board, group.rank, group.size)
+        _CALLS[group].append(self)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -233,4 +234,7 @@ class GroupCalls:
 
 def calls_of(group: Group) -> list[GroupCalls]:
     """The transports that count their calls of `group`."""
-    return [transport for transport in list(group.memo.values()) if isinstance(transport, GroupCalls)]
+    return list(_CALLS[group])
+
+
+_CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _process_group_name, _world
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
-from fused_tp.runtime.group import Group, resolve_group
+from fused_tp.runtime.group import Group, GroupSlot, resolve_group
 from fused_tp.transport.gloo_connections import closed_peers
 from fused_tp.transport.store_exchange import exchange, give_up
 
@@ -53,24 +53,27 @@ class Hosts:
         return self.across.rank
 
 
+_HOSTS: GroupSlot[Hosts | str | FusedTPError] = GroupSlot()
+
+
 def hosts_of(group: Group) -> Hosts | str:
     """The hosts of `group`, or why it does not consist of such. The first time, all ranks must ask together.
 
     Raises:
         CollectiveTimeoutError: some rank did not ask, or was not there when the parts of the group were made.
     """
-    if "hosts" not in group.memo:
+    answer = _HOSTS.get(group)
+    if answer is None:
         try:
-            group.memo["hosts"] = _find(group)
+            answer = _HOSTS[group] = _find(group)
         except FusedTPError as error:
             give_up(group, error)
             # The ranks no longer agree on how often they have asked: a second time they could only wait in vain.
-            group.memo["hosts"] = type(error)(
+            _HOSTS[group] = type(error)(
                 f"Group {group.name!r} is unusable since its first call failed: {error} "
                 "Destroy the process group and make a new one."
             )
             raise
-    answer: Hosts | str | FusedTPError = group.memo["hosts"]
     if isinstance(answer, FusedTPError):
         raise type(answer)(*answer.args)
     return answer

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.hosts import own_host
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
@@ -125,11 +125,13 @@ class GroupMemory:
 # Programs of a kernel that is interpreted run one after the other; more than one so that all of its paths do run.
 _INTERPRETED_PROGRAMS = 3
 
+# By type and number of the device.
+_MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | str]] = GroupSlot(lambda group: {})
+
 
 def known_memory(group: Group, device: torch.device) -> GroupMemory | str | None:
     """What `group_memory` has answered; None where it has not been asked yet."""
-    answer: GroupMemory | str | None = group.memo.get(("kernel memory", device.type, device.index or 0))
-    return answer
+    return _MEMORIES[group].get((device.type, device.index or 0))
 
 
 def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
@@ -149,8 +151,7 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
                 "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
                 "being captured. Run the same ops once before the capture."
             )
-        answer = _agree(group, device)
-        group.memo["kernel memory", device.type, device.index or 0] = answer
+        answer = _MEMORIES[group][device.type, device.index or 0] = _agree(group, device)
     return answer
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.chunk_plans import Plan, gather_plan
 from fused_tp.transport.group_calls import LOOK_SECONDS, Call
@@ -40,7 +40,7 @@ from fused_tp.transport.nccl_facts import Facts, load, obstacle, own_facts
 from fused_tp.transport.nccl_facts import use_libraries as use_libraries  # with what it is for
 from fused_tp.transport.peer_watch import PeerWatch, watchable
 from fused_tp.transport.store_exchange import exchange
-from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
 _LOG = logging.getLogger("fused_tp")
 _ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer that has ended
@@ -311,7 +311,7 @@ class NcclDist(TorchDist):
     def _abort(self, why: str) -> None:
         """The communicator, and the group's other movements of these tensors."""
         self.communicator.abort(why)
-        plain = self.group.memo.get(("torch_dist", self.device.type))
+        plain = known_torch_dist(self.group, self.device.type)
         if plain is not None and plain.broken is None:
             plain.broken = self.broken
 
@@ -424,10 +424,12 @@ def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
+_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | str]] = GroupSlot(lambda group: {})  # by type and number of device
+
+
 def known_nccl(group: Group, device: torch.device) -> NcclDist | str | None:
     """What `nccl_dist` has answered; None where it has not been asked yet."""
-    answer: NcclDist | str | None = group.memo.get(("nccl", device.type, device.index or 0))
-    return answer
+    return _NCCL[group].get((device.type, device.index or 0))
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
@@ -444,8 +446,7 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
                 "The group has no NCCL communicator yet, and none can be made while a CUDA graph is being captured. "
                 "Run the same ops once before the capture."
             )
-        answer = _agree(group, device)
-        group.memo["nccl", device.type, device.index or 0] = answer
+        answer = _NCCL[group][device.type, device.index or 0] = _agree(group, device)
     return answer
 
 

@@ -21,12 +21,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import FusedTPError, raised_half_way
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.store_exchange import exchange
 
 
@@ -416,10 +415,8 @@ class ShmTransport:
         return normed, new_residual
 
 
-# What a group has: a transport, or the sentence why there is none, or how its rendezvous failed. Keyed by the group
-# object: names are reused.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str | FusedTPError]
-_transports = weakref.WeakKeyDictionary()
+# A transport, or the sentence why there is none, or how the rendezvous failed.
+_TRANSPORTS: GroupSlot[ShmTransport | str | FusedTPError] = GroupSlot()
 
 
 def shm_transport(group: Group) -> ShmTransport | None:
@@ -435,16 +432,16 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = _transports.get(group.process_group)
+    found = _TRANSPORTS.get(group)
     if found is None:
         try:
             found = _rendezvous(group)
         except FusedTPError as error:
             # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
             sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
-            _transports[group.process_group] = type(error)(sentence)
+            _TRANSPORTS[group] = type(error)(sentence)
             raise
-        _transports[group.process_group] = found
+        _TRANSPORTS[group] = found
     if isinstance(found, FusedTPError):
         raise type(found)(*found.args)
     if isinstance(found, str):
@@ -454,7 +451,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
     """What `shm_transport` has made for `group`. Never waits for other ranks."""
-    found = None if group.process_group is None else _transports.get(group.process_group)
+    found = _TRANSPORTS.get(group)
     return found if isinstance(found, ShmTransport) else None
 
 
@@ -466,7 +463,7 @@ def shm_unavailable_reason(group: Group) -> str | None:
         return _why_no_core
     if group.process_group is None:
         return "torch.distributed is not initialised"
-    found = _transports.get(group.process_group)
+    found = _TRANSPORTS.get(group)
     return found if isinstance(found, str) else None
 
 

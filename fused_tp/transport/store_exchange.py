@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,11 +16,31 @@ import torch.distributed as dist
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import Group
-from fused_tp.transport.bounded_store import ANSWER_SECONDS, NoAnswer, bounded_store
+from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.transport.bounded_store import ANSWER_SECONDS, STORES, NoAnswer
 from fused_tp.transport.gloo_connections import Departures
 
 T = TypeVar("T")
+
+
+@dataclass
+class _Exchanges:
+    """What a rank knows of its group's exchanges.
+
+    Attributes:
+        place: where they are in the group's store.
+        counts: how many there have been, by what they were for.
+        agreed: what `agree` has found out.
+        failed: why the ranks cannot agree on anything any more.
+    """
+
+    place: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    agreed: dict[str, str | None] = field(default_factory=dict)
+    failed: str | None = None
+
+
+_EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
 
 _GAVE_UP = "gave up"
 _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
@@ -40,9 +61,9 @@ def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]]
             Or the store had died with its host before this rank could give anything.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
-    if "exchange failed" in group.memo:
+    if (failed := _EXCHANGES[group].failed) is not None:
         raise FusedTPError(
-            f"Group {group.name!r} is unusable since its ranks failed to agree: {group.memo['exchange failed']} "
+            f"Group {group.name!r} is unusable since its ranks failed to agree: {failed} "
             "Destroy the process group and make a new one."
         )
     assert group.process_group is not None
@@ -67,20 +88,21 @@ def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]]
 
 def give_up(group: Group, error: FusedTPError) -> None:
     """The ranks can agree on nothing any more: peers that wait for this one, now or later, need wait no longer."""
-    if "exchange failed" in group.memo:
+    if _EXCHANGES[group].failed is not None:
         return
-    group.memo["exchange failed"] = str(error)
+    _EXCHANGES[group].failed = str(error)
     said = f"{type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
-        bounded_store(group).ask(lambda store: _set(store, f"{_place(group, store)}/{_GAVE_UP}", said.encode()))
+        STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/{_GAVE_UP}", said.encode()))
 
 
 def _place(group: Group, store: dist.Store) -> str:
     """Where in the group's store its exchanges are."""
-    if "exchange generation" not in group.memo:
+    exchanges = _EXCHANGES[group]
+    if exchanges.place is None:
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
-        group.memo["exchange generation"] = store.add(f"fused_tp/exchange/generation/{group.rank}", 1)
-    return f"fused_tp/exchange/{group.memo['exchange generation']}"
+        exchanges.place = f"fused_tp/exchange/{store.add(f'fused_tp/exchange/generation/{group.rank}', 1)}"
+    return exchanges.place
 
 
 def _set(store: dist.Store, key: str, value: bytes) -> None:
@@ -96,13 +118,12 @@ def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | N
     Raises:
         CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
     """
-    key = ("agreed", what)
-    if key not in group.memo:
+    agreed = _EXCHANGES[group].agreed
+    if what not in agreed:
         answers = [text.decode() for text in exchange(group, what, (problem() or "").encode())]
         # One reason, the same everywhere: ranks that judged for themselves would part ways.
-        group.memo[key] = next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
-    reason: str | None = group.memo[key]
-    return reason
+        agreed[what] = next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
+    return agreed[what]
 
 
 class _Waiting:
@@ -110,7 +131,8 @@ class _Waiting:
 
     def __init__(self, group: Group, what: str, departures: Departures, gone: Callable[[], list[int]]) -> None:
         self._group, self._what, self._departures, self._gone = group, what, departures, gone
-        self._count = group.memo["exchange", what] = group.memo.get(("exchange", what), 0) + 1
+        counts = _EXCHANGES[group].counts
+        self._count = counts[what] = counts.get(what, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # Who died before needs not a whole slice to be noticed.
         self._slice = _FIRST_SLICE_SECONDS
@@ -150,7 +172,7 @@ class _Waiting:
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         # A store that is only slow has until the deadline.
-        return bounded_store(self._group).ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
+        return STORES[self._group].ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
 
     def _key(self, store: dist.Store, rank: int) -> str:
         return f"{_place(self._group, store)}/{self._what}/{self._count}/{rank}"

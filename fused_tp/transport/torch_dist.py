@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.runtime.group import Group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
 from fused_tp.transport.gloo_connections import close_connections, closed_peers, outlive
 from fused_tp.transport.group_calls import LOOK_SECONDS, Call, GroupCalls
@@ -343,13 +343,17 @@ def _ended(work: Any, seconds: float) -> bool:
     return True
 
 
+_BACKENDS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
+_TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by type of device
+
+
 def backend_of(group: Group, device_type: str) -> str:
     """Name of the backend that moves `group`'s tensors on `device_type`.
 
     Raises:
         ValueError: the group has none.
     """
-    known: str | None = group.memo.get(("backend", device_type))
+    known = _BACKENDS[group].get(device_type)
     if known is not None:
         return known
     config = dist.get_backend_config(group.process_group)
@@ -359,14 +363,18 @@ def backend_of(group: Group, device_type: str) -> str:
             f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
             f"make the group with a backend for {device_type}."
         )
-    backend: str = backends[device_type]
-    group.memo["backend", device_type] = backend
+    backend = _BACKENDS[group][device_type] = backends[device_type]
     return backend
 
 
 def torch_dist(group: Group, device_type: str) -> TorchDist:
     """The transport of `group` for tensors on `device_type`, made once."""
-    made: TorchDist | None = group.memo.get(("torch_dist", device_type))
-    if made is None:
-        made = group.memo["torch_dist", device_type] = TorchDist(group, device_type)
-    return made
+    made = _TRANSPORTS[group]
+    if device_type not in made:
+        made[device_type] = TorchDist(group, device_type)
+    return made[device_type]
+
+
+def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
+    """What `torch_dist` has made, if it has."""
+    return _TRANSPORTS[group].get(device_type)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import select
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.transport import native_kernels
@@ -67,14 +68,14 @@ def forced(group: Any, algorithm: str) -> Iterator[DeviceSchedule]:
     """All ops of `group` run on this schedule, made new."""
     described = resolve_group(group)
     schedule = DeviceSchedule(algorithm, collectives_of(group), Collective(torch_dist(described, "cpu")))
-    key = ("schedule", algorithm, CPU)
-    described.memo[key] = schedule
+    made = select._MADE[described]
+    made[algorithm, CPU, None] = schedule
     try:
         with mock.patch.dict(os.environ, {"FUSED_TP_SCHEDULE": algorithm}):
             yield schedule
     finally:
-        del described.memo[key]
-        described.memo.pop("selected schedules", None)
+        del made[algorithm, CPU, None]
+        select._SELECTED[described].clear()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline
+from fused_tp.schedules import nccl_pipeline, select
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import NcclDist, nccl_dist
@@ -57,9 +57,10 @@ def transport_of(group: Any) -> NcclDist:
 @contextmanager
 def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> Iterator[None]:
     """The public ops run by NcclPipeline, sums in two steps from more than `one_shot_bytes` on."""
-    memo = resolve_group(group).memo
-    memo.pop("selected schedules", None)
-    memo["schedule", "nccl_pipeline", CPU] = NcclPipeline(transport_of(group), chunks)
+    described = resolve_group(group)
+    made, selected = select._MADE[described], select._SELECTED[described]
+    selected.clear()
+    made["nccl_pipeline", CPU, None] = NcclPipeline(transport_of(group), chunks)
     try:
         with (
             mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="nccl_pipeline"),
@@ -67,5 +68,5 @@ def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> I
         ):
             yield
     finally:
-        del memo["schedule", "nccl_pipeline", CPU]
-        memo.pop("selected schedules", None)
+        del made["nccl_pipeline", CPU, None]
+        selected.clear()

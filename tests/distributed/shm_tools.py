@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.bounded_store import BoundedStore
+from fused_tp.transport.bounded_store import STORES, BoundedStore
 from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,10 +51,17 @@ def new_tag() -> str:
     return uuid.uuid4().hex
 
 
+def with_store(group: Group, store: dist.Store) -> Group:
+    """A description of `group` that nothing is known of yet, and whose ranks meet over `store`."""
+    described = dataclasses.replace(group)
+    STORES[described] = BoundedStore(store)
+    return described
+
+
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
     """A transport over the ranks of `group` that no other test sees, so that it may be left unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
-    transport = shm._rendezvous(dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)}))
+    transport = shm._rendezvous(with_store(resolve_group(group), store))
     assert isinstance(transport, ShmTransport), transport
     return transport
 

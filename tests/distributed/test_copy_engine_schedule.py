@@ -23,8 +23,8 @@ if find_spec("fused_tp._core") is None:
     pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import copy_engine, ways
+from fused_tp.runtime.group import GroupSlot, resolve_group
+from fused_tp.schedules import copy_engine, select, ways
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
@@ -57,19 +57,21 @@ def with_schedule(group: Any, library: str, fn: Callable[..., Any], args: tuple[
         use_driver(None)
 
 
+UNDER_TEST: GroupSlot[CopyEngineSchedule] = GroupSlot()
+
+
 def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
     """The schedule of a group, made once, as dispatch would."""
     use_driver(library)
     assert no_copy_engine_on(CPU) is None
     described = resolve_group(group)
-    if "schedule under test" not in described.memo:
+    if described not in UNDER_TEST:
         memory = group_memory(described, CPU)
         assert isinstance(memory, GroupMemory), memory
         plain = Collective(torch_dist(described, "cpu"))
         engine = CopyEngine(memory, driver_of(CPU), functools.partial(setattr, plain.transport, "broken"))
-        described.memo["schedule under test"] = CopyEngineSchedule(engine, plain)
-    made: CopyEngineSchedule = described.memo["schedule under test"]
-    return made
+        UNDER_TEST[described] = CopyEngineSchedule(engine, plain)
+    return UNDER_TEST[described]
 
 
 def group_of(schedule: CopyEngineSchedule) -> Any:
@@ -81,7 +83,7 @@ def group_of(schedule: CopyEngineSchedule) -> Any:
 @contextmanager
 def public_ops_use(schedule: CopyEngineSchedule, chunk_bytes: int = copy_engine.CHUNK_BYTES) -> Iterator[None]:
     nothing = ways.Way("copy engines", lambda op, dtype: None, lambda group, device: None, lambda *_: schedule)
-    memo = resolve_group(group_of(schedule)).memo
+    group = resolve_group(group_of(schedule))
     try:
         with (
             mock.patch.dict(ways.WAYS, copy_engine=nothing),
@@ -90,8 +92,8 @@ def public_ops_use(schedule: CopyEngineSchedule, chunk_bytes: int = copy_engine.
         ):
             yield
     finally:
-        memo.pop(("schedule", "copy_engine", CPU), None)
-        memo.pop("selected schedules", None)
+        select._MADE[group].pop(("copy_engine", CPU, None), None)
+        select._SELECTED[group].clear()
 
 
 def rows_of(schedule: CopyEngineSchedule, t: Tensor, dim: int) -> Tensor:

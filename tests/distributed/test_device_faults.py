@@ -22,6 +22,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import select
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -179,7 +180,7 @@ def op_dies(group: Any) -> None:
     with pytest.raises(PeerLostError, match="lost rank 0"):
         for _ in range(1000):
             fused_tp.matmul_all_reduce(x, w, group=group)
-    schedule = resolve_group(group).memo["schedule", "one_shot", CPU]
+    schedule = select._MADE[resolve_group(group)]["one_shot", CPU, None]
     assert isinstance(schedule, DeviceSchedule)
     for argument in (x, x.double()):
         with pytest.raises(FusedTPError, match="unusable since an earlier failure"):

@@ -22,7 +22,7 @@ from fused_tp.schedules import hierarchical
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport import hosts as hosts_module
-from fused_tp.transport.hosts import ranks_per_host
+from fused_tp.transport.hosts import Hosts, hosts_of, ranks_per_host
 from fused_tp.transport.levels import in_ranks_of_group
 from fused_tp.transport.torch_dist import TorchDist
 from tests.beside import beside
@@ -98,7 +98,8 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         patch.delenv("FUSED_TP_SHM")
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
-        hosts = resolve_group(group).memo["hosts"]
+        hosts = hosts_of(resolve_group(group))
+        assert isinstance(hosts, Hosts)
         return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
 
 
@@ -273,7 +274,9 @@ def whole_and_parts(_: Any) -> None:
     with on_hosts("aabb") as group:  # a part of the world, whose other ranks know nothing of its hosts
         if dist.get_rank() < 4:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
-            parts = [resolve_group(group).memo["hosts"].inside, resolve_group(group).memo["hosts"].across]
+            hosts = hosts_of(resolve_group(group))
+            assert isinstance(hosts, Hosts)
+            parts = [hosts.inside, hosts.across]
     for gone in (*others, group):
         if gone is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(gone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -19,12 +18,12 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
 from fused_tp.transport import noticeboard, shm, store_exchange
-from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.gloo_connections import close_connections, closed_peers
 from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
 from fused_tp.transport.store_exchange import exchange
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
 from tests.beside import beside
+from tests.distributed.shm_tools import with_store
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
@@ -340,7 +339,7 @@ def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store.stop()
     with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1):
         for meet in (lambda described: exchange(described, "names", b"mine"), shm._rendezvous):
-            described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store)})
+            described = with_store(resolve_group(group), store)
             begun = time.perf_counter()
             with pytest.raises(CollectiveTimeoutError) as caught:
                 meet(described)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import re
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
-from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
-from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of
+from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of, with_store
 from tests.workers import fresh_ranks, run_ranks
 
 LIMIT = 16
@@ -191,7 +189,7 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
         if described.rank == 1:
             shm._core = None if how == "no core" else Core
             shm._why_no_core = "the native core is not built (for this test)"
-        answer = shm._rendezvous(dataclasses.replace(described, memo={"store": BoundedStore(store)}))
+        answer = shm._rendezvous(with_store(described, store))
     finally:
         shm._core = real
     assert isinstance(answer, str), answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.bounded_store import BoundedStore
 from fused_tp.transport.store_exchange import exchange
+from tests.distributed.shm_tools import with_store
 from tests.workers import fresh_ranks, run_ranks
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
@@ -73,7 +73,7 @@ def meet_over(group: Any, store: type[dist.HashStore], kind: type[FusedTPError])
     """What the meetings say over such a store; they raise that kind of error."""
     said = []
     for meet in MEETINGS:
-        described = dataclasses.replace(resolve_group(group), memo={"store": BoundedStore(store())})
+        described = with_store(resolve_group(group), store())
         with pytest.raises(kind) as caught:
             meet(described)
         said.append(str(caught.value))
