@@ -35,7 +35,6 @@ from fused_tp.transport.base import accumulate_dtype
 _T = TypeVar("_T")
 
 FEW = 16  # queries of a text
-TOLD = 4  # numbers of a query: two queries are taken for one another once in thousands of times
 _CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
 _MOST_ROWS = 8192  # of pages that are gathered for many queries
 
@@ -56,23 +55,9 @@ class CacheCall:
     paged: bool
 
 
-def numbers_given(q_shape: Sequence[int], dim: int) -> int:
-    """How many numbers a rank gives the others: `attend`'s, one that says what it was called with, and `told_apart`."""
-    return 1 + TOLD * prod(q_shape[:2]) + prod(q_shape[:3]) * (dim + 1)
-
-
-def told_apart(q: Tensor) -> Tensor:
-    """[batch, new, TOLD]: what says of every query which it is, but for rounding, which may differ between machines.
-
-        q . s_j / |q|,    s_ji = +1 or -1 by bit 16 + 3 j of i * 2654435761 (Knuth's multiplicative hash)
-
-    Of two queries that have nothing to do with each other they differ by about 1.4, as normal random numbers do.
-    """
-    flat = q.flatten(2).to(accumulate_dtype(q.dtype))
-    index = torch.arange(flat.shape[2], device=q.device).unsqueeze(1)
-    bits = 16 + 3 * torch.arange(TOLD, device=q.device)
-    signs = 1 - 2 * ((index * 2654435761 >> bits) & 1).to(flat.dtype)
-    return flat @ signs / flat.norm(dim=2, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
+def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
+    """How many numbers a rank sends for such queries: what `attend` returns, and one checksum."""
+    return 1 + prod(q_shape[:3]) * (dim + 1)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:

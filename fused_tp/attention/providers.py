@@ -2,8 +2,7 @@
 
 The order holds what was measured: on CPUs the native kernels are the fastest but for bf16 where torch's have matrix
 tiles (AMX). On GPUs nothing has been measured yet: Triton's kernels round once however many steps there are, torch's
-once each piece of a step; so torch's serve what is a single one. cuDNN's attention is taken on request only: torch does
-not vouch for equal bits from run to run.
+once each piece of a step; so torch's serve what is a single one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fused_tp.attention import native, triton
 from fused_tp.attention.blocks import BLOCKS
 from fused_tp.attention.provider import AttentionProvider
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA, TORCH_CUDNN, no_cudnn
+from fused_tp.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA
 from fused_tp.runtime import settings
 
 NATIVE = native.NativeCpu()
@@ -34,7 +33,6 @@ class Wanted:
         grad_lse: the log-sum-exp has a gradient.
         single: there is one step only, in one piece, so that what torch's kernels round is rounded once.
         rising: scale is above 0.
-        fp8: the forward is to be in fp8.
     """
 
     device: torch.device
@@ -45,7 +43,6 @@ class Wanted:
     grad_lse: bool = False
     single: bool = True
     rising: bool = True
-    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def choose_provider(wanted: Wanted) -> tuple[AttentionProvider, str]:
     """The provider for such calls, and why it is that one.
 
     Raises:
-        ValueError: FUSED_TP_ATTENTION names none, or one that cannot; or nobody can, which is of fp8 alone.
+        ValueError: FUSED_TP_ATTENTION names none, or one that cannot.
     """
     return _choose(wanted, forced_provider())
 
@@ -82,14 +79,12 @@ def provider_for(
 ) -> AttentionProvider:
     """The provider for q and v [B, S, H, D]."""
     rising = scores.scale > 0
-    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, rising, scores.fp8)
+    wanted = Wanted(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, rising)
     return choose_provider(wanted)[0]
 
 
 @lru_cache(maxsize=256)
 def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
-    if wanted.fp8:
-        return _choose_for_fp8(wanted, forced)
     if forced is not None:
         # Only ranks whose log-sum-exp has a gradient know of it, in the backward: it must not make them alone raise.
         obstacle = PROVIDERS[forced].obstacle(replace(wanted, grad_lse=False))
@@ -107,22 +102,9 @@ def _choose(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]
     raise AssertionError("torch-blocks serves everything")
 
 
-def _choose_for_fp8(wanted: Wanted, forced: str | None) -> tuple[AttentionProvider, str]:
-    """Who asks for fp8 is not given another precision."""
-    if forced not in (None, "triton"):
-        why: str | None = f"FUSED_TP_ATTENTION names {forced}"
-    elif wanted.device.type != "cuda" and forced is None:
-        why = f"they run on GPUs, and q is on {wanted.device}"
-    else:
-        why = _no_triton(wanted) or triton.fp8_obstacle(wanted.device, wanted.dtype)
-    if why is not None:
-        raise ValueError(f"fp8=True takes the Triton kernels, which cannot serve this call: {why}.")
-    return triton.TRITON, "no others multiply in fp8"
-
-
 def _is_for(name: str, device: torch.device) -> bool:
     """Whether somebody would look for that provider on such a device."""
-    cuda = ("triton", "torch-cudnn", "torch-cuda")
+    cuda = ("triton", "torch-cuda")
     return (name in ("native-cpu", "torch-cpu") and device.type == "cpu") or (name in cuda and device.type == "cuda")
 
 
@@ -175,21 +157,11 @@ def _no_torch_cuda(wanted: Wanted) -> str | None:
     return _no_torch(wanted)
 
 
-def _no_torch_cudnn(wanted: Wanted) -> str | None:
-    why = _no_torch_cuda(wanted)
-    return why or no_cudnn(wanted.device, max(wanted.head_dim, wanted.v_head_dim))
-
-
-def _only_if_forced(wanted: Wanted) -> str | None:
-    return "its backward may differ from run to run, and it is not measured here: FUSED_TP_ATTENTION=torch-cudnn has it"
-
-
 PROVIDERS = {
     entry.provider.name: entry
     for entry in (
         _Entry(NATIVE, "the native kernels have every mask and score", _no_native, _torch_has_tiles),
         _Entry(triton.TRITON, "the Triton kernels round once in all steps", _no_triton, _others_are_better),
-        _Entry(TORCH_CUDNN, "cuDNN serves plain scores", _no_torch_cudnn, _only_if_forced),
         _Entry(TORCH_CUDA, "torch's FlashAttention serves plain scores", _no_torch_cuda),
         _Entry(TORCH_CPU, "torch's flash attention serves plain scores", _no_torch_cpu),
         _Entry(BLOCKS, "plain torch serves every device, dtype and score", lambda wanted: None),

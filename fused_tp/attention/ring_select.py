@@ -35,14 +35,12 @@ def moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple
 
 
 def no_fused_ring(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0, fp8: bool = False
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scale: float = 1.0
 ) -> str | None:
     """Why this rank's calls in a group with schedule `fused_kernel` go by messages nevertheless, or None."""
     forced = forced_provider()
     if forced not in (None, TRITON.name):
         return f"FUSED_TP_ATTENTION={forced} asks for other kernels"
-    if fp8:
-        return "its kernel does not multiply in fp8"
     return obstacle(device, dtype, head_dim, v_head_dim, Scores(scale))
 
 
@@ -53,7 +51,6 @@ def no_fused_ring_in(
     head_dim: int,
     v_head_dim: int,
     scale: float = 1.0,
-    fp8: bool = False,
 ) -> str | None:
     """`no_fused_ring` on any rank of `group`, whose devices and environments may differ: those that judged for
     themselves would part ways. The first time, all ranks must ask together.
@@ -71,10 +68,10 @@ def no_fused_ring_in(
         f"value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
     )
     why = agree(group, what, lambda: no_fused_ring(device, dtype, head_dim, v_head_dim))
-    return why or no_fused_ring(device, dtype, head_dim, v_head_dim, scale, fp8)
+    return why or no_fused_ring(device, dtype, head_dim, v_head_dim, scale)
 
 
-def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float, fp8: bool) -> Ring:
+def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float) -> Ring:
     """The ring for one call, by the size of all K/V in the dtype of q.
 
     Raises:
@@ -83,7 +80,7 @@ def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, sca
     schedule = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len))
     name = schedule.name
     if isinstance(schedule, FusedKernel):
-        served = no_fused_ring_in(group, q.device, q.dtype, q.shape[3], v.shape[3], scale, fp8) is None
+        served = no_fused_ring_in(group, q.device, q.dtype, q.shape[3], v.shape[3], scale) is None
         return FusedRing(schedule) if served else SendRecvRing(schedule.messages())
     if name == "local":
         return LocalRing()

@@ -25,14 +25,13 @@ class Scores:
     """score = cap(scale * q.k) - slope[head] * |place of q - index of k|, with cap(x) = softcap * tanh(x / softcap).
 
     softcap 0.0: no cap. alibi_slopes [heads], fp32 (fp64 for fp64); None: no such term. (Press et al., ALiBi,
-    arXiv:2108.12409; Gemma 2, arXiv:2408.00118.) `fp8`: a forward may multiply q, k and v in float8_e4m3fn.
+    arXiv:2108.12409; Gemma 2, arXiv:2408.00118.)
     """
 
     scale: float
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     dropout: Dropout | None = None
-    fp8: bool = False
 
     @property
     def plain(self) -> bool:

@@ -22,7 +22,6 @@ from fused_tp.attention.scores import Scores
 from fused_tp.attention.state import SoftmaxState
 
 CUDA_MAX_HEAD_DIM = 256
-_CUDNN_9_10 = 91000
 
 
 class TorchFlash(ABC):
@@ -31,7 +30,6 @@ class TorchFlash(ABC):
 
     name: str
     multiple = 1  # of which a head_dim must be
-    fewest_keys = 1
 
     def forward(
         self,
@@ -49,7 +47,7 @@ class TorchFlash(ABC):
         for piece in pieces(step):
             rows, keys = _slices(piece)
             part = state.rows(piece.q_start, piece.q_stop)
-            if self._is_irregular(piece):
+            if piece.shape is Shape.MASKED:
                 BLOCKS.forward(_part(step, piece), scores, q[:, rows], k[:, keys], v[:, keys], part)
                 continue
             turn = _turner(piece)
@@ -63,8 +61,6 @@ class TorchFlash(ABC):
     ) -> tuple[Tensor, Tensor] | None:
         shapes = {piece.shape for piece in pieces(step)}
         if sinks is not None or len(pieces(step)) > 1 or not shapes <= {Shape.FULL, Shape.LOWER}:
-            return None
-        if k.shape[1] < self.fewest_keys:
             return None
         queries, keys, values = (self._ready(x, q, v) for x in (q, k, v))
         out, lse = self._forward(queries, keys, values, Shape.LOWER in shapes, scores.scale)
@@ -89,7 +85,7 @@ class TorchFlash(ABC):
         """The kernels make `sums` themselves, from grad_out and out: so lse must have had no gradient."""
         for piece in pieces(step):
             rows, keys = _slices(piece)
-            if self._is_irregular(piece):
+            if piece.shape is Shape.MASKED:
                 BLOCKS.backward(
                     _part(step, piece),
                     scores,
@@ -114,9 +110,6 @@ class TorchFlash(ABC):
             grads = self._backward(*arguments)
             for total, term in zip((dq[:, rows], dk[:, keys], dv[:, keys]), grads, strict=True):
                 total += turn(term[..., : total.shape[-1]].transpose(1, 2))
-
-    def _is_irregular(self, piece: Piece) -> bool:
-        return piece.shape is Shape.MASKED or piece.k_stop - piece.k_start < self.fewest_keys
 
     def _ready(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
         """[B, S, H, D] as [B, H, S, the head_dim of the kernel]."""
@@ -227,73 +220,6 @@ class TorchCudaFlash(TorchFlash):
         return dq, dk, dv
 
 
-class TorchCudnn(TorchCudaFlash):
-    """cuDNN's fused attention as torch calls it, on Hopper and Blackwell: float16 and bfloat16, head_dim up to 128, and
-    up to 256 on sm_90 by cuDNN 9.10 and later. It takes GQA without repeated keys, and no single key.
-
-    torch does not count its backward among the deterministic ones; where those are asked for, the backward is
-    FlashAttention's, from the same out and lse.
-    """
-
-    name = "torch-cudnn"
-    fewest_keys = 2
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
-        return out, lse.squeeze(-1)
-
-    def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.are_deterministic_algorithms_enabled():
-            return super()._backward(grad_out, q, k, v, out, lse, causal, scale)
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout: there is none
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1).contiguous(),
-            unused,
-            unused,
-            None,  # a bias, and cumulative lengths of packed sequences: there are none
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            scale=scale,
-        )
-        return dq, dk, dv
-
-
-def no_cudnn(device: torch.device, head_dim: int) -> str | None:
-    """Why cuDNN cannot compute with heads of that dim on a GPU, or None. A GPU that is not here is taken for a
-    Hopper."""
-    capability, version = (9, 0), _CUDNN_9_10
-    if torch.cuda.is_available():
-        capability, version = torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
-    major, minor = capability
-    if major not in (9, 10):
-        return f"cuDNN's attention is taken on sm_90 and sm_100; this is an sm_{major}{minor}"
-    if not version:
-        return "this torch comes without cuDNN"
-    most = 256 if capability == (9, 0) and version >= _CUDNN_9_10 else 128
-    return None if head_dim <= most else f"cuDNN's attention takes a head_dim of at most {most} here"
-
-
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """torch's choice of deterministic kernels, for what is launched inside."""
@@ -307,4 +233,3 @@ def _deterministic() -> Iterator[None]:
 
 TORCH_CPU = TorchCpuFlash()
 TORCH_CUDA = TorchCudaFlash()
-TORCH_CUDNN = TorchCudnn()

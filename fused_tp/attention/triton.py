@@ -33,13 +33,6 @@ def obstacle(
     return why
 
 
-def fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why forwards of such tensors cannot be in fp8, of what has no `obstacle` otherwise; or None."""
-    here = None if device.type == "cuda" and not torch.cuda.is_available() else device
-    why: str | None = kernel_module("attention.fp8").fp8_obstacle(dtype, here)
-    return why
-
-
 class TritonFlash:
     """Serves what has no `obstacle`. `precision` is of products of fp32: "ieee", or "tf32" (10-bit mantissas)."""
 
@@ -61,9 +54,7 @@ class TritonFlash:
     ) -> None:
         """Fold these keys into `state`; where it is `fresh` it is not read."""
         sums = (state.weighted, state.highest, state.total)
-        _kernels().flash_forward(
-            q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision, fp8=scores.fp8
-        )
+        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
 
     def last(
         self,
@@ -93,7 +84,6 @@ class TritonFlash:
             out=out,
             lse=lse,
             precision=self.precision,
-            fp8=scores.fp8,
         )
 
     def alone(

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dim", type=int, help="that all_gather, reduce_scatter, gather, scatter gather or scatter (default 0)"
     )
-    parser.add_argument("--fp8", action="store_true", help="as ring_attention and ulysses_attention with fp8=True")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
     parser.add_argument("--transport", default="shm", help="shm, gloo, nccl, ... (default shm)")
@@ -62,7 +61,6 @@ def main(arguments: argparse.Namespace) -> int:
             transport=arguments.transport,
             arch=arguments.arch,
             dim=arguments.dim,
-            fp8=arguments.fp8,
         )
     except ValueError as error:
         print(f"fused-tp explain: {error}", file=sys.stderr)

@@ -18,8 +18,8 @@ from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import check_int, check_local, check_tensor
 from fused_tp.ops.attention_keywords import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
-from fused_tp.ops.context_parallel_decode import context_parallel_decode
-from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
+from fused_tp.ops.context_parallel_decode import decode_over
+from fused_tp.runtime.group import GroupLike, group_identity, group_name, resolve_group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,11 +144,6 @@ class ContextCache(ABC):
         self, q: Tensor, *, return_lse: Literal[True], **keywords: Unpack[ScoreKeywords]
     ) -> tuple[Tensor, Tensor]: ...
 
-    @overload
-    def attend(
-        self, q: Tensor, *, return_lse: bool, **keywords: Unpack[ScoreKeywords]
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-
     def attend(
         self, q: Tensor, *, return_lse: bool = False, **keywords: Unpack[ScoreKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -158,17 +153,17 @@ class ContextCache(ABC):
         """
         check_tensor("q", q)
         keys, values, table = self._shards(q)
-        return context_parallel_decode(
+        out, lse = decode_over(
             q,
             keys,
             values,
-            group=self.group,
+            group_name(self.group),
             cache_seqlens=torch.tensor(self._before(q.shape[0])),
             page_table=table,
             block=self.block,
-            return_lse=return_lse,
             **keywords,
         )
+        return (out, lse) if return_lse else out
 
     one_by_one = False  # whether `_write` takes one text at a time
 

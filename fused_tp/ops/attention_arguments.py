@@ -35,7 +35,6 @@ class Keywords:
     layout: str
     seq_len: int
     seq_len_kv: int
-    fp8: bool
 
     def as_tuple(self) -> tuple[Any, ...]:
         """The fields in the order of the schema."""
@@ -63,13 +62,12 @@ class Keywords:
     def scores(self, q: Tensor, alibi_slopes: Tensor | None, seed: Tensor | None) -> Scores:
         slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
         dropout = None if seed is None else Dropout(self.dropout_p, int(seed.item()), self.first_head)
-        return Scores(self.scale, self.softcap, slopes, dropout, self.fp8)
+        return Scores(self.scale, self.softcap, slopes, dropout)
 
     def __str__(self) -> str:
         return (
             f"causal={self.causal}, layout={self.layout!r}, scale={self.scale!r}, window={(self.left, self.right)}, "
-            f"softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, seq_len_kv={self.seq_len_kv}, "
-            f"fp8={self.fp8}"
+            f"softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, seq_len_kv={self.seq_len_kv}"
         )
 
 
@@ -77,7 +75,7 @@ _KEYWORDS = tuple(field.name for field in fields(Keywords))
 
 HOW = (
     "bool causal, int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, "
-    "SymInt seq_len, SymInt seq_len_kv, bool fp8"
+    "SymInt seq_len, SymInt seq_len_kv"
 )
 
 
@@ -146,7 +144,6 @@ def checked_call(
     seq_len: Any,
     seq_len_kv: Any,
     first_head: int = 0,
-    fp8: Any = False,
 ) -> Call:
     """All keywords of `ring_attention`, of rank `rank` among `size` that share the sequence.
 
@@ -155,7 +152,6 @@ def checked_call(
     """
     check_heads(q, k, v)
     check_bool("causal", causal)
-    check_bool("fp8", fp8)
     if layout not in LAYOUTS:
         check_layout(layout)
     bounds, bounds_kv = on_host("cu_seqlens", cu_seqlens), on_host("cu_seqlens_kv", cu_seqlens_kv)
@@ -192,7 +188,6 @@ def checked_call(
         layout,
         total,
         total_kv,
-        fp8,
     )
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         check_per_head(name, per_head, q)

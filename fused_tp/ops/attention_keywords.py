@@ -25,7 +25,5 @@ class AttentionKeywords(ScoreKeywords, total=False):
     dropout_p: float
     cu_seqlens: Tensor | None
     cu_seqlens_kv: Tensor | None
-    deterministic: bool
     seq_len: int | None
     seq_len_kv: int | None
-    fp8: bool

@@ -43,20 +43,6 @@ def context_parallel_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    ulysses_dim: str | int | None = None,
-    ring_dim: str | int | None = None,
-    return_lse: bool,
-    **keywords: Unpack[AttentionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -76,10 +62,8 @@ def context_parallel_attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
-    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank of `mesh` holds what `layout` gives it.
 
@@ -101,7 +85,7 @@ def context_parallel_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
             `ulysses_attention`.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv, fp8, deterministic: as for `ring_attention`; lengths are those of the whole sequence.
+            seq_len_kv: as for `ring_attention`; lengths are those of the whole sequence.
 
     Returns:
         As `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
@@ -140,7 +124,6 @@ def context_parallel_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
-        fp8=fp8,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_tp.attention import decode_triton
 from fused_tp.attention.cache_rows import CacheRows, DenseRows, PagedRows
 from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.attention.decode import TOLD, CacheCall, attend, merge, numbers_given, told_apart
+from fused_tp.attention.decode import CacheCall, attend, exchanged_numbers, merge
 from fused_tp.attention.providers import provider_for
 from fused_tp.attention.scores import Scores
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _OP = "all_gather"  # what moves
 _GATHERED_BYTES = 64 << 20  # at a time
-_REFUSED = -1.0  # in the place of a checksum
-_APART = 0.2  # see `told_apart`: far above what rounding does to a model in half precision, far below other tokens
 
 
 @overload
@@ -64,21 +62,6 @@ def context_parallel_decode(
     return_lse: Literal[True],
     **keywords: Unpack[ScoreKeywords],
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def context_parallel_decode(
-    q: Tensor,
-    k_cache_shard: Tensor,
-    v_cache_shard: Tensor,
-    *,
-    group: GroupLike,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None = None,
-    block: int = DEFAULT_BLOCK,
-    return_lse: bool,
-    **keywords: Unpack[ScoreKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_decode(
@@ -132,11 +115,9 @@ def context_parallel_decode(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
-            none. Where what this rank holds does not fit the lengths (too few rows, or a page table of too few pages or
-            of pages that there are not), its peers are told and raise RankMismatchError.
+            none; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
-            other lengths, keywords or queries, or what one of them holds does not fit (told on CPU always, elsewhere
-            with FUSED_TP_CHECK=1: without it, out is NaN where a peer has refused).
+            other lengths or keywords (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         with torch.no_grad():
@@ -296,13 +277,8 @@ def _decode(
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
     at_once = _queries_at_once(known.size, q, v)
-    queries = q.split(at_once, 1)
-    schedule = _parts_schedule(queries[0], v, group)
-    try:
-        keys, values = _rows(k, v, page_table, dealing, lengths)
-    except ValueError:  # maybe on this rank alone: its peers would wait for it
-        _refuse(queries, v, schedule)
-        raise
+    schedule = _parts_schedule(q[:, :at_once], v, group)
+    keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     if decode_triton.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
@@ -312,8 +288,8 @@ def _decode(
         mine = attend(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.several("context_parallel_decode"):
-        for some, part in zip(queries, mine.split(at_once, 1), strict=True):
-            out, lse = merge(_everyone(part, some, words, schedule, known.rank), sinks)
+        for part in mine.split(at_once, 1):
+            out, lse = merge(_everyone(part, words, schedule, known.rank), sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
@@ -321,9 +297,8 @@ def _decode(
 
 def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
     a_query = (q.shape[0], 1, *q.shape[2:])
-    return max(
-        1, _GATHERED_BYTES // (world_size * numbers_given(a_query, v.shape[3]) * accumulate_dtype(q.dtype).itemsize)
-    )
+    a_row = exchanged_numbers(a_query, v.shape[3]) * accumulate_dtype(q.dtype).itemsize
+    return max(1, _GATHERED_BYTES // (world_size * a_row))
 
 
 def _rows(
@@ -354,65 +329,25 @@ def _rows(
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 
 
-def _everyone(mine: Tensor, q: Tensor, words: str, schedule: Schedule, rank: int) -> Tensor:
-    """All ranks' `mine`, [W, ...], moved at once with what all of them must have been called with: its checksum, and
-    which queries."""
-    flat = mine.new_empty((1, numbers_given(q.shape, mine.shape[3] - 1)))
-    said = 1 + TOLD * q.shape[0] * q.shape[1]
-    checked = _is_checked(mine)
-    flat[0, 0] = checksum(words)
-    flat[0, 1:said] = told_apart(q).reshape(-1) if checked else torch.nan  # which no rank takes for different
-    flat[0, said:] = mine.reshape(-1)
+def _everyone(mine: Tensor, words: str, schedule: Schedule, rank: int) -> Tensor:
+    """All ranks' `mine`, [W, ...], moved at once with a checksum of what all of them must have been called with."""
+    flat = torch.cat([mine.new_full((1,), checksum(words)), mine.reshape(-1)]).unsqueeze(0)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-    if checked:
-        _check_alike(everyone[:, 0].tolist(), everyone[:, 1:said], words, rank)
-    return everyone[:, said:].view(len(everyone), *mine.shape)
-
-
-def _is_checked(x: Tensor) -> bool:
-    """Whether ranks read what the others were called with; elsewhere that would wait for the device."""
-    return x.device.type == "cpu" or settings.check_ranks()
-
-
-def _refuse(queries: Sequence[Tensor], v: Tensor, schedule: Schedule) -> None:
-    """This rank's part of a call for which it has none: its peers raise, as it does itself, and all are in step for
-    their next call. Peers that read it end the call with its first exchange, others make all of them."""
-    with schedule.several("context_parallel_decode"):
-        for some in queries[:1] if _is_checked(v) else queries:
-            numbers = numbers_given(some.shape, v.shape[3])
-            flat = some.new_full((1, numbers), torch.nan, dtype=accumulate_dtype(some.dtype))
-            flat[0, 0] = _REFUSED
-            schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-
-
-def _check_alike(checksums: list[float], queries: Tensor, words: str, rank: int) -> None:
-    if _REFUSED in checksums:
-        raise RankMismatchError(
-            f"Rank {checksums.index(_REFUSED)} of {len(checksums)} refuses this call of context_parallel_decode: what "
-            f"it holds of the cache, or its page_table, does not fit the lengths, and its own error says how. Rank "
-            f"{rank} was called with {words}."
-        )
-    if other := first_apart(checksums):
-        raise RankMismatchError(
-            f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
-            f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {rank} with {words}. They must be the same on all."
-        )
-    if queries.shape[1] == 0:
-        return
-    apart = (queries - queries[0]).abs() > _APART
-    if bool(apart.any()):
-        other, number = apart.nonzero()[0].tolist()
-        raise RankMismatchError(
-            f"Ranks 0 and {other} call context_parallel_decode with different queries, the first of them number "
-            f"{number // TOLD} of [batch, new]. All ranks must go on with the same tokens: where they are sampled, set "
-            "equal random states (torch.manual_seed) on all ranks that share the cache."
-        )
+    if mine.device.type == "cpu" or settings.check_ranks():  # elsewhere reading it would wait for the device
+        checksums = everyone[:, 0].tolist()
+        if other := first_apart(checksums):
+            raise RankMismatchError(
+                f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
+                f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {rank} with {words}. They must be the same on "
+                "all."
+            )
+    return everyone[:, 1:].view(len(everyone), *mine.shape)
 
 
 def _parts_schedule(q: Tensor, v: Tensor, group: str) -> Schedule:
     """What moves the parts."""
     known = group_by_name(group)
-    numbers = numbers_given(q.shape, v.shape[3])
+    numbers = exchanged_numbers(q.shape, v.shape[3])
     return select_schedule(_OP, known, accumulate_dtype(q.dtype), q.device, known.size, None, numbers)
 
 

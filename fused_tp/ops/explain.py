@@ -13,7 +13,7 @@ from fused_tp.attention.decode import FEW
 from fused_tp.attention.providers import Wanted, choose_provider
 from fused_tp.attention.ring_fused import FusedRing
 from fused_tp.attention.ring_select import no_fused_ring, no_fused_ring_in
-from fused_tp.attention.torch_flash import TORCH_CPU, TORCH_CUDA, TORCH_CUDNN
+from fused_tp.attention.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.triton import TRITON
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
@@ -68,7 +68,6 @@ def explain(
     device: torch.device | str = "cpu",
     group: GroupLike = None,
     dim: int | None = None,
-    fp8: bool = False,
 ) -> Explanation:
     """Which schedule `op` would run on for tensors of `shapes` on every rank, and why. Printable.
 
@@ -81,10 +80,9 @@ def explain(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must ask: where they share memory
             for the first time, or need to know what the others' devices can run, they find out now.
         dim: that `all_gather`, `reduce_scatter`, `gather` and `scatter` gather or scatter, 0 where None.
-        fp8: as given to `ring_attention` and `ulysses_attention`.
 
     Raises:
-        ValueError: no such op, or shapes that do not fit it; fp8 for another op, or where nothing multiplies in fp8.
+        ValueError: no such op, or shapes that do not fit it.
         TypeError: a shape is not a sequence of ints.
 
     Example:
@@ -104,7 +102,7 @@ def explain(
     def no_launch(*call: Any) -> str | None:
         return no_fused_ring_in(resolved, *call)
 
-    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, fp8, ask, messages, no_launch)
+    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages, no_launch)
 
 
 def explain_for(
@@ -115,12 +113,11 @@ def explain_for(
     transport: str,
     arch: str,
     dim: int | None = None,
-    fp8: bool = False,
 ) -> Explanation:
     """What the dispatch table says for a group that need not exist: `world_size` ranks on `transport`.
 
     Args:
-        op, shapes, dtype, dim, fp8: as for `explain`.
+        op, shapes, dtype, dim: as for `explain`.
         world_size: ranks in the group.
         transport: "shm" or the name of a torch.distributed backend.
         arch: "cpu", or "sm_90" and the like.
@@ -157,7 +154,7 @@ def explain_for(
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, fp8, ask, messages, no_fused_ring)
+    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages, no_fused_ring)
 
 
 def _explain(
@@ -168,14 +165,11 @@ def _explain(
     device_type: str,
     where: str,
     size: int,
-    fp8: bool,
     ask: Callable[..., Decision],
     messages: Callable[[], str],
-    no_launch: Callable[[torch.device, torch.dtype, int, int, float, bool], str | None],
+    no_launch: Callable[[torch.device, torch.dtype, int, int, float], str | None],
 ) -> Explanation:
     attends = op in ("ring_attention", "ulysses_attention")
-    if fp8 and not attends:
-        raise ValueError(f"fp8=True is for ring_attention and ulysses_attention; {op} has none.")
     forward, backward = queries(op, shapes, dim, size)
     # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
     exact = ("vocab_parallel_cross_entropy", "context_parallel_decode")
@@ -189,9 +183,9 @@ def _explain(
     if attends:
         q, _, v = shapes
         single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
-        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single, fp8=fp8)
+        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
         if op == "ring_attention" and decisions[0] is not None and decisions[0].schedule == FusedRing.name:
-            why = no_launch(wanted.device, dtype, q[-1], v[-1], 1.0, fp8)
+            why = no_launch(wanted.device, dtype, q[-1], v[-1], 1.0)
             decisions = _of_fused_ring(decisions[0], why, messages())
         if decisions[0] is not None and decisions[0].schedule == FusedRing.name:
             provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
@@ -221,11 +215,9 @@ def _of_fused_ring(decision: Decision, why_not: str | None, messages: str) -> tu
 def _of_steps(wanted: Wanted) -> Provider:
     """By `wanted`, and whether that may be another for what `explain` is not told: scores and masks."""
     chosen, reason = choose_provider(wanted)
-    if chosen in (TORCH_CPU, TORCH_CUDA, TORCH_CUDNN):
+    if chosen in (TORCH_CPU, TORCH_CUDA):
         pieces = " in one piece" if wanted.single else ""
         reason += f"; this holds for plain scores{pieces}"
-    if wanted.fp8:
-        reason += "; its backward is not in fp8"
     return Provider(chosen.name, reason)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fused_tp.attention import ring_select
-from fused_tp.attention.decode import numbers_given
+from fused_tp.attention.decode import exchanged_numbers
 from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
@@ -145,7 +145,7 @@ def _of_decode(shapes: Sequence[Shape], size: int) -> Both:
             f"q, k_cache_shard and v_cache_shard are {tuple(q)}, {tuple(k)} and {tuple(v)}; they must be [batch, new, "
             "heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
         )
-    return ("all_gather", size, None, numbers_given(q, v[3])), None
+    return ("all_gather", size, None, exchanged_numbers(q, v[3])), None
 
 
 def _meta(names: Sequence[str], shapes: Sequence[Shape]) -> dict[str, torch.Tensor]:

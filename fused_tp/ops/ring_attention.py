@@ -51,18 +51,6 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: bool,
-    **keywords: Unpack[AttentionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -80,10 +68,8 @@ def ring_attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
-    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -113,15 +99,10 @@ def ring_attention(
         cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len), of the whole sequence, on the
             CPU (elsewhere reading it waits for the device). A token sees its own document only. Any lengths, 0 too.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable.
-        deterministic: both values give the same, deterministic result (FUSED_TP_ATTENTION=torch-cudnn, which must be
-            asked for, looks at torch.use_deterministic_algorithms instead).
         seq_len: length of the whole sequence, where the ranks do not all hold equally many tokens.
         seq_len_kv: length of the keys' sequence, where it is another one than that of the queries (cross-attention).
             It is cut by `layout`, too. Under masks the last query stands at the last key, of each document.
         cu_seqlens_kv: the keys' documents, where they are others; as many as of the queries.
-        fp8: the forward multiplies in float8_e4m3fn, each head scaled by a power of 2, with the softmax and all sums in
-            float32: of random numbers the output is off by 5 % (root mean square), where bfloat16 is by 0.3 %. The
-            backward is that of the dtype of q. Takes bfloat16 or float16, and the Triton kernels on sm_90 or sm_100.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
@@ -161,7 +142,6 @@ def ring_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
-        fp8=fp8,
     )
     return (out, lse) if return_lse else out
 
@@ -188,7 +168,7 @@ def _prepare(
     slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
     keywords, group = Keywords(*how), group_by_name(group_name)
     mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    ring = select_ring(group, q, k, v, keywords.seq_len_kv, keywords.scale, keywords.fp8)
+    ring = select_ring(group, q, k, v, keywords.seq_len_kv, keywords.scale)
     provider: AttentionProvider = TRITON
     if ring.name != FusedRing.name:
         provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1 and mask.is_one_piece)
@@ -218,7 +198,7 @@ def _check_capture(seed: Tensor | None) -> None:
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
     keywords = Keywords(*rest[_TENSORS:-1])
-    return select_ring(group_by_name(rest[-1]), q, k, v, keywords.seq_len_kv, keywords.scale, keywords.fp8)
+    return select_ring(group_by_name(rest[-1]), q, k, v, keywords.seq_len_kv, keywords.scale)
 
 
 def _as_kernels_take_them(*tensors: Tensor) -> list[Tensor]:

@@ -50,18 +50,6 @@ def ulysses_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: bool,
-    **keywords: Unpack[AttentionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -79,10 +67,8 @@ def ulysses_attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
     seq_len: int | None = None,
     seq_len_kv: int | None = None,
-    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -100,7 +86,7 @@ def ulysses_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
             must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv, fp8, deterministic: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every
+            seq_len_kv: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every
             rank.
 
     Returns:
@@ -139,7 +125,6 @@ def ulysses_attention(
         cu_seqlens_kv=cu_seqlens_kv,
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
-        fp8=fp8,
     )
 
 

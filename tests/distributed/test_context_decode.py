@@ -191,29 +191,6 @@ def disagreeing(group: dist.ProcessGroup) -> None:
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
 
 
-def one_refuses(group: dist.ProcessGroup) -> None:
-    """What does not fit on one rank alone is told to all at once, and the next call is served."""
-    rank, q, lengths = dist.get_rank(group), torch.ones(2, 20, 2, 8), torch.tensor([9, 12])
-    room, pages = torch.ones(2, 8, 2, 8), torch.ones(6, 4, 2, 8)
-    table = torch.tensor([[0, 1], [2, 3]])
-    short = room[:, :4] if rank == 0 else room
-    for cache, more, who, said in (
-        (short, {}, 0, "make it longer"),
-        (pages, {"page_table": table[:, : 1 + rank]}, 0, "page_table has room for 1 of a text"),
-        (pages, {"page_table": table + 4 * rank}, 1, "there are the pages 0 to 5"),
-    ):
-        refusal = pytest.raises(RankMismatchError, match=rf"Rank {who} of 2 refuses .*cache_seqlens=\[9, 12\]")
-        with pytest.raises(ValueError, match=said) if rank == who else refusal:
-            context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths, block=4, **more)
-    out = context_parallel_decode(q, pages, pages, group=group, cache_seqlens=lengths, block=4, page_table=table)
-    torch.testing.assert_close(out[:, -9:], torch.ones(2, 9, 2, 8))
-
-
-@pytest.mark.parametrize("route", ["one_sided", "plain"])
-def test_ranks_hear_at_once_of_one_that_refuses(route: str) -> None:
-    run_ranks(2, one_refuses, env=ROUTES[route])
-
-
 def some_at_a_time(group: dist.ProcessGroup) -> None:
     one = CASES["chunk, all scores"]
     q, k, v = whole(one)
@@ -257,24 +234,6 @@ def dealing_otherwise(group: dist.ProcessGroup) -> None:
 
 def test_ranks_that_deal_tokens_otherwise_are_told() -> None:
     run_ranks(2, dealing_otherwise)
-
-
-def other_tokens(group: dist.ProcessGroup) -> None:
-    """Rounding is no difference; another token of one text is, and all ranks are told."""
-    lengths = torch.tensor([5, 7])
-    cache = seeded(2, 8, 2, 8)
-    given: dict[str, Any] = {"group": group, "cache_seqlens": lengths}
-    for new in (1, 20):
-        q = seeded(2, new, 4, 8)
-        context_parallel_decode(q * (1 + 0.01 * dist.get_rank(group)), cache, cache, **given)
-        if dist.get_rank(group) == 1:
-            q[1, -1] = seeded(4, 8, seed=5)
-        with pytest.raises(RankMismatchError, match=r"Ranks 0 and 1 .* different queries.*torch\.manual_seed"):
-            context_parallel_decode(q, cache, cache, **given)
-
-
-def test_ranks_that_go_on_with_other_tokens_are_told() -> None:
-    run_ranks(2, other_tokens)
 
 
 def test_ranks_that_disagree_are_told() -> None:

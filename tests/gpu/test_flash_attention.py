@@ -10,10 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.attention import triton
 from fused_tp.attention.masks import AttentionMask
 from fused_tp.attention.scores import Scores
-from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check, check_fp8
+from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check
 
 pytestmark = pytest.mark.gpu
 LONG = {
@@ -73,14 +72,3 @@ def test_long(name: str, device: torch.device) -> None:
         c = made(LONG[name], replace(scores, scale=0.125), device, dims=(64, 64), dtype=torch.bfloat16, batch=2)
         first, second = check(c, shipped=True), check(c, shipped=True)
         assert all(torch.equal(first[what], second[what]) for what in first), "not the same bits"
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (40, 24)], ids=str)
-def test_fp8(dims: tuple[int, int], device: torch.device) -> None:
-    why = triton.fp8_obstacle(device, torch.bfloat16)
-    if why is not None:
-        pytest.skip(f"needs another GPU: {why}")
-    for mask in LONG.values():
-        for name in ("plain", "all"):
-            scores = replace(SCORES[name], scale=dims[0] ** -0.5)
-            check_fp8(made(mask, scores, device, dims=dims, dtype=torch.bfloat16, sinks=True), name)

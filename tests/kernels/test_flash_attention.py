@@ -686,34 +686,3 @@ def fp8(_group: dist.ProcessGroup) -> None:
 
 def test_fp8_forward() -> None:
     alone(fp8)
-
-
-def fp8_by_the_op(group: dist.ProcessGroup) -> None:
-    """`ring_attention(..., fp8=True)`: the forward is off by what fp8 is, gradients are of the size they should be."""
-    from fused_tp import ring_attention, shard_sequence, ulysses_attention
-
-    mask = AttentionMask(64, 64, causal=True)
-    c = case(mask, Scores(0.25), dtype=torch.bfloat16, heads=(2, 1))
-    q, k, v = (shard_sequence(x, 1, group=group).requires_grad_() for x in (c.q, c.k, c.v))
-    with pytest.MonkeyPatch.context() as patch:
-        with pytest.raises(ValueError, match="fp8=True takes the Triton kernels"):
-            ring_attention(q, k, v, group=group, causal=True, fp8=True)
-        patch.setenv("FUSED_TP_ATTENTION", "triton")
-        out = ring_attention(q, k, v, group=group, causal=True, scale=0.25, fp8=True)
-        out.backward(shard_sequence(c.grad_out, 1, group=group))
-        by_heads = ulysses_attention(q, k, v, group=group, causal=True, scale=0.25, fp8=True)
-    for name, one, whole in (
-        ("out", out, c.out),
-        ("out", by_heads, c.out),
-        ("q", q.grad, c.gradients["q"]),
-        ("k", k.grad, c.gradients["k"]),
-        ("v", v.grad, c.gradients["v"]),
-    ):
-        assert one is not None
-        wanted = shard_sequence(whole, 1, group=group)
-        error = (one.double() - wanted).pow(2).mean().sqrt() / whole.pow(2).mean().sqrt()
-        assert (0.01 if name == "out" else 0.0) < error < 0.1, (name, error)
-
-
-def test_fp8_by_the_op() -> None:
-    interpreted_ranks(2, fp8_by_the_op)

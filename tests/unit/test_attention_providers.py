@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from fused_tp.attention.provider import AttentionProvider
 from fused_tp.attention.providers import NATIVE, Wanted, choose_provider, provider_for
 from fused_tp.attention.scores import Dropout, Scores
 from fused_tp.attention.state import SoftmaxState, row_sums
-from fused_tp.attention.torch_flash import TORCH_CPU, TORCH_CUDA, TORCH_CUDNN, no_cudnn
+from fused_tp.attention.torch_flash import TORCH_CPU
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
@@ -261,7 +260,6 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     providers._choose.cache_clear()
     provider, reason = choose_provider(cuda(single=False))
     assert provider.name == "torch-cuda" and "; no triton: it is not installed" in reason
-    assert reason.endswith("FUSED_TP_ATTENTION=torch-cudnn has it")
     assert choose_provider(cuda(plain=False))[0] is BLOCKS
     providers._choose.cache_clear()
 
@@ -283,123 +281,8 @@ def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="ATTENTION=torch-cpu cannot serve this call: torch's kernels know no"):
         provider_for(q, q, Scores(1.0, softcap=2.0))
     monkeypatch.setenv("FUSED_TP_ATTENTION", "magic")
-    with pytest.raises(ValueError, match="FUSED_TP_ATTENTION names 'magic'; there are native-cpu, triton, torch-cudnn"):
+    with pytest.raises(ValueError, match="FUSED_TP_ATTENTION names 'magic'; there are native-cpu, triton, torch-cuda"):
         provider_for(q, q, PLAIN)
-
-
-def test_cudnn_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = partial(Wanted, torch.device("cuda"), torch.bfloat16, 128, 128)
-    monkeypatch.setenv("FUSED_TP_ATTENTION", "torch-cudnn")
-    assert choose_provider(cuda()) == (TORCH_CUDNN, "FUSED_TP_ATTENTION=torch-cudnn forces it")
-    for wanted, said in (
-        (cuda(plain=False), "no softcap, ALiBi"),
-        (replace(cuda(), dtype=torch.float32), "float16 and bfloat16, not float32"),
-        (replace(cuda(), device=torch.device("cpu")), "CUDA tensors"),
-    ):
-        with pytest.raises(ValueError, match=f"=torch-cudnn cannot serve this call: .*{said}"):
-            choose_provider(wanted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, version, head_dim, why in (
-        ((9, 0), 91000, 256, None),
-        ((9, 0), 90800, 256, "head_dim of at most 128"),
-        ((10, 0), 91000, 192, "head_dim of at most 128"),
-        ((8, 0), 91000, 64, "this is an sm_80"),
-        ((9, 0), None, 64, "without cuDNN"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = no_cudnn(torch.device("cuda"), head_dim)
-        assert found is None if why is None else why in str(found)
-
-
-def test_fp8_is_triton_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = Wanted(torch.device("cuda"), torch.bfloat16, 128, 128, fp8=True)
-    assert choose_provider(wanted)[0].name == "triton"
-    for other, forced, said in (
-        (replace(wanted, device=torch.device("cpu")), "", "they run on GPUs, and q is on cpu"),
-        (replace(wanted, dtype=torch.float32), "", "bfloat16 and float16, not of float32"),
-        (replace(wanted, head_dim=512), "", "head dims go from 1 to 256"),
-        (wanted, "torch-cuda", "FUSED_TP_ATTENTION names torch-cuda"),
-    ):
-        monkeypatch.setenv("FUSED_TP_ATTENTION", forced)
-        with pytest.raises(ValueError, match=f"fp8=True takes the Triton kernels, .*{said}"):
-            choose_provider(other)
-
-
-@pytest.fixture
-def cudnn_on_cpus() -> Iterator[list[str]]:
-    """cuDNN's ops have a kernel for CPUs, made of those of torch for CPUs; the list has what was called."""
-    aten, called = torch.ops.aten, []
-
-    # torch leaves out of a call what the op has by default.
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, bias: None, lse_too: bool, p: float = 0, causal: bool = False, **scale: float
-    ) -> list[Any]:
-        assert bias is None and lse_too and p == 0 and k.shape[2] > 1
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, **scale)
-        called.append("forward")
-        seed = torch.empty((), dtype=torch.int64)
-        return [out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, seed.clone(), None]
-
-    def backward(grad: Tensor, *given: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse, _, _, bias, cum_seq_q, _, rows, keys, dropout_p, causal = given
-        assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
-        assert bias is cum_seq_q is None and (rows, keys, dropout_p) == (q.shape[2], k.shape[2], 0.0)
-        called.append("backward")
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
-        )
-        return dq, dk, dv
-
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
-        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
-        yield called
-
-
-@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["window on both sides"], AttentionMask(90, 150, causal=True)])
-def test_cudnn_is_called_as_it_wants_to_be(mask: AttentionMask, cudnn_on_cpus: list[str]) -> None:
-    tensors = made(mask, torch.bfloat16, 4, 2, 20, 12)
-    got = run(TORCH_CUDNN, [everything(mask)], PLAIN, *tensors)
-    close(got, wanted(mask, *tensors), torch.bfloat16)
-    assert {"forward", "backward"} == set(cudnn_on_cpus)
-
-
-def test_cudnn_alone_and_one_key(cudnn_on_cpus: list[str]) -> None:
-    causal = AttentionMask(70, 70, causal=True)
-    q, k, v, _ = made(causal, torch.bfloat16, 4, 2, 20, 12)
-    out, lse = TORCH_CUDNN.alone(everything(causal), PLAIN, q, k, v, None) or (None, None)
-    assert out is not None and out.shape == (2, 70, 4, 12) and lse is not None and lse.shape == (2, 4, 70)
-    one = AttentionMask(37, 1)
-    assert TORCH_CUDNN.alone(everything(one), PLAIN, q[:, :37], k[:, :1], v[:, :1], None) is None
-    tensors = made(one, torch.bfloat16, 4, 2, 16, 16)
-    close(run(TORCH_CUDNN, [everything(one)], PLAIN, *tensors), wanted(one, *tensors), torch.bfloat16)
-    assert cudnn_on_cpus == ["forward"]
-
-
-def test_where_deterministic_kernels_are_asked_for_cudnn_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward is FlashAttention's then."""
-    q = torch.empty(1, 2, 8, 16)
-    given = (q, q, q, q, q, torch.empty(1, 2, 8), True, 1.0)
-    called = []
-    monkeypatch.setattr(type(TORCH_CUDA), "_backward", lambda self, *args: called.append(args))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    TORCH_CUDNN._backward(*given)
-    assert called == [given]
-
-
-@pytest.mark.gpu
-def test_cudnn_agrees_with_blocks() -> None:
-    if no_cudnn(torch.device("cuda"), 64) is not None:
-        pytest.skip(f"needs a GPU that has cuDNN's attention: {no_cudnn(torch.device('cuda'), 64)}")
-    for mask in (*MASKS.values(), AttentionMask(40, 1), AttentionMask(513, 513, causal=True)):
-        for dtype, heads, widths in ((torch.bfloat16, (4, 2), (20, 12)), (torch.float16, (2, 2), (128, 128))):
-            tensors = [t.cuda() for t in made(mask, dtype, *heads, *widths)]
-            got, reference = (
-                [t.cpu().double() for t in run(one, [everything(mask)], PLAIN, *tensors)]
-                for one in (TORCH_CUDNN, BLOCKS)
-            )
-            close([t.to(dtype) for t in got], reference, dtype)
 
 
 @pytest.mark.gpu

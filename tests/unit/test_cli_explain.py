@@ -24,16 +24,6 @@ def test_ring_attention(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("  each step: native-cpu, because")
 
 
-def test_fp8(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    call = ["ring_attention", *["1x64x8x64"] * 3, "--transport", "nccl", "--ranks", "4", "--fp8"]
-    assert main(["explain", *call, "--arch", "sm_90"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[3] == "  each step: triton, because no others multiply in fp8; its backward is not in fp8"
-    assert main(["explain", *call]) == 2
-    assert "the Triton kernels, which cannot serve this call: they run on GPUs" in capsys.readouterr().err
-
-
 def test_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "all_gather", "2x64", "--dim", "-1", "--ranks", "4"]) == 0
     assert capsys.readouterr().out.startswith("all_gather(x_shard [2, 64], dim=-1), bfloat16 on cpu, 4 ranks\n")
@@ -44,7 +34,6 @@ def test_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["ring_attention", "1x64x8x32"], "ring_attention needs 3 shapes (q, k, v), got 1."),
         (["all_reduce", "2x64", "--dim", "1"], "all_reduce has none"),
-        (["all_reduce", "2x64", "--fp8"], "fp8=True is for ring_attention and ulysses_attention; all_reduce has none"),
         (["softmax", "2x64"], "op is 'softmax'; explain knows all_gather"),
     ],
 )

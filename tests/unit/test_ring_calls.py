@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.scores import Scores
 from fused_tp.ops.attention_arguments import checked_call
-from fused_tp.runtime.group import SINGLE_NAME
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")
@@ -95,7 +93,7 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     how: dict[str, Any] = dict.fromkeys(
         ("scale", "window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv")
     )
-    how |= {"causal": True, "layout": "zigzag", "softcap": 0.0, "dropout_p": 0.0, "fp8": False}
+    how |= {"causal": True, "layout": "zigzag", "softcap": 0.0, "dropout_p": 0.0}
     call = checked_call(q, q, q, size=1, rank=0, **how)
     for _ in range(3):
         ring_attention._prepare(q.as_subclass(OnGpu), q, q, (*call.tensors, *call.keywords.as_tuple(), ""))
@@ -152,22 +150,3 @@ def test_a_graph_cannot_be_captured_of_what_is_read_on_the_host(paged: bool) -> 
     with pytest.raises(ValueError, match="a page_table while" if paged else "cache_seqlens on meta while"):
         decode_op._check_capture(lengths, torch.zeros(2, 1) if paged else None)
     decode_op._check_capture(torch.ones(2), None)
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_one_that_refuses_makes_as_many_exchanges_as_its_peers(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long prompt there are several. Peers that read what it says raise behind the first, others make all."""
-    gathered: list[torch.Size] = []
-
-    def all_gather(x: Tensor, **_: Any) -> Any:
-        gathered.append(x.shape)
-        return SimpleNamespace(wait=lambda: None)
-
-    schedule = SimpleNamespace(all_gather=all_gather, several=lambda op: nullcontext())
-    monkeypatch.setattr(decode_op, "_parts_schedule", lambda *_: schedule)
-    monkeypatch.setattr(decode_op, "_GATHERED_BYTES", 1)
-    monkeypatch.setattr(decode_op.settings, "check_ranks", lambda: checked)
-    q, cache = (torch.empty(2, tokens, 2, 8, device="meta") for tokens in (3, 4))
-    with pytest.raises(ValueError, match="make it longer"):
-        decode_op._decode(q, cache, cache, torch.tensor([9, 12]), None, None, None, 1.0, -1, -1, 0.0, 4, SINGLE_NAME)
-    assert len(gathered) == (1 if checked else 3) and len(set(gathered)) == 1
