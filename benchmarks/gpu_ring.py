@@ -20,7 +20,6 @@ from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.ring_local import LocalRing
 from fused_tp.attention.scores import Scores
 from fused_tp.attention.triton import TRITON, terms_of
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalRank, run_local
 
 from .case import OURS, Case, Contestant, Rival
@@ -72,16 +71,20 @@ class Ring:
         del kept
 
     def _prepare(self, rank: LocalRank) -> RankMemory:
+        from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+
         return prepare(
             rank,
             self.layouts[rank.rank].nbytes(self.world_size),
             lambda workspace: self.one_launch(rank.rank, workspace),
             timeout_seconds=10.0,
-            kind=kernel_module("attention.ring_keys").RingWorkspace,
+            kind=RingWorkspace,
         )
 
     def one_launch(self, rank: int, workspace: Any = None) -> Tensor:
-        out: Tensor = kernel_module("attention.ring_forward").ring_forward(
+        from fused_tp.triton_kernels.attention.ring_forward import ring_forward
+
+        out: Tensor = ring_forward(
             self.q[rank],
             self.k[rank],
             self.v[rank],

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.transport.kernels import kernel_module
-
 from .case import OURS, Case, Contestant, Unavailable
 from .race import Times
 
@@ -102,7 +100,9 @@ class GpuContext:
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
         # Nobody else's: of torch's pool one of them would be another's after 32 more, and would wait behind it.
-        streams: list[torch.cuda.Stream] = kernel_module("comm.streams").own_streams(self, self.device, 1 + MOST_RANKS)
+        from fused_tp.triton_kernels.comm.streams import own_streams
+
+        streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MOST_RANKS)
         return streams
 
 

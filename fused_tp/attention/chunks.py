@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.plan import RingPlan, of_keys
-from fused_tp.transport.kernels import kernel_module
 
 _ROWS_OF_A_CHUNK = 16384  # at most, where that does not make too many of them
 _MOST_CHUNKS = 63
@@ -42,12 +41,14 @@ class Chunks:
 
     def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
         """The tables for that device and tiles of that size, made once."""
+        from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
+
         if (device, rows, block) not in self._tables:
             vectors = self._tables.get(device)
             if vectors is None:
                 vectors = self._tables[device] = {name: _moved(x, device) for name, x in self._vectors.items()}
             starts, stops = self._vectors["starts"], self._vectors["stops"]
-            tiles, bounds = kernel_module("attention.tiles").tiles_of_chunks(
+            tiles, bounds = tiles_of_chunks(
                 self._plan.seen(self._rank)[1:],
                 [int(b) for b in self._plan.queries[self._rank].breaks if b],
                 starts,

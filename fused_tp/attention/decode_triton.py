@@ -16,7 +16,6 @@ from fused_tp.attention.decode import FEW, rows_seen
 from fused_tp.attention.providers import forced_provider
 from fused_tp.attention.scores import Scores
 from fused_tp.transport.kernel_memory import is_capturing
-from fused_tp.transport.kernels import kernel_module
 
 
 def serves(
@@ -46,10 +45,12 @@ def attend(
         k_indices = _indices(dealing, max(map(dealing.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
+    from fused_tp.triton_kernels.attention.decode import flash_decode
+
     for table in (starts, k_indices):  # stops and places lie behind starts
         _read_here(table)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    found: Tensor = kernel_module("attention.decode").flash_decode(
+    found: Tensor = flash_decode(
         q, k, v, starts, stops, most, triton.terms_of(scores), pages=page_table, places=places, k_indices=k_indices
     )
     return found

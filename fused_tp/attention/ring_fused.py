@@ -19,7 +19,6 @@ from fused_tp.attention.triton import TRITON, terms_of
 from fused_tp.runtime import settings
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.transport.kernels import kernel_module
 
 _RELAYS = 1  # multiprocessors for the kernels between the copies
 
@@ -33,6 +32,8 @@ class FusedRing:
         self._kernels = kernels
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        from fused_tp.triton_kernels.attention.ring_forward import ring_forward
+
         kernels, chunks = self._kernels, chunks_of(call.plan, call.rank)
         kernels.check("ring_attention", dims, q)
         layout = keys_layout(call.plan, call.rank, k, v)
@@ -41,7 +42,7 @@ class FusedRing:
             kernels.several("ring_attention"),  # peers count on this call from its first launch on
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), "ring_attention") as workspace,
         ):
-            result: tuple[Tensor, Tensor] = kernel_module("attention.ring_forward").ring_forward(
+            result: tuple[Tensor, Tensor] = ring_forward(
                 q,
                 k,
                 v,
@@ -67,7 +68,8 @@ class FusedRing:
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     """Where the keys of a call lie in the memory of all ranks: a `triton_kernels.attention.ring_keys.KeysLayout`."""
-    module = kernel_module("attention.ring_keys")
+    from fused_tp.triton_kernels.attention import ring_keys as module
+
     rows = tuple(tokens.length for tokens in plan.keys)
     pairs = k.shape[0] * k.shape[2]
     shard_bytes = max(rows) * pairs * (k.shape[3] + v.shape[3]) * k.dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_tp.attention.plan import Step
 from fused_tp.attention.scores import Scores
 from fused_tp.attention.state import SoftmaxState
-from fused_tp.transport.kernels import has_triton, kernel_module
+from fused_tp.transport.kernels import has_triton
 
 
 def obstacle(
@@ -24,6 +24,7 @@ def obstacle(
     """
     if not has_triton():
         return "Triton is not installed"
+
     here = None if device.type == "cuda" and not torch.cuda.is_available() else device
     try:
         kernels = _kernels()
@@ -131,7 +132,9 @@ class TritonFlash:
 
 
 def _kernels() -> ModuleType:
-    return kernel_module("attention.flash_attention")
+    from fused_tp.triton_kernels.attention import flash_attention
+
+    return flash_attention
 
 
 def terms_of(scores: Scores) -> Any:

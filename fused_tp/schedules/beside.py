@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from fused_tp.transport.kernels import kernel_module
-
 
 class Beside:
     """The side streams of one schedule."""
@@ -45,5 +43,7 @@ class Beside:
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """One more stream that nobody else has."""
-        stream: torch.cuda.Stream = kernel_module("comm.streams").own_streams(self, device, 1)[0]
+        from fused_tp.triton_kernels.comm.streams import own_streams
+
+        stream: torch.cuda.Stream = own_streams(self, device, 1)[0]
         return stream

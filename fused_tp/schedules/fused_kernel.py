@@ -32,7 +32,6 @@ from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.kernel_memory import KernelMemory
 from fused_tp.transport.kernel_workspaces import Workspaces
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.torch_dist import TorchDist
 
 MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
@@ -63,23 +62,22 @@ class FusedKernel:
         self._plain = plain
         self._beside = Beside()
         self._pulling: torch.cuda.Stream | None = None
+        from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+        from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+        from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
+        from fused_tp.triton_kernels.gemm.operands import kernels_of
+
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
-        self._arch = kernel_module("gemm.operands").kernels_of(memory.arch)
-        self._most_rows_of_tiles = kernel_module("comm.workspace").COUNTERS
-        kinds = {
-            "sum": kernel_module("comm.workspace").Workspace,
-            "gather": kernel_module("comm.gather").GatherWorkspace,
-            "ring": kernel_module("attention.ring_keys").RingWorkspace,
-        }
+        self._arch = kernels_of(memory.arch)
+        self._most_rows_of_tiles = COUNTERS
+        kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
         self.workspaces = Workspaces(memory, kinds, ends_messages(plain))
 
     @staticmethod
     def load() -> None:
         """Imports the kernels. Raises what that raises."""
-        for name in ("gemm.gemm_all_reduce", "gemm.gemm_reduce_scatter"):
-            kernel_module(name)
-        kernel_module("gemm.all_gather_gemm")
-        kernel_module("attention.ring_forward")
+        from fused_tp.triton_kernels.attention import ring_forward  # noqa: F401
+        from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
 
     def several(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
@@ -98,7 +96,8 @@ class FusedKernel:
         columns = _COLUMNS if flat.numel() % _COLUMNS == 0 else flat.numel()
         shard = flat.view(-1, columns)
         rows = shard.shape[0]
-        module = kernel_module("gemm.all_gather_gemm")
+        from fused_tp.triton_kernels.gemm import all_gather_gemm as module
+
         launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
         self.check("all_gather", (flat.numel(),), flat)
         nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
@@ -161,7 +160,8 @@ class FusedKernel:
             )  # fmt: skip
         counts = row_sizes(shape, gather_dim, sizes)
         rows, rows_per_rank, k = sum(counts), counts[0], shape[-1]
-        module = kernel_module("gemm.all_gather_gemm")
+        from fused_tp.triton_kernels.gemm import all_gather_gemm as module
+
         # Tiles need not be alike on all ranks here; weights may differ in width.
         launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in weights), least_margin=1)
         self.check("all_gather_matmul", (*shape, gather_dim), x_shard)
@@ -194,7 +194,8 @@ class FusedKernel:
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
         counts = row_sizes(shape, scatter_dim, sizes)
-        module = kernel_module("gemm.gemm_reduce_scatter")
+        from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
+
         # A gather may be under way beside it (x for the weight's gradient), whose small kernels need an SM.
         launch = self._launch(x.dtype, sum(counts), shape[-1], least_margin=1)
         self.check("matmul_reduce_scatter", (*shape, scatter_dim), x, launch)
@@ -239,7 +240,8 @@ class FusedKernel:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         m, n = prod(x.shape[:-1]), w.shape[0]
-        module = kernel_module("gemm.gemm_all_reduce")
+        from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
+
         launch = self._launch(x.dtype, m, n)
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self.check(op, shape, x, launch)
@@ -252,7 +254,9 @@ class FusedKernel:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
-        return kernel_module("gemm.launch").launch_for(
+        from fused_tp.triton_kernels.gemm.launch import launch_for
+
+        return launch_for(
             dtype,
             m,
             n,
@@ -296,7 +300,8 @@ class FusedKernel:
 
 def _few(products: Sequence[Product]) -> list[Product]:
     """At most as many products as a launch adds up: those beyond are one, side by side along K."""
-    most = kernel_module("gemm.launch").MAX_PRODUCTS
+    from fused_tp.triton_kernels.gemm.launch import MAX_PRODUCTS as most
+
     if len(products) <= most:
         return list(products)
     rest = products[most - 1 :]

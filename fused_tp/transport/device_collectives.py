@@ -32,7 +32,6 @@ from fused_tp.transport.all_to_all_layout import (
 from fused_tp.transport.device_plans import ALGORITHMS, Plans, check_like
 from fused_tp.transport.kernel_memory import KernelMemory
 from fused_tp.transport.kernel_workspaces import Workspaces
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.native_kernels import native_kernels
 
 MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
@@ -405,9 +404,9 @@ def _norm_output(fp8: Tensor | str | None, partial: Tensor) -> tuple[int, Tensor
 def _workspace_class() -> Any:
     """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
     core = import_module("fused_tp._core")
-    base: Any = kernel_module("comm.workspace").Workspace
+    from fused_tp.triton_kernels.comm.workspace import Workspace
 
-    class DeviceWorkspace(base):
+    class DeviceWorkspace(Workspace):
         """What `Workspaces` asks of a workspace, in few steps: every call does."""
 
         def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.symmetric_memory import CHANNELS
 
 T = TypeVar("T")
@@ -402,12 +401,12 @@ def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]
     """A stream for each rank, which is nobody else's while `owner` lives."""
     if group.device.type == "cpu":
         return [None] * group.world_size
+    from fused_tp.triton_kernels.comm.streams import own_streams
+
     # Not of torch's pools, which give a stream out again, to another rank, its workspace or the caller. And by the same
     # hand as the side streams of workspaces: the driver deals streams to the queues of the GPU as they are made, and
     # what waits in one queue behind a kernel of another rank never comes to run.
-    streams: list[torch.cuda.Stream | None] = [
-        *kernel_module("comm.streams").own_streams(owner, group.device, group.world_size)
-    ]
+    streams: list[torch.cuda.Stream | None] = [*own_streams(owner, group.device, group.world_size)]
     for stream in streams:
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(group.device))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalRank, run_local
+from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def test_streams_run_at_the_same_time() -> None:
     kernels, beside = 6, 4
 
     def fn(rank: LocalRank) -> None:
-        side = kernel_module("comm.streams").own_streams(rank, rank.device, beside)
+        side = streams.own_streams(rank, rank.device, beside)
         for stream in (torch.cuda.current_stream(), *side):
             with torch.cuda.stream(stream):
                 for _ in range(kernels):

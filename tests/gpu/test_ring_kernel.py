@@ -22,8 +22,9 @@ from fused_tp.attention.chunks import chunks_of
 from fused_tp.attention.masks import AttentionMask
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalRank, run_local
+from fused_tp.triton_kernels.attention import ring_forward, ring_keys
+from fused_tp.triton_kernels.attention.launch import Terms
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import assert_within_dtype_error, seeded
 
@@ -68,14 +69,14 @@ def make_call(
     out, lse = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
     here = [x[:, mine].to(device) for x in (q, k, v)]
     keys = keys_layout(plan, rank, *here[1:])
-    forward, terms = kernel_module("attention.ring_forward"), kernel_module("attention.launch").Terms(head_dim**-0.5)
+    terms = Terms(head_dim**-0.5)
     programs = 3
     if device.type == "cuda":
         # Two relays of each rank may take an SM each, as they come while others are still free.
         programs = max(1, torch.cuda.get_device_properties(device).multi_processor_count // world - 2)
 
     def launch(workspace: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = forward.ring_forward(
+        result: tuple[Tensor, Tensor] = ring_forward.ring_forward(
             *here, chunks_of(plan, rank), terms, keys, workspace=workspace, programs=programs
         )
         return result
@@ -112,7 +113,7 @@ def on_gpu(rank: LocalRank, dtype: torch.dtype, in_graph: bool) -> None:
         rank.synchronize()
         del kept
 
-    kind = kernel_module("attention.ring_keys").RingWorkspace
+    kind = ring_keys.RingWorkspace
     memory = prepare(rank, max(call.nbytes for call in calls), rehearse, kind=kind)
 
     def late() -> None:
@@ -138,14 +139,14 @@ def on_gpu(rank: LocalRank, dtype: torch.dtype, in_graph: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_ranks_as_threads(monkeypatch: pytest.MonkeyPatch, world_size: int, dtype: torch.dtype, groups: int) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # of the whole test: kernels are compiled in it, and have their own
-    monkeypatch.setattr(kernel_module("attention.ring_keys"), "LEAST_GROUP_BYTES", 1 if groups > 1 else 1 << 30)
+    monkeypatch.setattr(ring_keys, "LEAST_GROUP_BYTES", 1 if groups > 1 else 1 << 30)
     run_local(world_size, on_gpu, dtype, groups == 4, device="cuda")
 
 
 def without_last(rank: LocalRank) -> str:
     """What the ranks say of one that does not come: a sentence, and NaN."""
     call = make_call(rank.rank, rank.world_size, 2, 900, 8, 64, torch.bfloat16, rank.device)
-    kind = kernel_module("attention.ring_keys").RingWorkspace
+    kind = ring_keys.RingWorkspace
     memory = prepare(rank, call.nbytes, call.launch, timeout_seconds=0.5, kind=kind)
     if rank.rank == rank.world_size - 1:
         return ""

@@ -37,9 +37,9 @@ SERVED = {
 
 
 def kernels() -> Any:
-    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.triton_kernels.attention import decode
 
-    return kernel_module("attention.decode")
+    return decode
 
 
 def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:

@@ -52,10 +52,9 @@ CASES: dict[str, Case] = {
 def small_chunks() -> Iterator[None]:
     """Heads go in as many groups, and keys in as many chunks, as if they were large."""
     from fused_tp.attention import chunks
-    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.triton_kernels.attention import ring_keys
 
-    keys = kernel_module("attention.ring_keys")
-    with mock.patch.object(keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(chunks, "_ROWS_OF_A_CHUNK", 9):
+    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(chunks, "_ROWS_OF_A_CHUNK", 9):
         yield
 
 
@@ -86,8 +85,8 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def many_calls(group: Any, late_rank: int) -> None:
     """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late."""
-    from fused_tp.transport.kernels import kernel_module
     from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call, run_calls
 
     rank, world, device = group.rank(), group.size(), torch.device("cpu")
@@ -100,7 +99,7 @@ def many_calls(group: Any, late_rank: int) -> None:
     with small_chunks():
         calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]
         buffer, handle = symmetric_empty((max(call.nbytes for call in calls),), torch.uint8, group=group)
-        workspace = kernel_module("attention.ring_keys").RingWorkspace(buffer, handle, timeout_seconds=30)
+        workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=30)
         with delays(rank, on=rank == late_rank, chance=0.02):
             run_calls(calls, workspace, late, repeat=2)
 
@@ -112,10 +111,11 @@ def test_calls_of_any_masks_follow_each_other(world_size: int, late_rank: int) -
 
 def launches(group: Any) -> list[str]:
     """The kernels that a forward runs, with another op of the group between two of it."""
-    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.triton_kernels.attention import ring_keys
+    from fused_tp.triton_kernels.comm import gather
 
     ran: list[str] = []
-    run = kernel_module("comm.gather").run
+    run = gather.run
 
     def noted(launch: Any) -> None:
         ran.append(launch[0].fn.__name__)
@@ -127,8 +127,8 @@ def launches(group: Any) -> list[str]:
         fused_tp.all_gather_matmul(seeded(4, 8), seeded(3, 8), group=group)
         # `run` by its name in each module that uses it.
         with (
-            mock.patch.object(kernel_module("comm.gather"), "run", noted),
-            mock.patch.object(kernel_module("attention.ring_keys"), "run", noted),
+            mock.patch.object(gather, "run", noted),
+            mock.patch.object(ring_keys, "run", noted),
         ):
             again = fused_tp.ring_attention(q, k, v, group=group, causal=True)
     assert torch.equal(first, again)
@@ -170,21 +170,20 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def untold(group: Any) -> tuple[str, bool]:
     """What becomes of a launch whose second chunk is never told of."""
-    from fused_tp.transport.kernels import kernel_module
     from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 
-    keys = kernel_module("attention.ring_keys")
     call = make_call(group.rank(), group.size(), 2, 21, 2, 8, torch.float32, torch.device("cpu"))
     buffer, handle = symmetric_empty((call.nbytes,), torch.uint8, group=group)
-    workspace = keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
-    relay = keys.KeysPuller.relay_launch
+    workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
+    relay = ring_keys.KeysPuller.relay_launch
 
     def silent(self: Any, before: Any, behind: Any) -> Any:
         return relay(self, None if before is not None and before.chunk == 1 else before, behind)
 
     dist.barrier(group)
-    with mock.patch.object(keys.KeysPuller, "relay_launch", silent):
+    with mock.patch.object(ring_keys.KeysPuller, "relay_launch", silent):
         out, lse = call.launch(workspace)
     return str(workspace.expired()), bool(out.isnan().all() and lse.isnan().all())
 
@@ -195,13 +194,12 @@ def test_what_has_not_arrived_is_not_computed_with() -> None:
 
 
 def bad_input(_group: Any) -> list[str]:
-    from fused_tp.transport.kernels import kernel_module
     from fused_tp.transport.local import LocalGroup
+    from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 
-    keys = kernel_module("attention.ring_keys")
     buffer, handle = LocalGroup(1).rank(0).symmetric_empty(1 << 13)
-    small = keys.RingWorkspace(buffer, handle, timeout_seconds=1)
+    small = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=1)
     messages = []
     for world, number in ((1, 0), (2, 2)):
         with pytest.raises(ValueError) as raised:
@@ -249,10 +247,11 @@ def own_group() -> Any:
 def half_way(_: Any, place: str) -> list[str]:
     """Rank 0 raises while it makes the launch, or between the first and the last of its launches: what it ran in that
     call, and what its next call says."""
-    from fused_tp.transport.kernels import kernel_module
+    from fused_tp.triton_kernels.attention import ring_forward
+    from fused_tp.triton_kernels.comm import gather
 
-    forward, gather, group = kernel_module("attention.ring_forward"), kernel_module("comm.gather"), own_group()
-    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run, forward._launch
+    group = own_group()
+    q, ran, run, launch = torch.ones(1, 4, 1, 8), [], gather.run, ring_forward._launch
 
     def failing(*args: Any) -> Any:
         if place == "arguments":
@@ -269,7 +268,7 @@ def half_way(_: Any, place: str) -> list[str]:
         fused_tp.ring_attention(q, q, q, group=group)
         if group.rank() == 0:
             with (
-                mock.patch.object(forward, "_launch", failing),
+                mock.patch.object(ring_forward, "_launch", failing),
                 mock.patch.object(gather, "run", noted),
                 pytest.raises(MemoryError),
             ):

@@ -20,7 +20,7 @@ from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows,
 from benchmarks.race import Times
 from benchmarks.ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
 from benchmarks.records import Machine, Record, read
-from fused_tp.transport.kernels import kernel_module
+from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -245,9 +245,7 @@ def pretended_gpu() -> Iterator[GpuContext]:
         "get_device_capability": lambda device=None: (9, 0),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(
-        kernel_module("comm.streams"), "own_streams", lambda owner, device, count: [Stream() for _ in range(count)]
-    )
+    patch.setattr(streams, "own_streams", lambda owner, device, count: [Stream() for _ in range(count)])
     try:
         yield GpuContext(torch.device("cpu"), Budget(1000), rounds=2)
     finally:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
 from fused_tp.transport.symmetric_memory import CHANNELS
+from fused_tp.triton_kernels.comm.workspace import Workspace
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
@@ -141,11 +141,10 @@ def test_a_rank_is_memory_for_kernels() -> None:
 def test_what_a_kernel_reports_is_in_the_hosts_memory_whatever_the_default_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = kernel_module("comm.workspace")
-    monkeypatch.setattr(module.Workspace, "_check_device", lambda self, buffer: None)
+    monkeypatch.setattr(Workspace, "_check_device", lambda self, buffer: None)
     buffer, handle = LocalGroup(1).rank(0).allocate(1 << 14)
     with torch.device("meta"):  # where tensors are made that nothing is said of
-        workspace = module.Workspace(buffer, handle, timeout_seconds=1)
+        workspace = Workspace(buffer, handle, timeout_seconds=1)
     assert workspace.expired() is None and workspace.error.device == torch.device("cpu")
 
 

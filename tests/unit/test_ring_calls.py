@@ -106,7 +106,7 @@ def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: 
     q = torch.ones(1, 1, 2, 4)
     monkeypatch.setattr(decode_triton, "_seen", lambda *_: (kept, kept, kept, 1))
     monkeypatch.setattr(decode_triton, "_indices", lambda *_: kept)
-    monkeypatch.setattr(decode_triton, "kernel_module", lambda _: SimpleNamespace(flash_decode=lambda *_, **__: q))
+    monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: q)
     monkeypatch.setattr(decode_triton.triton, "terms_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "this stream")
     monkeypatch.setattr(decode_triton, "is_capturing", lambda _: False)
@@ -118,7 +118,7 @@ def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture keeps them, each once, and makes none: that takes a copy from the host."""
     monkeypatch.setattr(decode_triton, "_captured", set())
-    monkeypatch.setattr(decode_triton, "kernel_module", lambda _: SimpleNamespace(flash_decode=lambda *_, **__: None))
+    monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
     monkeypatch.setattr(decode_triton.triton, "terms_of", lambda _: None)
     dealing, scores, q = Dealing(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fused_tp.transport import local
-from fused_tp.transport.kernels import kernel_module
 from fused_tp.transport.local import LocalGroup
+from fused_tp.triton_kernels.comm import streams
 
 
 class Owner:
@@ -23,7 +23,6 @@ class Owner:
 
 
 def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: Any = kernel_module("comm.streams")
     numbers = iter(range(100))
 
     def create(index: int) -> int:
@@ -62,7 +61,7 @@ def test_ranks_as_threads_have_streams_behind_the_callers(monkeypatch: pytest.Mo
 
     asked: list[object] = []
     device, owner, callers = torch.device("cuda", 1), object(), object()
-    monkeypatch.setattr(kernel_module("comm.streams"), "own_streams", own_streams)
+    monkeypatch.setattr(streams, "own_streams", own_streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     found: list[Any] = local._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
     assert asked == [(owner, device, 3)] and [stream.behind for stream in found] == [callers] * 3
