@@ -1,46 +1,117 @@
-"""The demo on one rank: train without parallelism, then with plain collectives and with fused_tp step by step in turn.
+"""The ranks of the demo: train without parallelism, then with plain collectives and with fused_tp step by step in turn.
 
 Rank 0 trains the unsharded model alone while the others follow its losses, so a rank 0 that dies is noticed within one
 deadline. The two parallel runs then share the ranks and alternate, step for step and in changing order: whatever else
-the machine does hits both alike, and the ratio of their times can be trusted where the times themselves cannot.
+the machine does affects both alike, and the ratio of their times can be trusted where the times themselves cannot.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it when they step: the process that ranks are forked from has it already
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fused_tp.cli.demo_checkpoint import load_checkpoint, save_checkpoint
-from fused_tp.cli.demo_data import make_batch, make_tokenizer, make_tokens
-from fused_tp.cli.demo_model import build_model, parameter_count
-from fused_tp.cli.demo_progress import Progress, rich_progress, silent_progress
-from fused_tp.cli.demo_report import DemoResult, report
-from fused_tp.cli.demo_sample import generate_sample
-from fused_tp.cli.demo_settings import DemoSettings
-from fused_tp.cli.demo_train import Run, Trainer, plain_collectives
+from fused_tp.cli.demo import LOOPBACK, DemoSettings
+from fused_tp.cli.demo_report import DemoResult, Sample, report
+from fused_tp.cli.demo_train import (
+    FEW_THREADS,
+    FUSED,
+    PLAIN,
+    SINGLE,
+    Run,
+    Tokenizer,
+    Trainer,
+    build_model,
+    make_batch,
+    make_tokenizer,
+    make_tokens,
+    plain_collectives,
+)
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.runtime.settings import timeout_seconds
 
-SINGLE, THREADED, PLAIN, FUSED = "single process", "single process, all threads", "plain collectives", "fused_tp"
-THREADED_STEPS = 6  # enough for a median; their losses are not shown
-THREADED_SECONDS = 6.0  # enough of them where threads that share busy cores crawl
+FEW_STEPS = 6  # enough for a median; their losses are not shown
+FEW_STEPS_SECONDS = 6.0  # enough of them where the machine is slow
+REFUSAL = "fused_tp_demo_refusal"  # store key of why a rank cannot do what it was asked
+Advance = Callable[[Run, int], None]  # notes that a run has done one more of so many steps
+
+
+def launch(settings: DemoSettings, start_method: str | None) -> None:
+    """Run the demo on settings.ranks ranks; returns when all have exited.
+
+    Args:
+        start_method: how ranks are started on this host; None under torchrun, where this process is one of them.
+
+    Raises:
+        ValueError: what was asked does not fit the model or the text.
+        ProcessRaisedException, ProcessExitedException: a rank has failed.
+    """
+    if start_method is None:
+        _run_rank(settings, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
+        return
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    # This process holds the store of the ranks: nobody can take its port between picking and using it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        mp.start_processes(_started, (settings, store.port), settings.ranks, start_method=start_method)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        # The rank that refused may not be the one that exited first: its peers lose their connection to it.
+        if store.check([REFUSAL]):
+            raise ValueError(store.get(REFUSAL).decode()) from None
+        raise
+
+
+def _started(rank: int, settings: DemoSettings, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
+    _run_rank(settings, rank, rank, store)
+
+
+def _run_rank(settings: DemoSettings, rank: int, local_rank: int, store: dist.Store | None) -> None:
+    torch.set_num_threads(settings.threads)
+    backend = "gloo"
+    if settings.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_seconds())
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=timeout)
+    try:
+        rank_main(settings)
+    except ValueError as error:
+        if store is not None:
+            store.set(REFUSAL, str(error))
+        raise
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass
 class Demo:
-    """What both trainings need. `tokens` are those of the whole text, `mesh` has the dims cp and tp."""
+    """What all runs need. `tokens` are those of the whole text, `mesh` has the dims cp and tp."""
 
     settings: DemoSettings
     tokens: Tensor
     mesh: DeviceMesh
 
-    def trainer(self, *, parallel: bool) -> Trainer:
+    def trainer(self, model: Any = None, *, parallel: bool) -> tuple[Trainer, int]:
+        """A model (default: a new one) with its optimizer, and the steps that --resume says it has been trained."""
         settings = self.settings
-        model = build_model(settings)
+        model = build_model(settings) if model is None else model
         if parallel:
             model = parallelize(
                 model,
@@ -48,7 +119,8 @@ class Demo:
                 sequence_parallel=settings.sequence_parallel,
                 loss_parallel=settings.loss_parallel,
             )
-        return Trainer(model, lr=settings.lr, dtype=settings.dtype, device=settings.device)
+        trainer = Trainer(model, lr=settings.lr, dtype=settings.dtype, device=settings.device)
+        return trainer, 0 if settings.resume is None else trainer.load(settings.resume, alone=not parallel)
 
     def batch(self, step: int) -> Tensor:
         settings = self.settings
@@ -60,54 +132,53 @@ def rank_main(settings: DemoSettings) -> None:
     """The whole demo, as run by every rank; rank 0 reports."""
     mesh = init_device_mesh(settings.device, (settings.cp, settings.tp), mesh_dim_names=("cp", "tp"))
     model = build_model(settings)
-    parameters, vocab_size = parameter_count(model), model.config.vocab_size
-    del model
+    parameters, vocab_size = sum(parameter.numel() for parameter in model.parameters()), model.config.vocab_size
     tokenizer = make_tokenizer(settings.hf)
     tokens = make_tokens(tokenizer, settings.data, seq=settings.seq, vocab_size=vocab_size)
     demo = Demo(settings, tokens, mesh)
     first = dist.get_rank() == 0
-    with rich_progress() if first else silent_progress() as progress:
-        single, threaded = train_single(demo, progress)
-        plain, fused, trainer, steps_in_all = train_parallel(demo, progress)
+    with progress_bars(shown=first) as advance:
+        single, few_threads = train_single(demo, model, advance) if first else follow_single(settings)
+        del model
+        plain, fused, trainer, steps_in_all = train_parallel(demo, advance)
     if settings.save is not None:
-        save_checkpoint(settings.save, trainer.model, trainer.optimizer, steps=steps_in_all)
+        trainer.save(settings.save, steps=steps_in_all)
     sample = generate_sample(trainer.model, tokenizer, settings)
     if first:
-        report(DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, threaded, plain, fused, sample))
+        report(
+            DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, few_threads, plain, fused, sample)
+        )
     dist.barrier()  # nobody takes the group down before all have been through the last collective
 
 
-def train_single(demo: Demo, progress: Progress) -> tuple[Run, Run | None]:
-    """Train the unsharded model on rank 0 with one rank's threads, then, to compare speed fairly, a few steps with the
-    threads of all ranks. Every rank returns the losses, only rank 0 the times."""
+def train_single(demo: Demo, model: Any, advance: Advance) -> tuple[Run, Run | None]:
+    """Train the unsharded model with the threads of all ranks; then time a few steps with the threads of one rank."""
     settings = demo.settings
-    run = Run(SINGLE, ranks=1, threads=settings.threads)
-    if dist.get_rank() != 0:
-        for _ in range(settings.steps):
-            run.losses.append(from_rank_0(0.0))
-        return run, None
-    trainer = demo.trainer(parallel=False)
-    start = 0
-    if settings.resume is not None:
-        start = load_checkpoint(settings.resume, trainer.model, trainer.optimizer, alone=True)
+    # More threads than there are cores only slow each other down.
+    threads = min(settings.threads * settings.ranks, os.cpu_count() or 1) if settings.device == "cpu" else 1
+    threads = max(threads, settings.threads)
+    run = Run(SINGLE, ranks=1, threads=threads)
+    trainer, start = demo.trainer(model, parallel=False)
+    torch.set_num_threads(threads)
     for step in range(start, start + settings.steps):
         trainer.timed_step(demo.batch(step), step, run)
         from_rank_0(run.losses[-1])
-        progress.advance(run, settings.steps)
-    if settings.device != "cpu" or settings.ranks == 1:
-        return run, None
-    threads = min(
-        settings.threads * settings.ranks, os.cpu_count() or 1
-    )  # more than there are cores only get in their way
-    threaded = Run(THREADED, ranks=1, threads=threads)
-    torch.set_num_threads(threaded.threads)
-    for step in range(THREADED_STEPS):
-        trainer.timed_step(demo.batch(step), start + settings.steps, threaded)
-        progress.advance(threaded, THREADED_STEPS)
-        if sum(threaded.seconds) > THREADED_SECONDS:
-            break
+        advance(run, settings.steps)
     torch.set_num_threads(settings.threads)
-    return run, threaded
+    if threads == settings.threads:
+        return run, None
+    few = Run(FEW_THREADS, ranks=1, threads=settings.threads)
+    for step in range(FEW_STEPS):
+        trainer.timed_step(demo.batch(step), start + settings.steps, few)
+        advance(few, FEW_STEPS)
+        if sum(few.seconds) > FEW_STEPS_SECONDS:
+            break
+    return run, few
+
+
+def follow_single(settings: DemoSettings) -> tuple[Run, None]:
+    """The losses of rank 0's `train_single`, on the other ranks."""
+    return Run(SINGLE, ranks=1, threads=0, losses=[from_rank_0(0.0) for _ in range(settings.steps)]), None
 
 
 def from_rank_0(value: float) -> float:
@@ -117,16 +188,12 @@ def from_rank_0(value: float) -> float:
     return shared.item()
 
 
-def train_parallel(demo: Demo, progress: Progress) -> tuple[Run, Run, Trainer, int]:
+def train_parallel(demo: Demo, advance: Advance) -> tuple[Run, Run, Trainer, int]:
     """Train with plain collectives and with fused_tp in turn: both runs, the fused trainer, and its steps in all."""
     settings = demo.settings
     with plain_collectives():
-        plain_trainer = demo.trainer(parallel=True)
-    fused_trainer = demo.trainer(parallel=True)
-    start = 0
-    if settings.resume is not None:
-        for trainer in (plain_trainer, fused_trainer):
-            start = load_checkpoint(settings.resume, trainer.model, trainer.optimizer)
+        plain_trainer, start = demo.trainer(parallel=True)
+    fused_trainer, _ = demo.trainer(parallel=True)
     plain = Run(PLAIN, settings.ranks, settings.threads)
     fused = Run(FUSED, settings.ranks, settings.threads)
 
@@ -141,17 +208,65 @@ def train_parallel(demo: Demo, progress: Progress) -> tuple[Run, Run, Trainer, i
         for one in (plain_step, fused_step) if index % 2 else (fused_step, plain_step):
             dist.barrier()  # a step starts on all ranks at once, so that none waits for what happened before
             one(start + index)
-        progress.advance(plain, settings.steps)
-        progress.advance(fused, settings.steps)
-    for run in (plain, fused):
-        combine_ranks(run)
+        advance(plain, settings.steps)
+        advance(fused, settings.steps)
+    for run in (plain, fused):  # the slowest rank's wall time and the mean time waited
+        seconds, waited = torch.tensor(run.seconds), torch.tensor(run.waited)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        dist.all_reduce(waited, dist.ReduceOp.SUM)
+        run.seconds, run.waited = seconds.tolist(), (waited / settings.ranks).tolist()
     return plain, fused, fused_trainer, start + settings.steps
 
 
-def combine_ranks(run: Run) -> None:
-    """Of all ranks' times of a step: the slowest rank's wall time and the mean time waited."""
-    seconds, waited = torch.tensor(run.seconds), torch.tensor(run.waited)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    dist.all_reduce(waited, dist.ReduceOp.SUM)
-    run.seconds = seconds.tolist()
-    run.waited = (waited / dist.get_world_size()).tolist()
+def generate_sample(model: Any, tokenizer: Tokenizer, settings: DemoSettings) -> Sample | None:
+    """What `model` continues settings.prompt with, through its KV cache; None where --sample-tokens is 0.
+
+    Called by all ranks of a parallel model.
+    """
+    if settings.sample_tokens == 0:
+        return None
+    prompt = torch.tensor([tokenizer.encode(settings.prompt)], device=settings.device)
+    torch.manual_seed(settings.seed)  # all ranks hold the same logits and must draw the same token from them
+    started = time.perf_counter()
+    if settings.hf is None:
+        tokens = model.generate(prompt, settings.sample_tokens, temperature=settings.sample_temperature)
+    else:
+        draw: dict[str, Any] = {"do_sample": False}
+        if settings.sample_temperature > 0:
+            draw = {"do_sample": True, "temperature": settings.sample_temperature, "top_k": 0}
+        tokens = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=settings.sample_tokens,
+            use_cache=True,
+            pad_token_id=0,  # one row, so nothing is padded; without it every call warns
+            **draw,
+        )
+    new = tokens[0, prompt.shape[1] :].tolist()
+    return Sample(settings.prompt, tokenizer.decode(new), len(new), time.perf_counter() - started)
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[Advance]:
+    """Bars by rich, one for each run, with its latest loss, which appear as the runs begin; nothing unless `shown`."""
+    if not shown:
+        yield lambda run, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    bars = Progress(
+        TextColumn("{task.description:<35}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def advance(run: Run, total: int) -> None:
+        if run.name not in tasks:
+            tasks[run.name] = bars.add_task(run.name, total=total, loss=run.losses[-1])
+        bars.update(tasks[run.name], advance=1, loss=run.losses[-1])
+
+    with bars:
+        yield advance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,22 @@ import pytest
 import torch
 
 from fused_tp.cli import demo
-from fused_tp.cli.demo_checkpoint import load_checkpoint, save_checkpoint
-from fused_tp.cli.demo_data import ByteTokenizer, make_batch, make_tokens
-from fused_tp.cli.demo_model import build_model, example_module
-from fused_tp.cli.demo_report import DemoResult, report, shown_steps, verdict
-from fused_tp.cli.demo_sample import Sample, generate_sample
-from fused_tp.cli.demo_settings import DemoSettings
-from fused_tp.cli.demo_train import Run, Trainer, plain_collectives
+from fused_tp.cli.demo import DemoSettings
+from fused_tp.cli.demo_report import DemoResult, Sample, report, shown_steps, verdict
+from fused_tp.cli.demo_run import generate_sample
+from fused_tp.cli.demo_train import (
+    ByteTokenizer,
+    Run,
+    Trainer,
+    build_model,
+    example_module,
+    make_batch,
+    make_tokens,
+    plain_collectives,
+)
 from fused_tp.runtime import settings as runtime_settings
 
-TINY = "--layers 1 --hidden 32 --intermediate 48 --heads 2 --kv-heads 1 --batch 2 --seq 16"
+TINY = "--layers 1 --hidden 32 --intermediate 48 --heads 2 --kv-heads 1 --batch 2 --seq 16 --tp 1"
 
 
 def parse(line: str) -> argparse.Namespace:
@@ -35,16 +42,17 @@ def settings_of(line: str) -> DemoSettings:
     return DemoSettings.from_arguments(parse(line))
 
 
-# ---- arguments ----
-
-
-def test_defaults() -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of("")
-    assert (settings.tp, settings.cp, settings.steps, settings.dtype) == (2, 1, 50, "fp32")
+    assert (settings.tp, settings.cp, settings.steps, settings.dtype) == (2, 1, 30, "fp32")
     assert settings.sequence_parallel and settings.loss_parallel
     assert (settings.hidden, settings.heads) == (512, 8)
     assert not settings_of("--tp 1").sequence_parallel
     assert not settings_of("--no-sequence-parallel").sequence_parallel
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"torchrun started 3 ranks, but --tp 2 x --cp 2 needs 4"):
+        settings_of("--tp 2 --cp 2")
 
 
 @pytest.mark.parametrize(
@@ -75,32 +83,27 @@ def test_bad_arguments_get_a_sentence(line: str, words: list[str], capsys: pytes
     assert demo.main(parse(line)) == 2
     message = capsys.readouterr().err
     assert message.startswith("fused-tp demo: ") and message.count("\n") == 1
-    for word in words:
-        assert word in message
+    assert all(word in message for word in words)
 
 
-def test_torchrun_with_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"torchrun started 3 ranks, but --tp 2 x --cp 2 needs 4"):
-        settings_of("--tp 2 --cp 2")
+def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
+    for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
+        assert demo.start_method(settings_of(f"--device {device}")) == method
 
 
-# ---- text ----
-
-
-def test_default_text_is_english_bytes() -> None:
+def test_text(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     tokens = make_tokens(tokenizer, None, seq=256, vocab_size=256)
     assert len(tokens) > 100_000 and tokens.max() < 256
     assert "statement" in tokenizer.decode(tokens[:10_000].tolist())
     assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
-
-
-def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abc" * 100)
     with pytest.raises(ValueError, match="token 99"):
-        make_tokens(ByteTokenizer(), tmp_path / "text", seq=16, vocab_size=99)
+        make_tokens(tokenizer, tmp_path / "text", seq=16, vocab_size=99)
+    with pytest.raises(ValueError, match="300 tokens, fewer than one row of 512"):
+        make_tokens(tokenizer, tmp_path / "text", seq=512, vocab_size=256)
 
 
 def test_batches_depend_on_seed_and_step_only() -> None:
@@ -116,24 +119,17 @@ def test_batches_depend_on_seed_and_step_only() -> None:
     assert torch.equal(make_batch(tokens[:8], batch=1, seq=8, seed=0, step=0), tokens[None, :8])
 
 
-def test_text_that_is_too_short(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("Too short.")
-    with pytest.raises(ValueError, match="10 tokens, fewer than one row of 256"):
-        make_tokens(ByteTokenizer(), tmp_path / "text", seq=256, vocab_size=256)
-
-
-# ---- training ----
+def trainer(line: str) -> Trainer:
+    return Trainer(build_model(settings_of(line)), lr=1e-2, dtype="fp32", device="cpu")
 
 
 def test_training_the_example_lowers_the_loss_and_repeats() -> None:
-    settings = settings_of(f"{TINY} --tp 1 --lr 1e-2")
-    tokens = make_tokens(ByteTokenizer(), None, seq=settings.seq, vocab_size=256)
+    tokens = make_tokens(ByteTokenizer(), None, seq=16, vocab_size=256)
 
     def losses() -> list[float]:
-        trainer = Trainer(build_model(settings), lr=settings.lr, dtype="fp32", device="cpu")
-        run = Run("single", 1, 1)
+        one, run = trainer(TINY), Run("single", 1, 1)
         for step in range(8):
-            trainer.timed_step(make_batch(tokens, batch=2, seq=16, seed=0, step=0), step, run)
+            one.timed_step(make_batch(tokens, batch=2, seq=16, seed=0, step=0), step, run)
         assert len(run.seconds) == len(run.waited) == 8 and min(run.seconds) > 0
         return run.losses
 
@@ -142,7 +138,7 @@ def test_training_the_example_lowers_the_loss_and_repeats() -> None:
     assert losses() == first
 
 
-def test_plain_collectives_puts_the_environment_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_collectives_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "pipelined")
     monkeypatch.delenv("FUSED_TP_SHM", raising=False)
     with plain_collectives():
@@ -153,22 +149,20 @@ def test_plain_collectives_puts_the_environment_back(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_resume_of_a_model_of_other_sizes(tmp_path: Path) -> None:
-    small, other = (build_model(settings_of(f"{TINY} --tp 1 {more}")) for more in ("", "--intermediate 50"))
-    save_checkpoint(tmp_path, small, torch.optim.AdamW(small.parameters()), steps=3)
-    same = build_model(settings_of(f"{TINY} --tp 1 --seed 1"))
-    assert load_checkpoint(tmp_path, same, torch.optim.AdamW(same.parameters()), alone=True) == 3
-    torch.testing.assert_close(same.state_dict(), small.state_dict(), rtol=0, atol=0)
+def test_checkpoint_and_one_of_other_sizes(tmp_path: Path) -> None:
+    saved, same = trainer(TINY), trainer(f"{TINY} --seed 1")
+    saved.save(tmp_path, steps=3)
+    assert same.load(tmp_path, alone=True) == 3
+    torch.testing.assert_close(same.model.state_dict(), saved.model.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"gate_proj.weight as \(48, 32\); this model has it as \(50, 32\)"):
-        load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()), alone=True)
+        trainer(f"{TINY} --intermediate 50").load(tmp_path, alone=True)
 
 
 def test_sample_of_the_example() -> None:
-    settings = settings_of(f"{TINY} --tp 1 --sample-tokens 5")
+    settings = settings_of(f"{TINY} --sample-tokens 5")
     model = build_model(settings)
-    sample = generate_sample(model, ByteTokenizer(), settings)
+    sample, again = (generate_sample(model, ByteTokenizer(), settings) for _ in range(2))
     assert sample is not None and sample.tokens == 5 and sample.prompt == "The "
-    again = generate_sample(model, ByteTokenizer(), settings)
     assert again is not None and again.text == sample.text
     assert generate_sample(model, ByteTokenizer(), replace(settings, sample_tokens=0)) is None
 
@@ -186,9 +180,6 @@ def test_example_cache_gives_the_logits_of_the_whole_sequence() -> None:
     assert torch.equal(model(tokens, positions=positions).logits, model(tokens).logits)
 
 
-# ---- report ----
-
-
 def make_result(out: Path, **changes: Any) -> DemoResult:
     steps = 12
     losses = [5.0 - 0.1 * step for step in range(steps)]
@@ -198,8 +189,8 @@ def make_result(out: Path, **changes: Any) -> DemoResult:
         parameters=12_100_000,
         tokenizer="bytes",
         steps_in_all=steps,
-        single=Run("single process", 1, 1, losses, [0.9] * steps, [0.0] * steps),
-        threaded=Run("single process, all threads", 1, 2, [1.0] * 6, [0.5] * 6, [0.0] * 6),
+        single=Run("single process", 1, 2, losses, [0.9] * steps, [0.0] * steps),
+        few_threads=Run("single process, threads of one rank", 1, 1, [1.0] * 6, [0.5] * 6, [0.0] * 6),
         plain=Run("plain collectives", 2, 1, near, [9.0] + [0.60] * (steps - 1), [0.12] * steps),
         fused=Run("fused_tp", 2, 1, changes.pop("fused_losses", near), [9.0] + [0.50] * (steps - 1), [0.02] * steps),
         sample=Sample("The ", "sample [text]", 120, 1.0),
@@ -208,9 +199,10 @@ def make_result(out: Path, **changes: Any) -> DemoResult:
 
 
 def test_report_writes_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = make_result(tmp_path / "new" / "folder")
+    out = tmp_path / "new" / "folder"
+    result = make_result(out)
     report(result)
-    written = json.loads((tmp_path / "new" / "folder" / "demo.json").read_text())
+    written = json.loads((out / "demo.json").read_text())
     fused = written["runs"]["fused_tp"]
     assert fused["losses"] == result.fused.losses and len(fused["seconds"]) == 12
     assert fused["step_seconds"] == 0.5 and fused["waited_share"] == pytest.approx(0.04)
@@ -218,18 +210,10 @@ def test_report_writes_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFi
     assert fused["largest_difference"] == pytest.approx(1e-6, rel=1e-3)
     assert written["speedup_over_plain"] == pytest.approx(1.2)
     assert written["machine"]["torch"] == torch.__version__
-    assert (tmp_path / "new" / "folder" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "1.20x as fast" in printed and "sample [text]" in printed and "train alike" in printed
-
-
-def test_runs_that_differ_are_called_out(tmp_path: Path) -> None:
-    assert "train alike" in verdict(make_result(tmp_path))
-    assert "DIFFER" in verdict(make_result(tmp_path, fused_losses=[5.0] * 12))
-    assert "DIFFER" in verdict(make_result(tmp_path, fused_losses=[float("nan")] * 12))
-
-
-def test_shown_steps() -> None:
-    assert shown_steps(1) == [0]
-    assert shown_steps(5) == [0, 1, 2, 3, 4]
+    for losses in ([5.0] * 12, [float("nan")] * 12):
+        assert "DIFFER" in verdict(make_result(tmp_path, fused_losses=losses))
+    assert [shown_steps(steps) for steps in (1, 5)] == [[0], [0, 1, 2, 3, 4]]
     assert shown_steps(50) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 49]

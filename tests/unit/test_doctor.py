@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.cli import doctor, doctor_gpu
+from fused_tp.cli import doctor, doctor_machine
 from fused_tp.cli.main import COMMANDS, main
 from fused_tp.transport import cuda_driver, native_kernels
 
@@ -27,10 +27,7 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("python", "torch", "native core", "FUSED_TP_TIMEOUT", "matmul_all_reduce"):
         assert word in text
     assert text.rstrip().endswith("Nothing needs fixing." if code == 0 else "marked !!.")
-
-
-def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor", "--json"])
+    assert main(["doctor", "--json"]) == code
     answer = json.loads(capsys.readouterr().out)
     assert answer["healthy"] is (code == 0)
     assert {"section", "name", "value", "status", "advice"} == set(answer["findings"][0])
@@ -38,26 +35,21 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_processes_share_memory() -> None:
-    core = doctor._core()
+    core = doctor_machine.native_core()
     if core is None:
         pytest.skip("the native core is not built")
-    assert doctor._try_shared_memory(core) is None
-
-
-def test_a_peer_that_fails_is_a_problem_not_a_hang() -> None:
-    broken = ModuleType("broken")
+    assert doctor_machine._try_shared_memory(core) is None
+    broken = ModuleType("broken")  # a peer that fails is a problem, not a hang
     broken.__file__ = "/nowhere/_core.so"
-    core = doctor._core()
-    if core is None:
-        pytest.skip("the native core is not built")
     broken.__dict__["Group"] = core.Group
-    assert "_core.so" in str(doctor._try_shared_memory(broken))
+    assert "_core.so" in str(doctor_machine._try_shared_memory(broken))
+    assert all(hasattr(core.NcclLibrary, name) for name in (*doctor_machine._NCCL_FEATURES, "version_text"))
 
 
 def test_a_missing_core_comes_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: None)
     found = finding("native core")
     assert found.status == doctor.PROBLEM
     assert "apt-get install g++" in found.advice and "pip install" in found.advice
@@ -72,38 +64,26 @@ def test_a_missing_core_comes_with_the_way_to_get_it(monkeypatch: pytest.MonkeyP
         ("FUSED_TP_TABLE", "/nowhere.json", "nowhere.json"),
         ("FUSED_TP_TIMOUT", "5", "misspelt"),
         ("FUSED_TP_SCHEDULE", "magic", "there are plain, "),
+        ("FUSED_TP_SCHEDULE", "pipelined", ""),
         ("FUSED_TP_NVTX", "sometimes", "1 or 0"),
+        ("FUSED_TP_NVTX", "off", ""),
         ("FUSED_TP_CUDA", "maybe", "1 or 0"),
+        ("FUSED_TP_CUDA", "yes", ""),
         ("FUSED_TP_REQUIRE_NATIVE", "2", "1 or 0"),
         ("FUSED_TP_CUDA_ARCHS", "hopper", "architectures like 80;90a"),
         ("FUSED_TP_CUDA_ARCHS", " ", "architectures like 80;90a"),
+        ("FUSED_TP_CUDA_ARCHS", "80;sm_90A, 10.0a+PTX;", ""),
+        ("FUSED_TP_CUDA_ARCHS", "", ""),
         ("FUSED_TP_ISA", "sse", "plain, avx2 or avx512"),
+        ("FUSED_TP_ISA", "avx2", ""),
         ("FUSED_TP_SHM_RESERVE", "lots", "positive number"),
+        ("FUSED_TP_SHM_RESERVE", "1000000", ""),
     ],
 )
-def test_settings_that_cannot_be_are_problems(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, advice: str
-) -> None:
+def test_settings(monkeypatch: pytest.MonkeyPatch, name: str, value: str, advice: str) -> None:
     monkeypatch.setenv(name, value)
     found = {one.name: one for one in doctor._settings()}[name]
-    assert found.status == doctor.PROBLEM and advice in found.advice
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("FUSED_TP_SCHEDULE", "pipelined"),
-        ("FUSED_TP_NVTX", "off"),
-        ("FUSED_TP_CUDA", "yes"),
-        ("FUSED_TP_CUDA_ARCHS", "80;sm_90A, 10.0a+PTX;"),
-        ("FUSED_TP_CUDA_ARCHS", ""),
-        ("FUSED_TP_ISA", "avx2"),
-        ("FUSED_TP_SHM_RESERVE", "1000000"),
-    ],
-)
-def test_settings_that_can_be(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    assert {one.name: one.status for one in doctor._settings()}[name] == doctor.OK
+    assert found.status == (doctor.PROBLEM if advice else doctor.OK) and advice in found.advice
 
 
 def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +106,16 @@ def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatc
     nvcc = tmp_path / "bin" / "nvcc"
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert doctor._cuda_compiler("").value == f"none in {nvcc}, as CUDA_PATH says"
+    assert doctor_machine._cuda_compiler("").value == f"none in {nvcc}, as CUDA_PATH says"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\necho Build cuda_11.8\n")
     nvcc.chmod(0o755)
-    found = doctor._cuda_compiler("")
+    found = doctor_machine._cuda_compiler("")
     assert (found.status, found.value) == (doctor.NOTE, "Build cuda_11.8") and "12.0 or later" in found.advice
     monkeypatch.delenv("CUDA_PATH")
     monkeypatch.setenv("PATH", os.devnull)
-    monkeypatch.setattr(doctor, "TOOLKIT_NVCC", str(nvcc))
-    assert doctor._cuda_compiler("").value == "Build cuda_11.8"
+    monkeypatch.setattr(doctor_machine, "TOOLKIT_NVCC", str(nvcc))
+    assert doctor_machine._cuda_compiler("").value == "Build cuda_11.8"
 
 
 # -- GPUs, of machines that have them ----------------------------------------------------------------------------------
@@ -168,7 +148,7 @@ class Machine:
         )
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
-        monkeypatch.setattr(doctor_gpu, "_MODULE_VERSION", version)
+        monkeypatch.setattr(doctor_machine, "_MODULE_VERSION", version)
         self.library = tmp_path / "_cuda.so"
         monkeypatch.setattr(native_kernels, "LIBRARY", self.library)
         monkeypatch.setattr(native_kernels, "built_for", lambda path=self.library: self.built)
@@ -178,7 +158,7 @@ class Machine:
         return self.gpus[device]
 
     def findings(self, core: bool = True) -> dict[str, doctor.Finding]:
-        return {one.name: one for one in doctor_gpu.examine_gpu(self.core if core else None)}
+        return {one.name: one for one in doctor_machine.examine_gpu(self.core if core else None)}
 
 
 @pytest.fixture
@@ -228,23 +208,20 @@ def test_a_gpu_that_does_not_answer(machine: Machine, monkeypatch: pytest.Monkey
     assert "cuda:2" in found
 
 
-def test_a_driver_too_old_for_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
-    found = machine.findings()["CUDA of torch"]
-    assert found.status == doctor.PROBLEM and "13.0, which this driver does not serve" in found.value
-
-
-def test_a_driver_beside_a_torch_without_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_serve_this_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     found = machine.findings()
     assert found["CUDA of torch"].status == doctor.NOTE and "install a torch with CUDA" in found["CUDA of torch"].advice
     assert found["CUDA devices"].status == doctor.NOTE and "NCCL" not in found
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
+    too_old = machine.findings()["CUDA of torch"]
+    assert too_old.status == doctor.PROBLEM and "13.0, which this driver does not serve" in too_old.value
 
 
 def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in doctor_gpu._NCCL_FEATURES:
+    for name in doctor_machine._NCCL_FEATURES:
         setattr(machine.nccl, name, True)
     assert machine.findings()["NCCL"].value.endswith("several ranks on one GPU")
     assert machine.findings(core=False)["NCCL"].value == "2.27.3; schedule nccl_pipeline needs the native core"
@@ -258,59 +235,38 @@ def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine.findings()["NCCL"].status == doctor.PROBLEM
 
 
-def test_what_the_core_says_of_nccl_is_what_is_asked() -> None:
-    core = doctor._core()
-    if core is None:
-        pytest.skip("the native core is not built")
-    assert all(hasattr(core.NcclLibrary, name) for name in (*doctor_gpu._NCCL_FEATURES, "version_text"))
-
-
-def test_device_kernels_that_are_not_for_this_gpu(machine: Machine) -> None:
+def test_device_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.library.touch()
     machine.built = native_kernels.BuiltFor(("sm_80",), (13, 0, 88))
     found = machine.findings()["device kernels"]
     assert found.status == doctor.PROBLEM and found.value == "built for sm_80 by CUDA 13.0, but not usable"
     assert found.advice.startswith("They were built for sm_80, and this GPU is sm_90; reinstall")
-
-
-def test_device_kernels_that_can_be_loaded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.library.touch()
     machine.built = native_kernels.BuiltFor(("sm_90a", "compute_90"), (13, 0, 88))
+    with monkeypatch.context() as without_gpu:
+        without_gpu.setattr(torch.cuda, "is_available", lambda: False)
+        found = machine.findings()["device kernels"]
+        assert found.status == doctor.NOTE
+        assert found.value.startswith("built for sm_90a, compute_90 by CUDA 13.0; torch finds no GPU")
     monkeypatch.setattr(native_kernels, "no_native_kernels", lambda arch: None)
     found = machine.findings()["device kernels"]
     assert (found.status, found.value) == (doctor.OK, "built for sm_90a, compute_90 by CUDA 13.0")
 
 
-def test_device_kernels_without_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.library.touch()
-    machine.built = native_kernels.BuiltFor(("sm_90a",), (13, 0, 88))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = machine.findings()["device kernels"]
-    assert found.status == doctor.NOTE and found.value.startswith("built for sm_90a by CUDA 13.0; torch finds no GPU")
-
-
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["--help"])
+        main(arguments)
     assert end.value.code == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in COMMANDS)
+    assert all(command in text for command in (COMMANDS if len(arguments) == 1 else (f"fused-tp {arguments[0]}",)))
 
 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "doctor" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0
-    assert f"fused-tp {command}" in capsys.readouterr().out
 
 
 def test_a_missing_library_is_named_with_its_extra(
