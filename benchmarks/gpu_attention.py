@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Backward, Forward, RingCall, Saved, zeros_like
 from fused_tp.attention.ring_local import LocalRing
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.triton import TRITON
+from fused_tp.attention.spec import AttentionMask
 
 from .case import OURS, Case, Contestant, Rival, Unavailable
 from .gpu_ranks import normal

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.chunks import chunks_of
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Forward, RingCall
 from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.ring_local import LocalRing
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.triton import TRITON, terms_of
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.transport.local import LocalRank, run_local
 
 from .case import OURS, Case, Contestant, Rival

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_tp.attention.layouts import all_tokens
+from fused_tp.attention.layout import all_tokens
 from fused_tp.attention.scores import Dropout
 from fused_tp.ops.ring_attention import ring_attention
 from tests.attention_reference import dense_attention, dense_mask

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.attention.philox import kept
+from fused_tp.attention.dropout import kept
 from fused_tp.attention.scores import Dropout
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layouts import Tokens
+from fused_tp.attention.layout import Tokens
 from fused_tp.transport.base import accumulate_dtype
 
 Places = tuple[range, ...]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.dealing import Dealing
-from fused_tp.attention.layouts import Tokens
-from fused_tp.attention.masks import Ints
+from fused_tp.attention.layout import Tokens
+from fused_tp.attention.spec import Ints
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group

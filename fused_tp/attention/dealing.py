@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fused_tp.attention.layouts import Tokens
-from fused_tp.attention.masks import Ints
+from fused_tp.attention.layout import Tokens
+from fused_tp.attention.spec import Ints
 
 DEFAULT_BLOCK = 64
 

@@ -22,14 +22,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fused_tp.attention.cache_rows import CacheRows
+from fused_tp.attention.cache import CacheRows
 from fused_tp.attention.dealing import Dealing
-from fused_tp.attention.layouts import Tokens
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.kernels.base import AttentionProvider
+from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.provider import AttentionProvider
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.transport.base import accumulate_dtype
 
 _T = TypeVar("_T")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.documents import merged
-from fused_tp.attention.layouts import Tokens, all_tokens
-from fused_tp.attention.masks import AttentionMask, Ints
+from fused_tp.attention.layout import Tokens, all_tokens
+from fused_tp.attention.spec import AttentionMask, Ints
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 Rows: TypeAlias = Tokens  # of the keys of a rank, by their local numbers; not of the whole

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fused_tp.attention.kernels.base import AttentionProvider
 from fused_tp.attention.plan import RingPlan, Rows, Step, number_in, numbered, of_keys
-from fused_tp.attention.provider import AttentionProvider
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.runtime.tracing import span
 from fused_tp.transport.base import accumulate_dtype
 

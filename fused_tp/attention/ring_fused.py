@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fused_tp.attention.chunks import chunks_of, most_rows
+from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.plan import RingPlan
 from fused_tp.attention.ring import Gradients, RingCall, Saved
-from fused_tp.attention.ring_send_recv import SendRecvRing
-from fused_tp.attention.triton import TRITON, terms_of
+from fused_tp.attention.ring_messages import SendRecvRing
 from fused_tp.runtime import settings
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.fused_kernel import FusedKernel

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.attention.providers import forced_provider
+from fused_tp.attention.kernels.select import forced_provider
+from fused_tp.attention.kernels.triton import TRITON, obstacle
 from fused_tp.attention.ring import Ring
-from fused_tp.attention.ring_collective import CollectiveRing
+from fused_tp.attention.ring_all_gather import CollectiveRing
 from fused_tp.attention.ring_fused import FusedRing
 from fused_tp.attention.ring_local import LocalRing
-from fused_tp.attention.ring_one_sided import OneSidedRing
-from fused_tp.attention.ring_send_recv import SendRecvRing
+from fused_tp.attention.ring_messages import SendRecvRing
+from fused_tp.attention.ring_shared_memory import OneSidedRing
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.triton import TRITON, obstacle
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.select import select_schedule

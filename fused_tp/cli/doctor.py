@@ -150,7 +150,7 @@ def _forced_schedule() -> str | None:
 
 def _forced_provider() -> str | None:
     # It loads NumPy and the native core, which the rest of doctor does without.
-    from fused_tp.attention.providers import forced_provider
+    from fused_tp.attention.kernels.select import forced_provider
 
     return forced_provider()
 

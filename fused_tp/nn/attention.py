@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fused_tp.attention.layouts import LAYOUTS, check_layout, local_length
+from fused_tp.attention.layout import LAYOUTS, check_layout, local_length
 from fused_tp.nn.context_cache import ContextCache, PagedContextKVCache
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import (

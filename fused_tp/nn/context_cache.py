@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_tp.attention.cache_exchange import deal
 from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.attention.decode import alike
-from fused_tp.attention.layouts import all_tokens, check_layout, local_length
+from fused_tp.attention.layout import all_tokens, check_layout, local_length
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import check_int, check_local, check_tensor
 from fused_tp.ops.attention_keywords import ScoreKeywords

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_tp.attention.philox import kept
+from fused_tp.attention.dropout import kept
 from fused_tp.attention.scores import Dropout
 
 

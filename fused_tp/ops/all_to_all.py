@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.all_to_all import AllToAll, Exchange, Share, shares
 from fused_tp.attention.all_to_all_select import select_all_to_all
-from fused_tp.attention.layouts import all_tokens, local_length
+from fused_tp.attention.layout import all_tokens, local_length
 from fused_tp.ops.attention_arguments import HOW, Keywords, checksum, explained, in_words
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import group_by_name

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layouts import LAYOUTS, check_layout, local_length
-from fused_tp.attention.masks import UNLIMITED, AttentionMask
+from fused_tp.attention.layout import LAYOUTS, check_layout, local_length
 from fused_tp.attention.scores import Dropout, Scores
+from fused_tp.attention.spec import UNLIMITED, AttentionMask
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor, is_int
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.runtime.errors import RankMismatchError

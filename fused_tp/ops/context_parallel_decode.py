@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fused_tp.attention import decode_triton
-from fused_tp.attention.cache_rows import CacheRows, DenseRows, PagedRows
+from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
 from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.attention.decode import CacheCall, attend, exchanged_numbers, merge
-from fused_tp.attention.providers import provider_for
+from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention.kernels.select import provider_for
 from fused_tp.attention.scores import Scores
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
@@ -281,8 +281,8 @@ def _decode(
     keys, values = _rows(k, v, page_table, dealing, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
-    if decode_triton.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
-        mine = decode_triton.attend(dealing, scores, (left, right), q, lengths, k, v, page_table)
+    if triton_decode.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
+        mine = triton_decode.attend(dealing, scores, (left, right), q, lengths, k, v, page_table)
     else:
         call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
         mine = attend(call, q, lengths, keys, values, v.shape[3])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.masks import check_cu_seqlens
+from fused_tp.attention.spec import check_cu_seqlens
 from fused_tp.ops.arguments import check_local
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fused_tp.attention import decode_triton
 from fused_tp.attention.decode import FEW
-from fused_tp.attention.providers import Wanted, choose_provider
+from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention.kernels.select import Wanted, choose_provider
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
+from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing
 from fused_tp.attention.ring_select import no_fused_ring, no_fused_ring_in
-from fused_tp.attention.torch_flash import TORCH_CPU, TORCH_CUDA
-from fused_tp.attention.triton import TRITON
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
@@ -223,7 +223,7 @@ def _of_steps(wanted: Wanted) -> Provider:
 
 def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
-    if decode_triton.serves(device, dtype, new, head_dim, v_head_dim):
+    if triton_decode.serves(device, dtype, new, head_dim, v_head_dim):
         return Provider("triton", "its split-KV kernel takes a few queries of all texts at once")
     if new <= FEW:
         return Provider("torch", f"for up to {FEW} queries matmuls read the cache once")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from fused_tp.attention.kernels.base import AttentionProvider
+from fused_tp.attention.kernels.select import provider_for
+from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.plan import RingPlan, ring_plan
-from fused_tp.attention.provider import AttentionProvider
-from fused_tp.attention.providers import provider_for
 from fused_tp.attention.ring import Ring, RingCall, Saved
 from fused_tp.attention.ring_fused import FusedRing
 from fused_tp.attention.ring_select import select_ring
-from fused_tp.attention.triton import TRITON
 from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
 from fused_tp.ops.attention_keywords import AttentionKeywords
 from fused_tp.ops.context import autocast_dtype, cast

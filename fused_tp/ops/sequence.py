@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layouts import Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.ops.custom_op import CustomOp

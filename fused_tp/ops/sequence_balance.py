@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fused_tp.attention.layouts import all_tokens, check_layout
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.layout import all_tokens, check_layout
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import checked_window
 from fused_tp.ops.cu_seqlens import as_bounds, on_host

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layouts import joint_layout
+from fused_tp.attention.layout import joint_layout
 from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
 from fused_tp.ops.attention_arguments import checked_call
 from fused_tp.ops.attention_keywords import AttentionKeywords

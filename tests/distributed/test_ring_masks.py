@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_tp.attention.layouts import all_tokens
+from fused_tp.attention.layout import all_tokens
 from fused_tp.ops.ring_attention import ring_attention
 from tests.attention_cases import (
     DOCUMENTS,

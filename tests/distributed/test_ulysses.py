@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fused_tp.attention.all_to_all import Share, shares
-from fused_tp.attention.layouts import all_tokens, joint_layout, local_length
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.layout import all_tokens, joint_layout, local_length
 from fused_tp.attention.plan import RingPlan
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence

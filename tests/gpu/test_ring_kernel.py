@@ -19,9 +19,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import prepare
 from fused_tp.attention.chunks import chunks_of
-from fused_tp.attention.masks import AttentionMask
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.transport.local import LocalRank, run_local
 from fused_tp.triton_kernels.attention import ring_forward, ring_keys
 from fused_tp.triton_kernels.attention.launch import Terms

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.layouts import Tokens
-from fused_tp.attention.masks import AttentionMask
-from fused_tp.attention.philox import kept
+from fused_tp.attention.dropout import kept
+from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step, ring_plan
 from fused_tp.attention.scores import Dropout, Scores
-from fused_tp.attention.state import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.spec import AttentionMask
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
 
@@ -153,7 +153,7 @@ def tile(rows: int = 16, block: int = 16, *, tma: bool = False) -> Any:
 
 
 def terms(scores: Scores) -> Any:
-    from fused_tp.attention.triton import terms_of
+    from fused_tp.attention.kernels.triton import terms_of
 
     return terms_of(scores)
 
@@ -322,7 +322,7 @@ def test_dropout_draws_the_bits_of_philox() -> None:
 
 def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     """All ranks' steps, one after the other, through the provider: the state goes on, and the last one ends it."""
-    from fused_tp.attention.triton import TritonFlash
+    from fused_tp.attention.kernels.triton import TritonFlash
 
     provider = TritonFlash()
     for mask, name in ((MASKS["causal"], "all"), (MASKS["documents"], "plain")):
@@ -540,7 +540,7 @@ def errors(_group: dist.ProcessGroup) -> None:
     check_rows("q", c.q)
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
         check_rows("q", far)
-    from fused_tp.attention.triton import obstacle
+    from fused_tp.attention.kernels.triton import obstacle
 
     cpu = torch.device("cpu")
     assert obstacle(cpu, torch.bfloat16, 64, 256) is None

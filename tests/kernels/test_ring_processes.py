@@ -297,7 +297,7 @@ def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
 
 def of_two_minds(group: Any) -> tuple[str, str]:
     """What is explained where one rank asks for another provider, and what FUSED_TP_CHECK=1 says of two rings."""
-    from fused_tp.attention.ring_send_recv import SendRecvRing
+    from fused_tp.attention.ring_messages import SendRecvRing
 
     q, other = torch.ones(1, 4, 1, 8), own_group()
     forced = {"FUSED_TP_ATTENTION": "torch-blocks"} if group.rank() == 1 else {}

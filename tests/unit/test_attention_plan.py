@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fused_tp.attention import chunks
-from fused_tp.attention.layouts import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
-from fused_tp.attention.masks import AttentionMask, check_cu_seqlens
+from fused_tp.attention.layout import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
 from fused_tp.attention.plan import RingPlan, Rows, Step, make_step, number_in, numbered, ring_plan
+from fused_tp.attention.spec import AttentionMask, check_cu_seqlens
 from fused_tp.ops.cu_seqlens import as_bounds
 
 

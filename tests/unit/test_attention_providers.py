@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_tp.attention import providers
-from fused_tp.attention.blocks import BLOCKS, Blocks, blocks
-from fused_tp.attention.layouts import Tokens
-from fused_tp.attention.masks import AttentionMask
-from fused_tp.attention.pieces import Piece, Shape, pieces
+from fused_tp.attention.kernels import select as providers
+from fused_tp.attention.kernels.base import AttentionProvider
+from fused_tp.attention.kernels.reference import BLOCKS, Blocks, blocks
+from fused_tp.attention.kernels.select import NATIVE, Wanted, choose_provider, provider_for
+from fused_tp.attention.kernels.tiles import Piece, Shape, pieces
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU
+from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.provider import AttentionProvider
-from fused_tp.attention.providers import NATIVE, Wanted, choose_provider, provider_for
 from fused_tp.attention.scores import Dropout, Scores
-from fused_tp.attention.state import SoftmaxState, row_sums
-from fused_tp.attention.torch_flash import TORCH_CPU
+from fused_tp.attention.softmax import SoftmaxState, row_sums
+from fused_tp.attention.spec import AttentionMask
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
@@ -182,8 +182,8 @@ def test_a_fresh_state_may_hold_anything(provider: AttentionProvider) -> None:
 
 
 def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_tp.attention.blocks._MOST_SCORES", 1)  # 16 rows
-    monkeypatch.setattr("fused_tp.attention.blocks._KEYS", 24)
+    monkeypatch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
+    monkeypatch.setattr("fused_tp.attention.kernels.reference._KEYS", 24)
     mask = MASKS["documents"]
     tensors = made(mask, torch.float64, 4, 2, 8, 8)
     slopes, dropout = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), Dropout(0.3, 12345678901234567)
@@ -222,8 +222,8 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
     lengths: list[int], causal: bool, window: tuple[int, int], rows: int, keys: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.pieces._FEWEST_ROWS", 8)
-        patch.setattr("fused_tp.attention.pieces._MOST_ROWS", 32)
+        patch.setattr("fused_tp.attention.kernels.tiles._FEWEST_ROWS", 8)
+        patch.setattr("fused_tp.attention.kernels.tiles._MOST_ROWS", 32)
         bounds = (0, *itertools.accumulate(lengths))
         mask = AttentionMask(bounds[-1], bounds[-1], causal, window, bounds, bounds)
         step = everything(mask)

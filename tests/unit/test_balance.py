@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fused_tp import sequence_balance
 from fused_tp.attention.balance import balanced_ranges
-from fused_tp.attention.layouts import all_tokens
+from fused_tp.attention.layout import all_tokens
 
 
 def bounds_of(lengths: Any) -> tuple[int, ...]:

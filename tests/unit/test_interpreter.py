@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from fused_tp.attention import triton as attention
+from fused_tp.attention.kernels import triton as attention
 from fused_tp.triton_kernels.interpreter import interpreter_obstacle
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_resources import native_build
-from fused_tp.attention.layouts import Tokens, all_tokens
-from fused_tp.attention.masks import AttentionMask
-from fused_tp.attention.native import NativeCpu
-from fused_tp.attention.philox import kept
+from fused_tp.attention.dropout import kept
+from fused_tp.attention.kernels.native import NativeCpu
+from fused_tp.attention.layout import Tokens, all_tokens
 from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.scores import Dropout, Scores
-from fused_tp.attention.state import SoftmaxState, row_sums
+from fused_tp.attention.softmax import SoftmaxState, row_sums
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.transport.base import accumulate_dtype
 from tests.native_build import REPOSITORY, build_program, require_sanitizer
 from tests.reference import assert_within_dtype_error, seeded

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.attention.blocks import Blocks
-from fused_tp.attention.masks import AttentionMask
+from fused_tp.attention.kernels.reference import Blocks
 from fused_tp.attention.plan import Step, ring_plan
 from fused_tp.attention.ring import Forward, RingCall
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import AttentionMask
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 

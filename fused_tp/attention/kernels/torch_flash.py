@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.blocks import BLOCKS
-from fused_tp.attention.pieces import Piece, Shape, pieces
+from fused_tp.attention.kernels.reference import BLOCKS
+from fused_tp.attention.kernels.tiles import Piece, Shape, pieces
 from fused_tp.attention.plan import Step
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
 
 CUDA_MAX_HEAD_DIM = 256
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_tp.attention.plan import Step
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.transport.kernels import has_triton
 
 

@@ -14,11 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fused_tp.attention import native, triton
-from fused_tp.attention.blocks import BLOCKS
-from fused_tp.attention.provider import AttentionProvider
+from fused_tp.attention.kernels import native, triton
+from fused_tp.attention.kernels.base import AttentionProvider
+from fused_tp.attention.kernels.reference import BLOCKS
+from fused_tp.attention.kernels.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.torch_flash import CUDA_MAX_HEAD_DIM, TORCH_CPU, TORCH_CUDA
 from fused_tp.runtime import settings
 
 NATIVE = native.NativeCpu()

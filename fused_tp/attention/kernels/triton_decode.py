@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention import triton
 from fused_tp.attention.dealing import Dealing
 from fused_tp.attention.decode import FEW, rows_seen
-from fused_tp.attention.providers import forced_provider
+from fused_tp.attention.kernels import triton
+from fused_tp.attention.kernels.select import forced_provider
 from fused_tp.attention.scores import Scores
 from fused_tp.transport.kernel_memory import is_capturing
 

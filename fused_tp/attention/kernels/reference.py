@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_tp.attention.philox import kept
+from fused_tp.attention.dropout import kept
 from fused_tp.attention.plan import Step
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
 
 _MOST_SCORES = 1 << 22  # that are held at a time, but for 16 rows: a few times 16 MB in fp32; with dropout 16 times
 _KEYS = 1024

@@ -18,7 +18,7 @@ import numpy as np
 
 from fused_tp.attention.balance import balanced_ranges
 from fused_tp.attention.documents import merged
-from fused_tp.attention.masks import Ints
+from fused_tp.attention.spec import Ints
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.philox import threshold
+from fused_tp.attention.dropout import threshold
 from fused_tp.attention.plan import Step
 from fused_tp.attention.scores import Scores
-from fused_tp.attention.state import SoftmaxState
+from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.transport.base import accumulate_dtype
 
 try:
