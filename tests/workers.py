@@ -16,10 +16,15 @@ A start that imports torch costs seconds, so four workers are started at the fir
 ranks: use `device_mesh(group)` for a mesh of exactly the group, and `fresh_ranks` (new processes, default group of
 exactly `world_size` ranks) for tests of `group=None`, of dying ranks, or of anything that spoils a process.
 
-Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure. After a call that
-raised on some rank, as after one that got stuck, the pool ends and the next call starts a new one: the ranks may
-disagree about how many collectives they have issued. A new group in the old processes would not do: to DTensor meshes
-of the same ranks are the same mesh, and it remembers the name of the group that the first of them had.
+Expected errors are values, of which one call may return many:
+
+    def refusals(group):
+        return [error_of(fused_tp.all_reduce, bad, group=group) for bad in (3, "x")]
+
+A call ends with the process groups that it has made: each costs threads that poll for as long as the group lives.
+After an error the ranks may disagree about how many collectives they have issued, so the pool makes its groups anew.
+
+Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure, and the pool ends.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -39,7 +46,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -47,12 +54,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from tests import forks
 
 POOL_SIZE = 4
 START_SECONDS = 120  # importing torch in four processes at once on a busy machine
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+REJOIN_SECONDS = 20  # gloo ends a group once its work has ended
 GRACE_SECONDS = 15  # once a rank has failed, how long the others get to finish or to notice
 EXIT_SECONDS = 60  # the last garbage collection takes seconds on a busy machine
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -112,11 +121,10 @@ def run_ranks(
     pool = _pool()
     try:
         outcomes = pool.call(world_size, fn, args, timeout, env)
+        pool.end_call(world_size, failed=any(outcome.error is not None for outcome in outcomes))
     except (RanksFailed, KeyboardInterrupt):
         stop_pool()
         raise
-    if any(outcome.error is not None for outcome in outcomes):
-        stop_pool()
     _raise_first_error(outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
@@ -144,6 +152,15 @@ def fresh_ranks(
         return sorted(outcomes, key=lambda outcome: outcome.rank)
     finally:
         workers.kill()
+
+
+def error_of(fn: Callable[..., Any], *args: Any, **keywords: Any) -> Exception | None:
+    """What `fn(*args, **keywords)` raises, or None. Without its traceback, which would keep tensors alive."""
+    try:
+        fn(*args, **keywords)
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
 
 
 def device_mesh(group: dist.ProcessGroup, dim_name: str = "tp") -> dist.device_mesh.DeviceMesh:
@@ -200,6 +217,7 @@ class _Workers:
         self.processes: list[subprocess.Popen[bytes] | forks.Forked] = []
         self.pipes: list[Connection] = []
         self.read_from: list[int] = [0] * size
+        self.times_joined = 0
         self.loaded: set[tuple[str, int]] = set()  # modules, and the ranks that have imported them
         # The store lives here, as it does under torchrun, so that it outlasts the death of any rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
@@ -237,6 +255,19 @@ class _Workers:
             self.loaded.update((module, rank) for rank in ranks)
         self._send(ranks, (module, file, fn.__qualname__, world_size, pickle.dumps(args), dict(env or {})))
         return self._collect(ranks, timeout, accept_deaths)
+
+    def end_call(self, world_size: int, failed: bool) -> None:
+        """Ends the process groups that the last call has made; where it `failed`, all, to make those of the pool anew.
+
+        Raises RanksFailed when the ranks cannot make them.
+        """
+        if not failed:
+            for pipe in self.pipes[:world_size]:  # once all have answered: ranks may end a group at different times
+                pipe.send(None)
+            return
+        self.times_joined += 1
+        self._send(range(self.size), self.times_joined)
+        _raise_first_error(self._collect(range(self.size), REJOIN_SECONDS, accept_deaths=False))
 
     def exit_cleanly(self) -> None:
         """Lets the workers run their exit handlers and raises RanksFailed when one crashes or hangs in them."""
@@ -296,7 +327,7 @@ class _Workers:
             pass_fds=[pipe],
         )
 
-    def _send(self, ranks: Sequence[int], request: tuple[Any, ...]) -> None:
+    def _send(self, ranks: Sequence[int], request: object) -> None:
         for rank in ranks:
             self.read_from[rank] = self._log(rank).stat().st_size
             with contextlib.suppress(BrokenPipeError):  # a dead rank: _collect reports it
@@ -373,16 +404,25 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipe_fd)
     groups: dict[int, Any] = {}
+    ours: set[dist.ProcessGroup] = set()  # `groups` and the default group
 
-    def start() -> None:
+    def join(time: int) -> None:
+        """Makes the process groups, in place of all those there are."""
+        groups.clear()
+        ours.clear()
+        if dist.is_initialized():
+            end_groups(_world.pg_map)
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+        store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+        if time:  # keys of groups of the same names are there already
+            store = dist.PrefixStore(f"joined again {time}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
         if world_size == POOL_SIZE:
             for size in range(1, POOL_SIZE + 1):
                 groups[size] = dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT, backend="gloo")
         else:
             groups[world_size] = dist.group.WORLD
+        ours.update(_world.pg_map)
 
     def call(module: str, file: str, name: str, size: int, pickled_args: bytes, env: Mapping[str, str | None]) -> Any:
         loaded = _module(module, file)
@@ -391,13 +431,46 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
         with _environment(env):
             return getattr(loaded, name)(groups[size], *pickle.loads(pickled_args))
 
-    _report(pipe, start)
+    _report(pipe, join, 0)
     while True:
         try:
             request = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        _report(pipe, call, *request)
+        if request is None:
+            end_groups(_world.pg_map.keys() - ours)
+        elif isinstance(request, int):
+            _report(pipe, join, request)
+        else:
+            _report(pipe, call, *request)
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroys these process groups, and what remembers them: they cost threads for as long as anything holds them."""
+    groups = list(groups)
+    if not groups:
+        return
+    if dist.group.WORLD in groups:
+        dist.destroy_process_group()
+    else:
+        for group in groups:
+            dist.destroy_process_group(group)
+    groups.clear()
+    for name, module in list(sys.modules.items()):
+        if name == "fused_tp.runtime.group":
+            module.drop_destroyed()
+        elif name.startswith("torch.distributed.tensor"):
+            # Meshes of the same ranks are equal: DTensor would take the name of a destroyed group from its caches.
+            for attribute, cached in list(vars(module).items()):
+                if isinstance(cached, functools._lru_cache_wrapper):
+                    cached.cache_clear()
+                elif attribute == "_planner_cache":
+                    cached.clear()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:

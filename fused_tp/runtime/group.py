@@ -84,15 +84,7 @@ def _describe(process_group: ProcessGroup) -> Group:
     # The name alone does not identify a group: destroy_process_group() and a second init reuse names.
     if known is not None and known.process_group is process_group:
         return known
-    # What torch has destroyed must not live on here, with all the memory that its ranks share.
-    while gone := [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
-        for key in gone:
-            group = _groups.pop(key)
-            for slot in _slots:
-                slot.pop(group, None)
-            for owned in group.owned:
-                if owned in _world.pg_map:
-                    dist.destroy_process_group(owned)
+    drop_destroyed()
     group = Group(
         process_group=process_group,
         name=name,
@@ -102,6 +94,18 @@ def _describe(process_group: ProcessGroup) -> Group:
     )
     _groups[name] = group
     return group
+
+
+def drop_destroyed() -> None:
+    """Forgets the groups that torch has destroyed, with the memory that their ranks share and the groups they own."""
+    while gone := [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
+        for key in gone:
+            group = _groups.pop(key)
+            for slot in _slots:
+                slot.pop(group, None)
+            for owned in group.owned:
+                if owned in _world.pg_map:
+                    dist.destroy_process_group(owned)
 
 
 def _process_group(group: object) -> ProcessGroup | None:

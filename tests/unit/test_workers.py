@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fused_tp
 from tests import workers
-from tests.workers import RanksFailed, RanksTimedOut, device_mesh, fresh_ranks, run_ranks
+from tests.workers import RanksFailed, RanksTimedOut, device_mesh, error_of, fresh_ranks, run_ranks
 
 
 @dataclass
@@ -115,7 +117,31 @@ def test_a_failure_leaves_nothing_to_the_next_call() -> None:
     with pytest.raises(ValueError, match="DTensor has learnt"):
         run_ranks(2, sum_over_mesh, True)
     assert run_ranks(2, sum_over_mesh, False) == [12.0, 12.0]
-    assert set(before).isdisjoint(run_ranks(4, pid))
+    assert run_ranks(4, pid) == before
+
+
+def make_groups(group: dist.ProcessGroup, fail: bool) -> None:
+    """A mesh that DTensor has moved shards over, and a group that fused_tp has shared memory for."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    DTensor.from_local(torch.ones(2, 3), mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).sum().item()
+    fused_tp.all_reduce(torch.ones(3), group=dist.new_group([0, 1, 2, 3]))
+    if fail:
+        raise ValueError("with groups of its own")
+
+
+def threads(group: dist.ProcessGroup) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_groups_end_with_the_call_that_made_them() -> None:
+    counts = []
+    for fail in (False, True, False, True, False):
+        assert isinstance(error_of(run_ranks, 4, make_groups, fail), ValueError) == fail
+        counts.append(run_ranks(4, threads))
+    assert counts[2:] == [counts[1]] * 3  # DTensor may keep the last group
 
 
 def test_a_failure_that_sends_nothing_keeps_the_workers() -> None:
