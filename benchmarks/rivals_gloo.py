@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.transport.torch_names import all_gather_single, reduce_scatter_single
+from fused_tp.transport._torch_compat import all_gather_single, reduce_scatter_single
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.select import select_schedule
 from fused_tp.transport.nccl import nccl_dist
 from fused_tp.transport.shm import shm_transport
-from fused_tp.transport.store_exchange import agree
+from fused_tp.transport.store import agree
 from fused_tp.transport.torch_dist import torch_dist
 
 OP = "ring_attention"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.store import exchange
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ from fused_tp.schedules.layout import (
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
-from fused_tp.transport.term_sum import sum_into
+from fused_tp.transport.device_collectives import sum_into
 
 CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
 MAX_CHUNKS = 4

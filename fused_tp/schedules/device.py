@@ -28,7 +28,7 @@ from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
-from fused_tp.transport.kernel_memory import KernelMemory, is_capturing
+from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 
 
 def device_collectives(memory: KernelMemory, plain: Collective | None) -> DeviceCollectives:

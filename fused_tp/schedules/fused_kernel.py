@@ -30,9 +30,9 @@ from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Done, Pending
-from fused_tp.transport.kernel_memory import KernelMemory
-from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.symm_mem import KernelMemory
 from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.transport.workspace import Workspaces
 
 MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
 OPS = MATMULS | {"ring_attention"}

@@ -10,7 +10,7 @@ import torch
 
 from fused_tp.runtime.errors import RankMismatchError, raised_half_way
 from fused_tp.schedules.collective import Collective
-from fused_tp.transport.group_calls import Call
+from fused_tp.transport.failure import Call
 
 
 @contextmanager

@@ -32,9 +32,8 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
-from fused_tp.transport.hosts import Hosts
-from fused_tp.transport.levels import Levels, Part
 from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.transport.two_level import Hosts, Levels, Part
 
 # Sums of at least two such parts are cut: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20

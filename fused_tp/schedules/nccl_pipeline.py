@@ -36,9 +36,8 @@ from fused_tp.schedules.layout import (
     row_sizes,
     to_rank_major,
 )
-from fused_tp.transport.chunk_plans import gather_plan, scatter_plan
-from fused_tp.transport.nccl import Moving, NcclDist
-from fused_tp.transport.term_sum import sum_into
+from fused_tp.transport.device_collectives import sum_into
+from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
 
 CHUNK_BYTES = 4 * 1024 * 1024  # a smaller chunk's latency, and a smaller matmul's, outweigh what it hides
 MAX_CHUNKS = 8

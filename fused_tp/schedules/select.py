@@ -11,7 +11,7 @@ from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.ways import WAYS, no_shared_memory, shared_memory
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.store import exchange
 from fused_tp.transport.torch_dist import backend_of
 
 LOCAL = Local()

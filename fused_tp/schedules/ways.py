@@ -24,15 +24,14 @@ from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
-from fused_tp.transport.hosts import Hosts, hosts_of
-from fused_tp.transport.kernel_memory import GroupMemory, group_memory
 from fused_tp.transport.kernels import has_triton, interpreted
-from fused_tp.transport.levels import speaking_of
 from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
-from fused_tp.transport.store_exchange import agree
+from fused_tp.transport.store import agree
+from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
+from fused_tp.transport.two_level import Hosts, hosts_of, speaking_of
 
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.kernel_memory import KernelMemory
-from fused_tp.transport.peer_watch import PeerWatch
+from fused_tp.transport.failure import PeerWatch
+from fused_tp.transport.symm_mem import KernelMemory
 
 _LOG = logging.getLogger("fused_tp")
 

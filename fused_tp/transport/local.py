@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
-from fused_tp.transport.symmetric_memory import CHANNELS
+from fused_tp.transport.symm_mem import CHANNELS
 
 T = TypeVar("T")
 

@@ -24,7 +24,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +37,8 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import After, Done, Pending
-from fused_tp.transport.chunk_plans import Plan, gather_plan
-from fused_tp.transport.group_calls import LOOK_SECONDS, Call
-from fused_tp.transport.nccl_facts import Facts, load, obstacle, own_facts
-from fused_tp.transport.nccl_facts import use_libraries as use_libraries  # with what it is for
-from fused_tp.transport.peer_watch import PeerWatch, watchable
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.failure import LOOK_SECONDS, Call, PeerWatch, own_process, watchable
+from fused_tp.transport.store import exchange
 from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
 _LOG = logging.getLogger("fused_tp")
@@ -469,3 +468,131 @@ def _agree(group: Group, device: torch.device) -> NcclDist | str:
     )
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
     return NcclDist(group, device, communicator, pids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether the ranks of a group can have an NCCL communicator of ours, and the libraries that it takes.
+#
+# All ranks must come to the same answer, so they tell each other what each of them has, and all judge by the same
+# facts.
+
+
+@dataclass(frozen=True)
+class _Libraries:
+    """Paths of the two, and whether they take tensors of the CPU."""
+
+    nccl: str = ""  # that which torch has loaded
+    cuda: str = "libcuda.so.1"
+    on_cpu: bool = False
+
+
+_libraries = _Libraries()
+
+
+def use_libraries(nccl: str | Path | None, cuda: str | Path | None = None) -> None:
+    """For tests: look-alikes of NCCL and of the CUDA driver, for tensors of the CPU. None: the real ones again."""
+    global _libraries
+    _libraries = _Libraries() if nccl is None else _Libraries(str(nccl), str(cuda), on_cpu=True)
+
+
+def no_nccl_on(device: torch.device) -> str | None:
+    """Why tensors on `device` cannot go through an NCCL communicator of ours, whatever the group, or None."""
+    if find_spec("fused_tp._core") is None:
+        return "this installation has no native core"
+    if device.type != "cuda" and not (device.type == "cpu" and _libraries.on_cpu):
+        return f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}"
+    try:
+        load()
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return None
+
+
+def load() -> tuple[Any, Any]:
+    """`_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError where one of them cannot be had."""
+    core = import_module("fused_tp._core")
+    return core.NcclLibrary(_libraries.nccl), core.Driver(_libraries.cuda)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank tells the others."""
+
+    process: tuple[str, int]
+    gpu: str = ""
+    version: int = 0
+    id: str = ""  # rank 0's unique id, in hex
+    problem: str = ""
+
+
+def own_facts(group: Group, device: torch.device) -> Facts:
+    """What this rank has to tell."""
+    problem = no_nccl_on(device)
+    if problem is not None:
+        return Facts(own_process(), problem=problem)
+    try:
+        library, _ = load()
+        unique_id = library.make_id().hex() if group.rank == 0 else ""
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    except RuntimeError as error:
+        return Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+    if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
+        # It goes before the configuration of a communicator, and who waits inside of NCCL has no deadline.
+        return Facts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
+    # Several ranks on one GPU: NCCL 2.30 and later, where the variable says so.
+    shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return Facts(own_process(), "" if shares else gpu, library.version, unique_id)
+
+
+def obstacle(facts: Sequence[Facts]) -> str | None:
+    """What keeps these ranks from having a communicator, or None."""
+    for rank, fact in enumerate(facts):
+        if fact.problem:
+            return f"rank {rank}: {fact.problem}"
+    versions = sorted({fact.version for fact in facts})
+    if len({version // 100 for version in versions}) > 1:
+        return f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}"
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    if len(set(gpus)) < len(gpus):
+        return "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+    return None
+
+
+@cache
+def _shown(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rows move in which exchange of a pipeline over NCCL: csrc/nccl/chunk_plan.h, once for a size.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows move in which exchange (csrc/nccl/chunk_plan.h).
+
+    Attributes:
+        counts: rows of every rank.
+        ranges: (start, stop) of the rows that arrive (gather), or go (scatter), in each exchange.
+        pieces: in how many pieces each rank's rows are cut. Piece i of a scatter's own rows is complete after
+            `len(ranges) / pieces * (i + 1)` exchanges.
+    """
+
+    native: Any
+    counts: tuple[int, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    pieces: int
+
+
+@lru_cache(maxsize=1024)
+def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+    """Rows of all ranks in up to `chunks` exchanges: those of rank - 1 first, then those of rank - 2, ..."""
+    native = import_module("fused_tp._core").gather_plan(counts, rank, chunks)
+    return Plan(native, counts, tuple(tuple(native.rows_received(i)) for i in range(len(native))), native.pieces)
+
+
+@lru_cache(maxsize=1024)
+def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+    """Terms of all ranks' rows in up to `chunks` exchanges: those of the farthest owner first, the own ones stay."""
+    native = import_module("fused_tp._core").scatter_plan(counts, rank, chunks)
+    return Plan(native, counts, tuple(tuple(native.rows_sent(i)) for i in range(len(native))), native.pieces)

@@ -26,7 +26,7 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import FusedTPError, raised_half_way
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.store import exchange
 
 
 def _load_core() -> tuple[Any, str]:

@@ -20,11 +20,10 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.transport._torch_compat import all_gather_single, reduce_scatter_single
 from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
-from fused_tp.transport.gloo_connections import close_connections, closed_peers, outlive
-from fused_tp.transport.group_calls import LOOK_SECONDS, Call, GroupCalls
-from fused_tp.transport.messages import Messages
-from fused_tp.transport.torch_names import all_gather_single, reduce_scatter_single
+from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
+from fused_tp.transport.gloo import Messages, close_connections, closed_peers, outlive
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).

@@ -22,9 +22,9 @@ import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.kernel_memory import GroupMemory, KernelMemory, is_capturing
+from fused_tp.transport.failure import PeerWatch
 from fused_tp.transport.local import LocalRank
-from fused_tp.transport.peer_watch import PeerWatch
+from fused_tp.transport.symm_mem import GroupMemory, KernelMemory, is_capturing
 
 _LOG = logging.getLogger("fused_tp")
 

@@ -18,9 +18,8 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.kernel_memory import group_memory
 from fused_tp.transport.local import LocalSymmetricMemory
-from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
+from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.native_build import cpu_device_library
 from tests.workers import Outcome, fresh_ranks, run_ranks

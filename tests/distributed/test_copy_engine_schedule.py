@@ -28,7 +28,7 @@ from fused_tp.schedules import copy_engine, select, ways
 from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
-from fused_tp.transport.kernel_memory import GroupMemory, group_memory
+from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_tp_ops as cases
 from tests.late import give_up, wait_for_those_who_gave_up

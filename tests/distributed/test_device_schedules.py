@@ -23,12 +23,11 @@ from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import native_kernels
-from fused_tp.transport.all_to_all_layout import AllToAllLayout
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.device_plans import NORMED_ALGORITHMS
-from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport.device_plans import NORMED_ALGORITHMS, AllToAllLayout
 from fused_tp.transport.local import LocalRank, run_local
-from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
+from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.device_tools import (
     ALGORITHMS,

@@ -21,10 +21,9 @@ from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.schedules import hierarchical
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.select import select_schedule
-from fused_tp.transport import hosts as hosts_module
-from fused_tp.transport.hosts import Hosts, hosts_of, ranks_per_host
-from fused_tp.transport.levels import in_ranks_of_group
+from fused_tp.transport import two_level as hosts_module
 from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.transport.two_level import Hosts, hosts_of, in_ranks_of_group, ranks_per_host
 from tests.beside import beside
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.reference import assert_within_dtype_error

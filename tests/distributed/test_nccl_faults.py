@@ -23,7 +23,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
-from fused_tp.transport.chunk_plans import gather_plan
+from fused_tp.transport.nccl import gather_plan
 from tests.beside import beside
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
 from tests.late import give_up, wait_for_those_who_gave_up

@@ -23,7 +23,7 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.base import sum_in_rank_order
-from fused_tp.transport.chunk_plans import gather_plan, scatter_plan
+from fused_tp.transport.nccl import gather_plan, scatter_plan
 from tests.distributed.nccl_tools import nccl_ranks, public_ops_use, transport_of
 from tests.distributed.test_tp_ops import all_cases, check, own_part
 from tests.native.doubles.libraries import cuda_knobs, load_doubles

@@ -17,10 +17,11 @@ import fused_tp
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.ways import WAYS
-from fused_tp.transport import noticeboard, shm, store_exchange
-from fused_tp.transport.gloo_connections import close_connections, closed_peers
-from fused_tp.transport.noticeboard import Notice, Noticeboard, missing
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport import failure, shm
+from fused_tp.transport import store as store_module
+from fused_tp.transport.failure import Notice, Noticeboard, missing
+from fused_tp.transport.gloo import close_connections, closed_peers
+from fused_tp.transport.store import exchange
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
 from tests.beside import beside
 from tests.distributed.shm_tools import with_store
@@ -193,7 +194,7 @@ class HiccupStore(dist.Store):
 
 
 def test_a_store_that_hesitates_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.1)
     shared = dist.HashStore()
     other = Noticeboard(shared, "name", 1, 2)
     store = HiccupStore(shared)
@@ -337,7 +338,7 @@ def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() ->
 def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store, said = HiccupStore(dist.HashStore()), []
     store.stop()
-    with mock.patch.object(store_exchange, "ANSWER_SECONDS", 0.1):
+    with mock.patch.object(store_module, "ANSWER_SECONDS", 0.1):
         for meet in (lambda described: exchange(described, "names", b"mine"), shm._rendezvous):
             described = with_store(resolve_group(group), store)
             begun = time.perf_counter()

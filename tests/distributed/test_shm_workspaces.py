@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
-from fused_tp.transport.symmetric_memory import CpuSymmetricMemory
+from fused_tp.transport.symm_mem import CpuSymmetricMemory
 from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of, with_store
 from tests.workers import fresh_ranks, run_ranks
 

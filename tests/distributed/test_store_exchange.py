@@ -13,8 +13,7 @@ import torch.distributed as dist
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
-from fused_tp.transport.bounded_store import BoundedStore
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport.store import BoundedStore, exchange
 from tests.distributed.shm_tools import with_store
 from tests.workers import fresh_ranks, run_ranks
 

@@ -19,8 +19,8 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import select
 from fused_tp.schedules.ways import WAYS
-from fused_tp.transport import kernel_memory
-from fused_tp.transport.store_exchange import exchange
+from fused_tp.transport import symm_mem
+from fused_tp.transport.store import exchange
 from tests.workers import fresh_ranks, run_ranks
 
 GPU_ONLY = {
@@ -134,7 +134,7 @@ def asked_with_its_own_gpu(group: Any, name: str) -> str | None:
     described = resolve_group(dist.new_group(list(range(4))))
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        patch.object(kernel_memory, "is_capturing", return_value=False),
+        patch.object(symm_mem, "is_capturing", return_value=False),
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         return WAYS[name].obstacle(described, torch.device("cuda", group.rank()))

@@ -20,8 +20,8 @@ from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
-from fused_tp.transport.kernel_memory import group_memory
-from fused_tp.transport.store_exchange import agree
+from fused_tp.transport.store import agree
+from fused_tp.transport.symm_mem import group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_copy_engine_schedule as checks
 from tests.distributed import test_tp_ops as ops

@@ -22,7 +22,7 @@ def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
     """'' or why it cannot run; every fused kernel, several calls in a row, against fp64 and between ranks."""
     from benchmarks.gpu_ranks import normal
     from fused_tp.runtime.partition import shard_range
-    from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.transport.symm_mem import symmetric_empty
     from fused_tp.triton_kernels.comm.gather import GatherWorkspace
     from fused_tp.triton_kernels.comm.workspace import Workspace
     from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
@@ -100,7 +100,7 @@ def public_ops(group: dist.ProcessGroup) -> str:
     from benchmarks.gpu_ranks import normal
     from fused_tp.runtime.group import resolve_group
     from fused_tp.runtime.partition import shard_range
-    from fused_tp.transport.kernel_memory import group_memory
+    from fused_tp.transport.symm_mem import group_memory
     from tests.reference import assert_within_dtype_error, matmul64, rms_norm64
 
     rank, world = group.rank(), group.size()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.transport.symmetric_memory import symmetric_empty
+from fused_tp.transport.symm_mem import symmetric_empty
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import forks, workers
 from tests.kernels.interpreter import quicken

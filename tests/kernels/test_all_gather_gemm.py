@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.transport.symmetric_memory import symmetric_empty
+from fused_tp.transport.symm_mem import symmetric_empty
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes

@@ -38,7 +38,7 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
 
 def used(group: Any) -> list[str]:
     """The ops that took a workspace, in forward and backward of all of them."""
-    from fused_tp.transport.kernel_workspaces import Workspaces
+    from fused_tp.transport.workspace import Workspaces
 
     taken: list[str] = []
     real = Workspaces.use

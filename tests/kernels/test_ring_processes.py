@@ -85,7 +85,7 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def many_calls(group: Any, late_rank: int) -> None:
     """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late."""
-    from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.transport.symm_mem import symmetric_empty
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call, run_calls
 
@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def untold(group: Any) -> tuple[str, bool]:
     """What becomes of a launch whose second chunk is never told of."""
-    from fused_tp.transport.symmetric_memory import symmetric_empty
+    from fused_tp.transport.symm_mem import symmetric_empty
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 

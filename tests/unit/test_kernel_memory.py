@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.transport.kernel_memory import Facts, obstacle
-from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.transport.failure import PeerWatch, own_process, watchable
+from fused_tp.transport.symm_mem import Facts, obstacle
 
 PROCESS = ("pid:[1]", 10)
 RANKS = [Facts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport import kernel_workspaces
-from fused_tp.transport.kernel_memory import Facts, shared_sms
-from fused_tp.transport.kernel_workspaces import Workspaces
+from fused_tp.transport import workspace
 from fused_tp.transport.local import LocalRank, run_local
+from fused_tp.transport.symm_mem import Facts, shared_sms
+from fused_tp.transport.workspace import Workspaces
 
 
 class Memory:
@@ -84,7 +84,7 @@ def test_each_kind_has_its_own() -> None:
 
 def test_growing_during_a_capture_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces, _ = made()
-    monkeypatch.setattr(kernel_workspaces, "is_capturing", lambda device: True)
+    monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
     match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
     with pytest.raises(RuntimeError, match=match), workspaces.use("sum", 5, "op"):
         pass
@@ -198,7 +198,7 @@ def test_room_that_is_reserved_is_there_when_nothing_can_be_made(monkeypatch: py
     workspaces, memory = made()
     workspaces.reserve("sum", 5, "op")
     workspaces.reserve("sum", MIB, "op")
-    monkeypatch.setattr(kernel_workspaces, "is_capturing", lambda device: True)
+    monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
     with workspaces.use("sum", MIB, "op"):
         assert memory.asked == [MIB]
 

@@ -12,7 +12,7 @@ import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
-from fused_tp.transport.symmetric_memory import CHANNELS
+from fused_tp.transport.symm_mem import CHANNELS
 from fused_tp.triton_kernels.comm.workspace import Workspace
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])

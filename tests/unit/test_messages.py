@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from fused_tp.transport import gloo_connections, messages
-from fused_tp.transport.gloo_connections import outlive
-from fused_tp.transport.group_calls import Call
-from fused_tp.transport.messages import Messages
-from fused_tp.transport.noticeboard import Notice
+from fused_tp.transport import gloo
+from fused_tp.transport.failure import Call, Notice
+from fused_tp.transport.gloo import Messages, outlive
 from fused_tp.transport.torch_dist import TorchDist
 
 
@@ -63,7 +61,7 @@ def test_what_has_ended_with_any_error_has_not_ended_well(error: BaseException) 
 
 
 def test_nothing_to_wait_for_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_waiter", None)
+    monkeypatch.setattr(gloo, "_waiter", None)
     assert Messages([], 60.0).wait_for(0.0)
 
 
@@ -85,12 +83,12 @@ def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None
     stuck, end = Messages([(1, work := Work())], 60.0), work.end
     assert not stuck.wait_for(0.0)
     assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
-    while not messages._idle:
+    while not gloo._idle:
         time.sleep(0.001)  # its thread has to come back, and tells nobody
     before = waiting_threads()
     for _ in range(20):
         assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
-        while not messages._idle:
+        while not gloo._idle:
             time.sleep(0.001)  # as above
     assert waiting_threads() == before
     end.set()
@@ -133,7 +131,7 @@ class Group:
 def test_a_group_is_kept_only_if_its_collectives_do_not_end(
     monkeypatch: pytest.MonkeyPatch, works: list[Work], kept: bool
 ) -> None:
-    monkeypatch.setattr(gloo_connections, "_END_SECONDS", 0.02)
+    monkeypatch.setattr(gloo, "_END_SECONDS", 0.02)
     group: Any = Group()
     before = sys.getrefcount(group)
     assert outlive(group, works) == kept

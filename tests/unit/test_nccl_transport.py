@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_tp.transport.nccl_facts import Facts, no_nccl_on, obstacle, own_facts, use_libraries
+from fused_tp.transport.nccl import Facts, no_nccl_on, obstacle, own_facts, use_libraries
 from tests.distributed import nccl_tools
 
 CPU = torch.device("cpu")

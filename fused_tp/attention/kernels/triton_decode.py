@@ -15,7 +15,7 @@ from fused_tp.attention.decode import FEW, rows_seen
 from fused_tp.attention.kernels import triton
 from fused_tp.attention.kernels.select import forced_provider
 from fused_tp.attention.scores import Scores
-from fused_tp.transport.kernel_memory import is_capturing
+from fused_tp.transport.symm_mem import is_capturing
 
 
 def serves(
