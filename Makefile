@@ -1,14 +1,14 @@
-# Everything from a fresh clone: each target makes .venv and installs into it what constraints.txt pins.
+# Everything from a fresh clone: each target makes .venv and installs into it what it needs, as constraints.txt pins it.
 #   make demo     train and sample a small model on 1, 2, ... ranks of this machine; report in out/demo
-#   make test     all tests (those that need a GPU are skipped, with that reason, where there is none)
-#   make lint     ruff, mypy, import-linter, clang-format       make format   rewrite to what lint wants
-#   make bench    measure on this machine, into out/bench       make soak     many random ops for SOAK_MINUTES
+#   make test     the contract of the public API, in minutes         make test-all  every test
+#   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
+#   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
+#   make bench    measure on this machine, into out/bench            make soak      many random ops for SOAK_MINUTES
 PYTHON ?= python3
-EXTRAS ?= test,dev,bench
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
-# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only `make test` installs it.
+# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only tests install it.
 # Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
 
@@ -16,51 +16,64 @@ export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed
-NCCL_STAMP := $(VENV)/installed-nccl
+# --no-compile: Python compiles what is imported when it is imported, which is a small part of what is installed.
+PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-BUILD_TOOLS := setuptools wheel pybind11 ninja
 
-.PHONY: all install demo test lint format bench soak clean
+.PHONY: all install demo test test-all lint format docs wheel bench soak clean
 all: test
 
-install: $(STAMP)
+install: $(VENV)/installed
 
 # --no-build-isolation: no build environment can then take another torch than the pinned one, and compiler flags name
 # the same include folders each time, so that only what changed compiles.
-$(STAMP): setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
+$(VENV)/installed: setup.py csrc/native_build.py pyproject.toml constraints.txt $(CSRC)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(PIP) setuptools wheel pybind11 ninja
+	$(PIP) --no-build-isolation -e .
 	touch $@
 
-$(NCCL_STAMP): $(STAMP)
+# One of the extras of pyproject.toml, beside the package.
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/installed
+	$(PIP) "fused-tp[$*]"
+	touch $@
+
+$(VENV)/installed-nccl: | $(VENV)/installed
 	$(BIN)/python -c "import nvidia.nccl" 2>/dev/null || $(BIN)/python -m pip install -q "$(NCCL)" || \
 		echo "There is no NCCL for this platform; the tests that need it will be skipped."
 	touch $@
 
-demo: $(STAMP)
+demo: $(VENV)/installed $(VENV)/installed-demo
 	$(BIN)/fused-tp demo --out out/demo $(ARGS)
 
-test: $(NCCL_STAMP)
+test: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-nccl
 	$(BIN)/python -m pytest -q $(ARGS)
 
-lint: $(STAMP)
+test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-bench $(VENV)/installed-docs $(VENV)/installed-nccl
+	$(BIN)/python -m pytest -q -m "" $(ARGS)
+
+lint: $(VENV)/installed $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
-format: $(STAMP)
+format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-bench: $(STAMP)
+# The CPU core and the device kernels for all GPUs, tagged by the oldest glibc that they run on.
+wheel: $(VENV)/installed $(VENV)/installed-release
+	rm -rf build/lib* build/wheel
+	FUSED_TP_CUDA=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+
+bench: $(VENV)/installed $(VENV)/installed-bench
 	$(BIN)/fused-tp bench --out out/bench $(ARGS)
 
-soak: $(STAMP)
+soak: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)
 
 clean:

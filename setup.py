@@ -1,18 +1,20 @@
 """Builds the native parts of fused_tp; everything else about the package is in pyproject.toml.
 
-`fused_tp._core`, in C++, needs a C++17 compiler and pybind11; `fused_tp/_cuda.so`, the kernels of csrc/cuda, needs
-nvcc; neither needs torch or NCCL. What cannot be built is left out, with a sentence that says why and what is lost.
-From the environment:
+`fused_tp._core`, in C++, needs a C++17 compiler and pybind11. `fused_tp/_cuda.so`, the device kernels of csrc/cuda,
+needs nvcc; it is compiled where a GPU is visible, for that GPU alone, or where the environment asks for it. Neither
+needs torch or NCCL. What cannot be built is left out, with a sentence that says why and what is lost. From the
+environment:
 
-    FUSED_TP_REQUIRE_NATIVE=1   a core that cannot be built is an error (our Makefile and CI set it)
-    FUSED_TP_CUDA=0 or 1        0: build no device kernels; 1: device kernels that cannot be built are an error
-    FUSED_TP_CUDA_ARCHS         GPUs to build for, such as 90a or 80;90a+PTX; where set, as with FUSED_TP_CUDA=1, what
-                                cannot be built is an error (unset: those of 80;90a;100a+PTX that nvcc knows)
+    FUSED_TP_REQUIRE_NATIVE=1   a core that cannot be built is an error (the Makefile sets it)
+    FUSED_TP_CUDA=0             build no device kernels
+    FUSED_TP_CUDA=1             build device kernels for all of 80;90a;100a+PTX that nvcc knows, GPU or not (about three
+                                minutes on two cores); if they cannot be built, that is an error
+    FUSED_TP_CUDA_ARCHS         the GPUs to build for, such as 90a or 80;90a+PTX; an error too if it cannot be done
     CUDA_HOME, CUDA_PATH        where nvcc is, and no other is taken; without them one of PATH or /usr/local/cuda
     CXX, CXXFLAGS, LDFLAGS      as always; CXXFLAGS and LDFLAGS for the core, NVCC_APPEND_FLAGS for nvcc
     MAX_JOBS                    how many files compile at once (ninja chooses without it)
 
-A variable with a value that cannot be, such as architectures that nvcc does not know, is an error in every case.
+A variable that cannot be parsed is an error in every case.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from native_build import (  # noqa: E402  # found only now
     core_folder,
     cuda_folder,
     switch,
+    visible_archs,
 )
 
 # These live beside the package and are installed inside it: the triton project ships a top-level `triton_kernels` of
@@ -62,18 +65,25 @@ class BuildNative(build_ext):
         is_core = ext.name == CORE.name
         output = Path(self.get_ext_fullpath(ext.name))
         output.unlink(missing_ok=True)  # of an earlier build, which the wheel would take
+        archs = os.environ.get("FUSED_TP_CUDA_ARCHS", "")
+        required = self.core_required if is_core else self.cuda_wanted or bool(archs)
         if not is_core and self.cuda_wanted is False:
             print(f"fused_tp: the device kernels are not built: FUSED_TP_CUDA={os.environ['FUSED_TP_CUDA']}.")
             return
+        if not is_core and not required:
+            archs = visible_archs()
+            if not archs:
+                print("fused_tp: the device kernels are not built: no GPU is visible (FUSED_TP_CUDA=1 builds them).")
+                return
         try:
             if sys.platform != "linux":
                 raise NotBuiltError("it needs Linux")
             if is_core:
                 build_core(output)
             else:
-                build_cuda(output)
+                build_cuda(output, archs)
         except NotBuiltError as error:
-            if self.core_required if is_core else self.cuda_wanted or os.environ.get("FUSED_TP_CUDA_ARCHS"):
+            if required:
                 raise
             print(f"fused_tp: {without_core(error) if is_core else without_cuda(error)}")
 
@@ -112,9 +122,9 @@ def build_core(output: Path) -> None:
         raise
 
 
-def build_cuda(output: Path) -> None:
-    build = CudaBuild(os.environ.get("FUSED_TP_CUDA_ARCHS", ""))
-    build.run(output, cuda_folder())
+def build_cuda(output: Path, archs: str) -> None:
+    build = CudaBuild(archs)
+    build.run(output, cuda_folder(archs))
     print(f"fused_tp: device kernels were built for {build.built_for}.")
 
 

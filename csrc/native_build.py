@@ -7,6 +7,7 @@ tree with its build folder has nothing to compile.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -39,6 +40,7 @@ OLDEST_TOOLKIT = 12
 
 A_COMPILER = "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
 A_TOOLKIT = "the CUDA toolkit (12.0 or later, nvcc)"
+A_LATER_TOOLKIT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_CUDA_ARCHS)"
 
 
 class NotBuiltError(Exception):
@@ -71,9 +73,9 @@ def core_folder() -> Path:
     return CSRC.parent / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 
-def cuda_folder() -> Path:
-    """Where the device kernels are compiled."""
-    return CSRC.parent / "build" / f"cuda-{sysconfig.get_platform()}"
+def cuda_folder(archs: str = "") -> Path:
+    """Where the device kernels are compiled for these architectures; empty for the default ones."""
+    return CSRC.parent / "build" / "-".join(["cuda", sysconfig.get_platform(), *re.findall(r"\w+", archs)])
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,8 @@ class CudaBuild:
         archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default, less what this nvcc does not know.
 
     Raises:
-        NotBuiltError: there is nothing to build it with.
-        SettingError: `archs` are none, or none of this nvcc.
+        NotBuiltError: there is nothing to build it with, or nvcc does not know one of `archs`.
+        SettingError: `archs` cannot be parsed.
     """
 
     def __init__(self, archs: str = "") -> None:
@@ -174,10 +176,7 @@ class CudaBuild:
         self.archs = named or self.default_archs()
         for arch in named:
             if not self.knows(arch):
-                raise SettingError(
-                    f"FUSED_TP_CUDA_ARCHS is {archs!r}, and nvcc {self.version} ({self.nvcc}) does not know "
-                    f"sm_{arch.name}; leave it out, or take another CUDA toolkit."
-                )
+                raise NotBuiltError(f"nvcc {self.version} ({self.nvcc}) does not know sm_{arch.name}", A_LATER_TOOLKIT)
 
     def default_archs(self) -> list[Arch]:
         wanted = parse_archs(DEFAULT_ARCHS)
@@ -303,6 +302,25 @@ def nvcc_version(nvcc: Path) -> str:
         return ""
     found = re.search(r"release [\d.]+, V([\d.]+)", done.stdout)
     return found[1] if found else ""
+
+
+def visible_archs() -> str:
+    """Architectures of the GPUs that this process sees, as FUSED_TP_CUDA_ARCHS names them; empty if there are none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    count, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ""
+    found = set()
+    for device in range(count.value):
+        capability = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            capability.append(value.value)
+        found.add(tuple(capability))
+    return ";".join(f"{major}{minor}" + "a" * (major >= 9) for major, minor in sorted(found))
 
 
 def parse_archs(text: str) -> list[Arch]:

@@ -21,7 +21,10 @@ import torch
 from fused_tp.transport import cuda_driver
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.so"
-HOW_TO_BUILD = "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp"
+HOW_TO_BUILD = (
+    "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
+    "FUSED_TP_CUDA=1"
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,8 +133,38 @@ def test_default_architectures_are_those_that_nvcc_knows(
     build = native.CudaBuild()
     assert build.built_for == "sm_80 sm_90a compute_90, nvcc 12.4.131"
     assert "nvcc 12.4.131 does not know sm_100a: left out of the device kernels." in capsys.readouterr().out
-    with pytest.raises(native.SettingError, match=r"FUSED_TP_CUDA_ARCHS is '90a;100a', and nvcc 12.4.131 .* sm_100a"):
+    with pytest.raises(native.NotBuiltError, match=r"nvcc 12.4.131 .* does not know sm_100a"):
         native.CudaBuild("90a;100a")
+
+
+@pytest.mark.parametrize(
+    ("devices", "archs"), [([], ""), ([(8, 0)], "80"), ([(9, 0)] * 8, "90a"), ([(12, 0), (8, 6)], "86;120a")]
+)
+def test_gpus_are_found_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch, devices: list[tuple[int, int]], archs: str
+) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0 if devices else 100  # CUDA_ERROR_NO_DEVICE
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = len(devices)
+            return 0
+
+        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+            value._obj.value = devices[device][{75: 0, 76: 1}[attribute]]
+            return 0
+
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: Driver())
+    assert native.visible_archs() == archs
+
+
+def test_without_a_driver_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", missing)
+    assert native.visible_archs() == ""
 
 
 def test_how_many_compile_at_once_is_no_part_of_what_is_built(

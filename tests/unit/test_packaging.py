@@ -85,6 +85,7 @@ def test_what_an_earlier_build_left_is_not_loaded(
         ("FUSED_TP_REQUIRE_NATIVE", "true", "no working C"),
         ("FUSED_TP_CUDA", "on", "no nvcc that runs was found in /nowhere/bin"),
         ("FUSED_TP_CUDA_ARCHS", "90a", "no nvcc that runs was found in /nowhere/bin"),
+        ("FUSED_TP_CUDA_ARCHS", " ", "FUSED_TP_CUDA_ARCHS is ' '; set it to architectures like"),
     ],
 )
 def test_what_is_asked_for_and_cannot_be_is_an_error(
@@ -171,8 +172,7 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
     wheel, output = wheel_without_core
     assert "native core was not built: no working C++17 compiler was found (tried /bin/false)" in output
     assert "apt-get install g++" in output
-    assert "fused_tp: the device kernels were not built: no nvcc that runs was found in /nowhere/bin" in output
-    assert "For them install the CUDA toolkit" in output
+    assert "fused_tp: the device kernels are not built: no GPU is visible (FUSED_TP_CUDA=1 builds them)." in output
     assert not libraries(wheel)
     site = wheel.parent / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -244,12 +244,25 @@ def test_wheel_has_the_core_and_the_device_kernels(native_tree: Path) -> None:
     assert built is not None and built.runs_on(80) and built.runs_on(90)
 
 
-def test_device_kernels_that_do_not_compile_leave_the_core(native_tree: Path) -> None:
+@pytest.fixture
+def driver_of_one_gpu(tmp_path: Path) -> Path:
+    """A folder with a libcuda.so.1 that says that there is one GPU, of compute capability 9.0."""
+    source = tmp_path / "driver.cpp"
+    source.write_text("""
+extern "C" int cuInit(unsigned) { return 0; }
+extern "C" int cuDeviceGetCount(int* count) { *count = 1; return 0; }
+extern "C" int cuDeviceGetAttribute(int* value, int attribute, int) { *value = attribute == 75 ? 9 : 0; return 0; }
+""")
+    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    return tmp_path
+
+
+def test_device_kernels_that_do_not_compile_leave_the_core(native_tree: Path, driver_of_one_gpu: Path) -> None:
     source = native_tree / "csrc" / "cuda" / "count_up.cu"
     before = source.read_text()
     source.write_text("this is not CUDA\n")
     try:
-        done = build("build_wheel", native_tree, FUSED_TP_CUDA="")
+        done = build("build_wheel", native_tree, FUSED_TP_CUDA="", LD_LIBRARY_PATH=str(driver_of_one_gpu))
         assert done.returncode == 0, done.stdout
         assert "fused_tp: the device kernels were not built: " in done.stdout and "count_up.cu" in done.stdout
         (wheel,) = native_tree.parent.glob("*.whl")
