@@ -183,7 +183,7 @@ def _our_alone(x: Tensor, weight: Tensor) -> Maker:
 def _schedule(op: str, x: Tensor, m: int, k: int | None, n: int | None) -> str:
     """Which schedule the op will run on; a figure means little without it."""
     from fused_tp.runtime.group import resolve_group
-    from fused_tp.schedules.select import decide
+    from fused_tp.schedules.registry import decide
 
     decision = decide(op, resolve_group(None), x.dtype, x.device, m, k, n)
     return f"{decision.schedule} over {decision.transport}"

@@ -20,16 +20,16 @@ class DeviceAllToAll:
 
     def __init__(self, schedule: DeviceSchedule, messages: MessagesAllToAll) -> None:
         self.name = schedule.name
-        self._several = schedule.several
+        self._abort_scope = schedule.abort_scope
         self._device = schedule.device
         self._messages = messages
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        with self._several(exchange.op):
+        with self._abort_scope(exchange.op):
             return self._to_heads(exchange, xs)
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        with self._several(exchange.op):
+        with self._abort_scope(exchange.op):
             return self._to_sequence(exchange, xs)
 
     def _to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:

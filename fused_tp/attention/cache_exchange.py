@@ -15,12 +15,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.schedules.checksums import checksum, first_apart
-from fused_tp.schedules.select import select_schedule
-from fused_tp.transport.nccl import nccl_dist
-from fused_tp.transport.shm import shm_transport
-from fused_tp.transport.torch_dist import torch_dist
-
-_OP = "all_to_all"
+from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
 
 
 def deal(
@@ -64,15 +59,5 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
     """Rows by destination -> rows by source, over what serves the group; `total` rows on all ranks together."""
-    if group.size == 1:
-        return x
-    name = select_schedule(_OP, group, x.dtype, x.device, total, None, prod(x.shape[1:])).name
-    if name == "one_sided":
-        shared = shm_transport(group)
-        assert shared is not None, "select_schedule has just found it"
-        return shared.all_to_all(x, send, receive)
-    if name == "nccl_pipeline":
-        own = nccl_dist(group, x.device)
-        assert not isinstance(own, str), "select_schedule has just found it"
-        return own.all_to_all(_OP, x, send, receive).wait()
-    return torch_dist(group, x.device.type).all_to_all(_OP, x, send, receive).wait()
+    schedule = select_schedule(ALL_TO_ALL, group, x.dtype, x.device, total, None, prod(x.shape[1:]))
+    return schedule.all_to_all(x, send, receive)

@@ -39,7 +39,7 @@ class FusedRing:
         layout = keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.several("ring_attention"),  # peers count on this call from its first launch on
+            kernels.abort_scope("ring_attention"),  # peers count on this call from its first launch on
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), "ring_attention") as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
@@ -57,7 +57,7 @@ class FusedRing:
         return result
 
     def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
-        return SendRecvRing(self._kernels.messages()).backward(call, saved, dims)
+        return SendRecvRing(self._kernels.messages).backward(call, saved, dims)
 
     def _programs(self) -> int:
         memory = self._kernels.memory

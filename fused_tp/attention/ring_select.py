@@ -18,11 +18,10 @@ from fused_tp.attention.ring_shared_memory import OneSidedRing
 from fused_tp.attention.scores import Scores
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.schedules.select import select_schedule
-from fused_tp.transport.nccl import nccl_dist
-from fused_tp.transport.shm import shm_transport
+from fused_tp.schedules.local import Local
+from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.store import agree
-from fused_tp.transport.torch_dist import torch_dist
 
 OP = "ring_attention"
 _FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, as they came
@@ -78,19 +77,11 @@ def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, sca
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
     """
     schedule = select_schedule(OP, group, q.dtype, k.device, *moved(k.shape, v.shape, seq_len))
-    name = schedule.name
     if isinstance(schedule, FusedKernel):
         served = no_fused_ring_in(group, q.device, q.dtype, q.shape[3], v.shape[3], scale) is None
-        return FusedRing(schedule) if served else SendRecvRing(schedule.messages())
-    if name == "local":
+        return FusedRing(schedule) if served else SendRecvRing(schedule.messages)
+    if isinstance(schedule, Local):
         return LocalRing()
-    if name == "one_sided":
-        shared = shm_transport(group)
-        assert shared is not None, "select_schedule has just found it"
-        return OneSidedRing(shared)
-    if name == "nccl_pipeline":
-        own = nccl_dist(group, k.device)
-        assert not isinstance(own, str), "select_schedule has just found it"
-        return SendRecvRing(own)
-    transport = torch_dist(group, k.device.type)
-    return CollectiveRing(transport) if name == "plain" else SendRecvRing(transport)
+    if isinstance(schedule, SharedMemory):
+        return OneSidedRing(schedule.transport)
+    return (CollectiveRing if schedule.name == "plain" else SendRecvRing)(schedule.messages)

@@ -23,7 +23,7 @@ from fused_tp.cli.doctor_machine import NOTE, OK, PROBLEM, Finding, examine_mach
 from fused_tp.ops.explain import explain_for
 from fused_tp.ops.queries import Both, queries
 from fused_tp.runtime import dispatch, settings
-from fused_tp.schedules.ways import WAYS
+from fused_tp.schedules.registry import SCHEDULES
 
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
@@ -143,8 +143,8 @@ def _settings() -> Iterator[Finding]:
 
 def _forced_schedule() -> str | None:
     name = settings.forced_schedule()
-    if name is not None and name not in WAYS:
-        raise ValueError(f"There is no such schedule; there are {', '.join(WAYS)}.")
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"There is no such schedule; there are {', '.join(SCHEDULES)}.")
     return name
 
 
@@ -191,8 +191,7 @@ def _forced_for(asked: Both, device: str) -> str | None:
     """The schedule that FUSED_TP_SCHEDULE forces on a call, if it is one that has something for it."""
     name = settings.forced_schedule()
     query = asked[0] or asked[1]
-    if name not in WAYS or query is None:
+    if name not in SCHEDULES or query is None:
         return None
-    way = WAYS[name]
-    serves = way.lacks(query[0], torch.bfloat16) is None and device in (way.devices or (device,))
-    return name if serves else None
+    spec = SCHEDULES[name]
+    return name if spec.supports(query[0], torch.bfloat16) and device in (spec.devices or (device,)) else None

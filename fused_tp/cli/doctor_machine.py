@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
-from fused_tp.schedules.ways import no_kernel_on
+from fused_tp.schedules.registry import fused_kernels_on
 from fused_tp.transport import cuda_driver, native_kernels
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -337,9 +337,9 @@ def _nccl(core: ModuleType | None) -> Finding:
 
 
 def _fused_kernels(on_gpu: bool) -> Finding:
-    reason = no_kernel_on(torch.device("cuda" if on_gpu else "cpu"))
-    if reason is not None:
-        return _finding("fused kernels", f"none: {reason}", NOTE)
+    available = fused_kernels_on(torch.device("cuda" if on_gpu else "cpu"))
+    if not available:
+        return _finding("fused kernels", f"none: {available.reason}", NOTE)
     where = "on GPUs that reach each other by NVLink" if on_gpu else "interpreted, for tests"
     return _finding("fused kernels", f"can run {where}")
 

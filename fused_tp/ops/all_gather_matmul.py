@@ -14,7 +14,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 @overload
@@ -279,7 +279,7 @@ def _compute_grads(
         d_outputs, d_gathered, x_shard, weights, needs_weight, needs_x, group, gather_dim, gather_size
     )
     d_weights: list[Tensor] = []
-    with schedule.several("all_gather_matmul_backward"):
+    with schedule.abort_scope("all_gather_matmul_backward"):
         gathering = (
             schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size) if any(needs_weight) else None
         )

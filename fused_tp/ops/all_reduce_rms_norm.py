@@ -12,7 +12,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.norm import rms_norm_backward
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 def all_reduce_rms_norm(

@@ -19,7 +19,7 @@ from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.checksums import checksum, first_apart
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def _decode(
         call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
         mine = attend(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
-    with schedule.several("context_parallel_decode"):
+    with schedule.abort_scope("context_parallel_decode"):
         for part in mine.split(at_once, 1):
             out, lse = merge(_everyone(part, words, schedule, known.rank), sinks)
             outs.append(out.to(q.dtype))

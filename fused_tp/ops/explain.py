@@ -18,8 +18,7 @@ from fused_tp.attention.ring_select import no_fused_ring, no_fused_ring_in
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.select import ALONE, Decision, decide
-from fused_tp.schedules.ways import WAYS
+from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
 from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.torch_dist import backend_of
 
@@ -144,13 +143,13 @@ def explain_for(
         # What the ranks' links allow nobody knows here; they are taken for good ones.
         lacking = tuple(
             other
-            for other, way in WAYS.items()
-            if way.lacks(name, dtype)
-            or (way.devices and device_type not in way.devices)
-            or world_size > (way.most_ranks or world_size)
+            for other, spec in SCHEDULES.items()
+            if not spec.supports(name, dtype)
+            or (spec.devices and device_type not in spec.devices)
+            or world_size > (spec.max_ranks or world_size)
         )
         choice = dispatch.choose(*arguments, without=lacking)
-        moves = WAYS[choice.schedule].moves_over or messages()
+        moves = SCHEDULES[choice.schedule].transport or messages()
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 

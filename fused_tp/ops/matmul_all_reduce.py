@@ -15,7 +15,7 @@ from fused_tp.ops.repeated_call import repeated_call
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import linear
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:

@@ -16,7 +16,7 @@ from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.norm import add_rms_norm, rms_norm_backward
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 def matmul_all_reduce_rms_norm(

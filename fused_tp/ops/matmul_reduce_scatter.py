@@ -14,7 +14,7 @@ from fused_tp.ops.gradients import bias_grad, weight_grad
 from fused_tp.runtime.group import Group, GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 
 def matmul_reduce_scatter(

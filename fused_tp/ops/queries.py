@@ -13,7 +13,7 @@ from fused_tp.attention.decode import exchanged_numbers
 from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
-from fused_tp.schedules.ways import ALL_TO_ALL
+from fused_tp.schedules.registry import ALL_TO_ALL
 
 Shape = Sequence[int]
 # (op, m, k, n) as runtime.dispatch.choose takes them: None for a dim that is cut over the ranks.

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from fused_tp.ops.arguments import check_linear
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.group import GroupLike, GroupSlot, known_group
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 
 _MOST_REMEMBERED = 1024
 _Repeated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"

@@ -45,7 +45,7 @@ def _arch_of_cuda(index: int | None) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """`cpu`, or `sm_90` and the like. What a group goes by is `schedules.select.group_arch`."""
+    """`cpu`, or `sm_90` and the like. What a group goes by is `schedules.registry.group_arch`."""
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
 
 

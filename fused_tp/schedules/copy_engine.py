@@ -26,9 +26,7 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Product
-from fused_tp.schedules.collective import Collective, gather_blocks
-from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.schedules.half_way import gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import (
     as_rows,
@@ -39,7 +37,7 @@ from fused_tp.schedules.layout import (
     row_sizes,
     to_rank_major,
 )
-from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
 from fused_tp.transport.device_collectives import sum_into
@@ -48,7 +46,7 @@ CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its fl
 MAX_CHUNKS = 4
 
 
-class CopyEngineSchedule:
+class CopyEngineSchedule(KernelSchedule):
     """Every op over one group as matmuls of the library and copies of blocks.
 
     Args:
@@ -60,16 +58,16 @@ class CopyEngineSchedule:
 
     name = "copy_engine"
 
-    def __init__(self, engine: CopyEngine, plain: Collective | None, chunks: int | None = None) -> None:
+    def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
+        super().__init__(plain, "Ranks that are threads of one process have no sums of whole tensors by copy engines.")
         self.engine = engine
         self.rank = engine.rank
         self.world_size = engine.world_size
-        self._plain = plain
         self._chunks = chunks
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.engine.calls, self.engine.abort, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -101,7 +99,7 @@ class CopyEngineSchedule:
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         if not partial.is_floating_point():
-            return self._other().reduce_scatter(partial, scatter_dim=scatter_dim)
+            return self.fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
         self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
         sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
         last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
@@ -121,14 +119,6 @@ class CopyEngineSchedule:
         shape = list(partial.shape)
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return self._other().all_reduce(partial)
-
-    def all_reduce_rms_norm(
-        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._other().all_reduce_rms_norm(partial, residual, norm_weight, eps)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -224,11 +214,6 @@ class CopyEngineSchedule:
             call.finish(out)
         return out.view(shape)
 
-    def matmul_all_reduce_rms_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
-
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _scatter(
@@ -269,11 +254,6 @@ class CopyEngineSchedule:
         refuse_broken(self._plain)
         if self._plain is not None:
             self._plain.transport.check(op, dims, x.dtype, x.device)
-
-    def _other(self) -> Collective:
-        if self._plain is None:
-            raise ValueError("Ranks that are threads of one process have no sums of whole tensors by copy engines.")
-        return self._plain
 
 
 def _most_bytes(tensors: Sequence[Tensor]) -> int:

@@ -18,25 +18,24 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
-from fused_tp.schedules.collective import Collective
-from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
 from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 
 
-def device_collectives(memory: KernelMemory, plain: Collective | None) -> DeviceCollectives:
+def device_collectives(memory: KernelMemory, plain: Plain | None) -> DeviceCollectives:
     """The device kernels of a group. Once they have failed, its plain collectives refuse too."""
     return DeviceCollectives(memory, ends_messages(plain))
 
 
-class DeviceSchedule:
+class DeviceSchedule(KernelSchedule):
     """Every op over one group as matmuls of the library and one device kernel.
 
     Args:
@@ -45,17 +44,21 @@ class DeviceSchedule:
         plain: what runs the calls that have no kernel; None for ranks that are threads, which have nothing that could.
     """
 
-    def __init__(self, algorithm: str, device: DeviceCollectives, plain: Collective | None) -> None:
+    def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
+        super().__init__(
+            plain,
+            "Ranks that are threads of one process have device kernels for float32, bfloat16 and float16 only, and "
+            "nothing for empty tensors.",
+        )
         self.name = algorithm
         self.device = device
         self.rank = device.rank
         self.world_size = device.world_size
         self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
-        self._plain = plain
         self._beside = Beside()
         self._gathers: torch.cuda.Stream | None = None
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.device.calls, self.device.give_up, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ class DeviceSchedule:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if not _has_kernel(x_shard, shape):
-            return self._other().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+            return self.fallback.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self._check("all_gather", (*shape, gather_dim), x_shard)
         # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
@@ -103,7 +106,7 @@ class DeviceSchedule:
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         if not _has_kernel(partial, partial.shape):
-            return self._other().reduce_scatter(partial, scatter_dim=scatter_dim)
+            return self.fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
         self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
         sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
         shape = list(partial.shape)
@@ -115,7 +118,7 @@ class DeviceSchedule:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if not _has_kernel(partial, partial.shape):
-            return self._other().all_reduce(partial)
+            return self.fallback.all_reduce(partial)
         self._check("all_reduce", partial.shape, partial)
         with span("all_reduce", partial, self.name):
             return self.device.all_reduce(partial, self.name)
@@ -135,7 +138,7 @@ class DeviceSchedule:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if not _has_kernel(x_shard, shape):
-            return self._other().all_gather_matmul(
+            return self.fallback.all_gather_matmul(
                 x_shard, weights, biases,
                 gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
             )  # fmt: skip
@@ -156,7 +159,7 @@ class DeviceSchedule:
         x, w = products[0]
         shape = [*x.shape[:-1], w.shape[0]]
         if not _has_kernel(x, shape):
-            return self._other().matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+            return self.fallback.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
         self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
         sizes = shard_sizes(shape[scatter_dim], self.world_size)
         counts = row_sizes(shape, scatter_dim, sizes)
@@ -174,7 +177,7 @@ class DeviceSchedule:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if not _has_kernel(x, shape):
-            return self._other().matmul_all_reduce(products, bias, meanwhile=meanwhile)
+            return self.fallback.matmul_all_reduce(products, bias, meanwhile=meanwhile)
         self._check("matmul_all_reduce", shape, x)
         with span("matmul", products):
             partial = sum_of_products(products)
@@ -185,7 +188,7 @@ class DeviceSchedule:
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if not _has_kernel(partial, partial.shape):
-            return self._other().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+            return self.fallback.all_reduce_rms_norm(partial, residual, norm_weight, eps)
         if not partial.dtype == residual.dtype == norm_weight.dtype:
             return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
         self._check("all_reduce_rms_norm", partial.shape, partial)
@@ -196,7 +199,7 @@ class DeviceSchedule:
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], weight.shape[0])
         if not _has_kernel(x, shape):
-            return self._other().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+            return self.fallback.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         if not x.dtype == residual.dtype == norm_weight.dtype:
             return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
         self._check("matmul_all_reduce_rms_norm", shape, x)
@@ -216,14 +219,6 @@ class DeviceSchedule:
         refuse_broken(self._plain)
         if self._plain is not None and settings.check_ranks():
             self._plain.transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
-
-    def _other(self) -> Collective:
-        if self._plain is None:
-            raise ValueError(
-                "Ranks that are threads of one process have device kernels for float32, bfloat16 and float16 only, and "
-                "nothing for empty tensors."
-            )
-        return self._plain
 
 
 def _has_kernel(x: Tensor, shape: Sequence[int]) -> bool:

@@ -23,15 +23,14 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
-from fused_tp.schedules.collective import Collective, gather_blocks
+from fused_tp.schedules.gemm import Product
 from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.symm_mem import KernelMemory
-from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.workspace import Workspaces
 
 MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
@@ -45,7 +44,7 @@ DIRECT_BYTES = 256 * 1024
 ONE_SHOT_BYTES = 256 * 1024
 
 
-class FusedKernel:
+class FusedKernel(KernelSchedule):
     """Every op over one group whose ranks write into each other's memory.
 
     Args:
@@ -55,11 +54,15 @@ class FusedKernel:
 
     name = "fused_kernel"
 
-    def __init__(self, memory: KernelMemory, plain: Collective | None) -> None:
+    def __init__(self, memory: KernelMemory, plain: Plain | None) -> None:
+        super().__init__(
+            plain,
+            "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, nothing "
+            "that moves.",
+        )
         self.memory = memory
         self.rank = memory.rank
         self.world_size = memory.world_size
-        self._plain = plain
         self._beside = Beside()
         self._pulling: torch.cuda.Stream | None = None
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
@@ -79,7 +82,7 @@ class FusedKernel:
         from fused_tp.triton_kernels.attention import ring_forward  # noqa: F401
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class FusedKernel:
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         if x_shard.dtype not in DTYPES or prod(gathered_shape(x_shard, gather_dim, sizes)) == 0:
-            return self._movements().all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+            return self.fallback.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         return gather_blocks(x_shard, gather_dim, sizes, self._pull)
 
     def _pull(self, flat: Tensor) -> Pending[Tensor]:
@@ -128,17 +131,6 @@ class FusedKernel:
 
         return After(finish)
 
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        return self._movements().reduce_scatter(partial, scatter_dim=scatter_dim)
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return self._movements().all_reduce(partial)
-
-    def all_reduce_rms_norm(
-        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._movements().all_reduce_rms_norm(partial, residual, norm_weight, eps)
-
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def all_gather_matmul(
@@ -154,7 +146,7 @@ class FusedKernel:
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         if prod(shape) == 0:  # K = 0: there is nothing to gather, and the products are zero
-            return self._movements().all_gather_matmul(
+            return self.fallback.all_gather_matmul(
                 x_shard, weights, biases,
                 gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
             )  # fmt: skip
@@ -280,22 +272,6 @@ class FusedKernel:
             dims = (*dims, launch.programs, launch.block_m, launch.block_n)
             op = f"{op} in {launch.precision}"
         self._plain.transport.check(op, dims, x.dtype, x.device)
-
-    def messages(self) -> TorchDist:
-        """The group's messages.
-
-        Raises:
-            ValueError: the ranks are threads, which have none.
-        """
-        return self._movements().transport
-
-    def _movements(self) -> Collective:
-        if self._plain is None:
-            raise ValueError(
-                "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, "
-                "nothing that moves."
-            )
-        return self._plain
 
 
 def _few(products: Sequence[Product]) -> list[Product]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.base import Product
 from fused_tp.schedules.layout import as_rows
+
+# x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs nothing.
+Product: TypeAlias = tuple[Tensor, Tensor]
 
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
 _SMALLEST_FOR_ONEDNN = 1 << 24

@@ -9,13 +9,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from fused_tp.runtime.errors import RankMismatchError, raised_half_way
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.failure import Call
 
 
 @contextmanager
 def gives_up_half_way(
-    op: str, calls: Callable[[], int], give_up: Callable[[str], None], plain: Collective | None
+    op: str, calls: Callable[[], int], give_up: Callable[[str], None], plain: Plain | None
 ) -> Iterator[None]:
     """Around calls that make `op` together.
 
@@ -30,7 +30,7 @@ def gives_up_half_way(
     """
     before = calls()
     try:
-        with nullcontext() if plain is None else plain.several(op):
+        with nullcontext() if plain is None else plain.abort_scope(op):
             yield
     except RankMismatchError:  # which all ranks raise together
         raise
@@ -45,7 +45,7 @@ def gives_up_half_way(
         raise
 
 
-def ends_messages(plain: Collective | None) -> Callable[[str], str | None]:
+def ends_messages(plain: Plain | None) -> Callable[[str], str | None]:
     """What the kernels of a group call once they have failed: peers may be waiting for messages, and hear of it.
 
     Returns what a peer has said that gave the group up before, if one has.
@@ -61,7 +61,7 @@ def ends_messages(plain: Collective | None) -> Callable[[str], str | None]:
     return end
 
 
-def refuse_broken(plain: Collective | None) -> None:
+def refuse_broken(plain: Plain | None) -> None:
     """Raises where messages of the group have failed: its ranks may no longer mean the same call of a kernel."""
     if plain is not None and plain.transport.broken is not None:
         raise plain.transport.unusable()

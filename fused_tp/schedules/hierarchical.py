@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fused_tp.runtime import tracing
 from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules.base import Product, Schedule
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.gemm import Product
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
-from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.two_level import Hosts, Levels, Part
@@ -40,7 +40,7 @@ CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 
 
-class Hierarchical:
+class Hierarchical(Schedule):
     """Every op over one group of several hosts.
 
     Args:
@@ -53,7 +53,7 @@ class Hierarchical:
     name = "hierarchical"
 
     def __init__(
-        self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Collective
+        self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Plain
     ) -> None:
         self._hosts = hosts
         self._inside = inside
@@ -62,7 +62,11 @@ class Hierarchical:
         self._levels = Levels(hosts, flat.transport)
         self.rank, self.world_size = flat.rank, flat.world_size
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    @property
+    def messages(self) -> TorchDist:
+        return self._flat.transport
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._levels.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -113,11 +117,6 @@ class Hierarchical:
             with tracing.span("inside", inside.name):
                 own = inside.reduce_scatter(flat, scatter_dim=0)
             return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
-
-    def all_reduce_rms_norm(
-        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -209,11 +208,6 @@ class Hierarchical:
                 meanwhile()
             chunks = [self._everywhere(chunk, m) for chunk in moving]
         return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
-
-    def matmul_all_reduce_rms_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -7,18 +7,24 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from fused_tp.schedules.base import Product
-from fused_tp.schedules.gemm import linear, sum_of_products
-from fused_tp.schedules.norm import add_rms_norm
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.transport.base import Done, Pending
+from fused_tp.transport.torch_dist import TorchDist
 
 
-class Local:
+class Local(Schedule):
     """What every schedule comes to on one rank."""
 
     name = "local"
+    rank = 0
+    world_size = 1
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    @property
+    def messages(self) -> TorchDist:
+        raise ValueError("A group of one rank sends no messages.")
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return nullcontext()
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
@@ -29,6 +35,9 @@ class Local:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial.clone()
+
+    def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        return rows
 
     def all_gather_matmul(
         self,
@@ -60,13 +69,3 @@ class Local:
         if meanwhile is not None:
             meanwhile()
         return out
-
-    def all_reduce_rms_norm(
-        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(partial, residual, norm_weight, eps)
-
-    def matmul_all_reduce_rms_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(linear(x, weight), residual, norm_weight, eps)

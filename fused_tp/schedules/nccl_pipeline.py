@@ -23,10 +23,8 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Product
 from fused_tp.schedules.beside import Beside
-from fused_tp.schedules.collective import Collective
-from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.schedules.layout import (
     as_rows,
     gathered_shape,
@@ -36,6 +34,7 @@ from fused_tp.schedules.layout import (
     row_sizes,
     to_rank_major,
 )
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.device_collectives import sum_into
 from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
 
@@ -46,7 +45,7 @@ ONE_SHOT_BYTES = 128 * 1024
 _ALIGNED = 16  # bytes: what one thread moves at a time
 
 
-class NcclPipeline(Collective):
+class NcclPipeline(Plain):
     """Every op over one group's communicator; those without a matmul in one piece.
 
     Args:

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Product
-from fused_tp.schedules.collective import Collective
-from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.layout import as_rows, from_rank_major, gathered_shape, gathered_sizes, rank_offsets
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import Pending
 
 CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides
 MAX_CHUNKS = 4
 
 
-class Pipelined(Collective):
+class Pipelined(Plain):
     """Compute and torch.distributed movements interleaved, chunk by chunk."""
 
     name = "pipelined"

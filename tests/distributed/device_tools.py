@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import select
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.local import LocalSymmetricMemory
@@ -59,22 +59,22 @@ def collectives_of(group: Any) -> DeviceCollectives:
     described = resolve_group(group)
     memory = group_memory(described, CPU)
     assert not isinstance(memory, str), memory
-    return device_collectives(memory, Collective(torch_dist(described, "cpu")))
+    return device_collectives(memory, Plain(torch_dist(described, "cpu")))
 
 
 @contextmanager
 def forced(group: Any, algorithm: str) -> Iterator[DeviceSchedule]:
     """All ops of `group` run on this schedule, made new."""
     described = resolve_group(group)
-    schedule = DeviceSchedule(algorithm, collectives_of(group), Collective(torch_dist(described, "cpu")))
-    made = select._MADE[described]
+    schedule = DeviceSchedule(algorithm, collectives_of(group), Plain(torch_dist(described, "cpu")))
+    made = registry._MADE[described]
     made[algorithm, CPU, None] = schedule
     try:
         with mock.patch.dict(os.environ, {"FUSED_TP_SCHEDULE": algorithm}):
             yield schedule
     finally:
         del made[algorithm, CPU, None]
-        select._SELECTED[described].clear()
+        registry._SELECTED[described].clear()
 
 
 @contextmanager

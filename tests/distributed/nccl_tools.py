@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline, select
+from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import NcclDist, nccl_dist
@@ -58,7 +58,7 @@ def transport_of(group: Any) -> NcclDist:
 def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> Iterator[None]:
     """The public ops run by NcclPipeline, sums in two steps from more than `one_shot_bytes` on."""
     described = resolve_group(group)
-    made, selected = select._MADE[described], select._SELECTED[described]
+    made, selected = registry._MADE[described], registry._SELECTED[described]
     selected.clear()
     made["nccl_pipeline", CPU, None] = NcclPipeline(transport_of(group), chunks)
     try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from fused_tp.schedules import pipelined
+from fused_tp.schedules import pipelined, shared_memory
 from fused_tp.transport import torch_dist
 from tests.workers import run_ranks
 
@@ -30,9 +29,11 @@ SCHEDULES = ["plain", "pipelined", pytest.param("one_sided", marks=_NEEDS_CORE)]
 @contextmanager
 def low_limits() -> Iterator[None]:
     """Chunks of 64 bytes, and two-step sums from 64 bytes on."""
-    places: list[tuple[Any, str]] = [(pipelined, "CHUNK_BYTES"), (torch_dist, "ONE_SHOT_BYTES")]
-    if find_spec("fused_tp._core") is not None:
-        places.append((import_module("fused_tp.schedules.one_sided"), "_DIRECT_BYTES"))
+    places: list[tuple[Any, str]] = [
+        (pipelined, "CHUNK_BYTES"),
+        (torch_dist, "ONE_SHOT_BYTES"),
+        (shared_memory, "_DIRECT_BYTES"),
+    ]
     before = [getattr(module, name) for module, name in places]
     for module, name in places:
         setattr(module, name, 64)

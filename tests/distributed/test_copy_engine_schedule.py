@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -24,9 +25,9 @@ if find_spec("fused_tp._core") is None:
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import GroupSlot, resolve_group
-from fused_tp.schedules import copy_engine, select, ways
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules import copy_engine, registry
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
@@ -68,7 +69,7 @@ def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
     if described not in UNDER_TEST:
         memory = group_memory(described, CPU)
         assert isinstance(memory, GroupMemory), memory
-        plain = Collective(torch_dist(described, "cpu"))
+        plain = Plain(torch_dist(described, "cpu"))
         engine = CopyEngine(memory, driver_of(CPU), functools.partial(setattr, plain.transport, "broken"))
         UNDER_TEST[described] = CopyEngineSchedule(engine, plain)
     return UNDER_TEST[described]
@@ -82,18 +83,18 @@ def group_of(schedule: CopyEngineSchedule) -> Any:
 
 @contextmanager
 def public_ops_use(schedule: CopyEngineSchedule, chunk_bytes: int = copy_engine.CHUNK_BYTES) -> Iterator[None]:
-    nothing = ways.Way("copy engines", lambda op, dtype: None, lambda group, device: None, lambda *_: schedule)
+    spec = replace(registry.SCHEDULES["plain"], name="copy_engine", make=lambda *_: schedule)
     group = resolve_group(group_of(schedule))
     try:
         with (
-            mock.patch.dict(ways.WAYS, copy_engine=nothing),
+            mock.patch.dict(registry.SCHEDULES, copy_engine=spec),
             mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="copy_engine"),
             mock.patch.object(copy_engine, "CHUNK_BYTES", chunk_bytes),
         ):
             yield
     finally:
-        select._MADE[group].pop(("copy_engine", CPU, None), None)
-        select._SELECTED[group].clear()
+        registry._MADE[group].pop(("copy_engine", CPU, None), None)
+        registry._SELECTED[group].clear()
 
 
 def rows_of(schedule: CopyEngineSchedule, t: Tensor, dim: int) -> Tensor:
@@ -389,7 +390,7 @@ def fails_inside(schedule: CopyEngineSchedule) -> str:
 def fails_between(schedule: CopyEngineSchedule) -> str:
     """One rank raises between two calls that make one op, and goes on: nobody takes its next call for the second."""
     begun = time.monotonic()
-    with pytest.raises((FusedTPError, MemoryError)) as raised, schedule.several("an_op"):
+    with pytest.raises((FusedTPError, MemoryError)) as raised, schedule.abort_scope("an_op"):
         gathering = schedule.all_gather(torch.ones(4, 2), gather_dim=0, gather_size=None)
         if schedule.rank == 0:
             raise MemoryError

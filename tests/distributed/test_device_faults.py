@@ -22,7 +22,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import select
+from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -180,7 +180,7 @@ def op_dies(group: Any) -> None:
     with pytest.raises(PeerLostError, match="lost rank 0"):
         for _ in range(1000):
             fused_tp.matmul_all_reduce(x, w, group=group)
-    schedule = select._MADE[resolve_group(group)]["one_shot", CPU, None]
+    schedule = registry._MADE[resolve_group(group)]["one_shot", CPU, None]
     assert isinstance(schedule, DeviceSchedule)
     for argument in (x, x.double()):
         with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
@@ -290,7 +290,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
             schedule.device.give_up("the kernels of rank 0 have failed.")
             return "", ""
         begun = time.perf_counter()
-        with pytest.raises(PeerLostError) as heard, schedule.several("op"):
+        with pytest.raises(PeerLostError) as heard, schedule.abort_scope("op"):
             transport.shift("shift", outside[:0], outside, 1).wait()
         assert time.perf_counter() - begun < NOTICE_SECONDS
         for run in (lambda: schedule.all_reduce(X), lambda: schedule.device.all_reduce(X, "two_shot")):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.ops.explain import explain_for
 from fused_tp.ops.queries import ARGUMENTS
-from fused_tp.schedules import select
+from fused_tp.schedules import registry
 from tests.workers import run_ranks
 
 M, K, N = 12, 8, 6
@@ -56,7 +56,7 @@ def call_of(op: str, dtype: torch.dtype, dim: int | None) -> tuple[Callable[...,
 def asked() -> Iterator[Asked]:
     """What is asked of `select_schedule` inside, and the names of the schedules that it gives."""
     found: Asked = []
-    real = select.select_schedule
+    real = registry.select_schedule
 
     def recorded(op: str, group: Any, dtype: Any, device: Any, m: Any, k: Any, n: Any) -> Any:
         schedule = real(op, group, dtype, device, m, k, n)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import collective, pipelined
-from fused_tp.schedules.collective import Collective
+from fused_tp.schedules import base, pipelined, plain
 from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport import torch_dist as torch_dist_module
 from fused_tp.transport.torch_dist import TorchDist
 from tests.workers import run_ranks
@@ -54,7 +54,7 @@ def meanwhile_fails() -> None:
     raise OutOfMemory("a gradient")
 
 
-def ops(schedule: Collective) -> dict[str, Callable[..., Any]]:
+def ops(schedule: Plain) -> dict[str, Callable[..., Any]]:
     x, w = torch.ones(8, 6), torch.ones(8, 6)
     gather: dict[str, Any] = {"gather_dim": 0, "gather_size": None, "return_gathered": True}
     return {
@@ -66,10 +66,10 @@ def ops(schedule: Collective) -> dict[str, Callable[..., Any]]:
 
 
 # Where it raises on rank 0: behind the first of two exchanges, between two chunks, while the last one is under way.
-PLACES: list[tuple[type[Collective], str, Any, str, int]] = [
-    (Collective, "all_reduce", torch_dist_module, "sum_in_rank_order", 1),
-    (Collective, "all_gather_matmul", collective, "linear", 1),
-    (Collective, "matmul_all_reduce", None, "meanwhile", 1),
+PLACES: list[tuple[type[Plain], str, Any, str, int]] = [
+    (Plain, "all_reduce", torch_dist_module, "sum_in_rank_order", 1),
+    (Plain, "all_gather_matmul", base, "linear", 1),
+    (Plain, "matmul_all_reduce", None, "meanwhile", 1),
     (Pipelined, "all_gather_matmul", pipelined, "_linear_into", 2),
     (Pipelined, "matmul_reduce_scatter", pipelined, "sum_of_products", 2),
     (Pipelined, "matmul_all_reduce", pipelined, "sum_of_products", 2),
@@ -133,7 +133,7 @@ def long_prompt(group: Any) -> Callable[[], Any]:
 
 # What comes of calls of a schedule, and where it raises on rank 0 between two of them.
 OPS: list[tuple[str, Callable[[Any], Callable[[], Any]], Any, str]] = [
-    ("all_gather_matmul_backward", backward_of_a_gather, collective, "sum_of_products"),
+    ("all_gather_matmul_backward", backward_of_a_gather, plain, "sum_of_products"),
     ("context_parallel_decode", long_prompt, decode_module, "merge"),
 ]
 

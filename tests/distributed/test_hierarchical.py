@@ -20,7 +20,7 @@ from fused_tp.ops import collectives
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.schedules import hierarchical
 from fused_tp.schedules.hierarchical import Hierarchical
-from fused_tp.schedules.select import select_schedule
+from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport import two_level as hosts_module
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.two_level import Hosts, hosts_of, in_ranks_of_group, ranks_per_host

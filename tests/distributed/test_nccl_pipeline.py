@@ -20,7 +20,7 @@ import fused_tp
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules import nccl_pipeline
+from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import gather_plan, scatter_plan
@@ -43,9 +43,7 @@ def public_ops_case(group: Any, dtype_name: str, chunks: int | None, one_shot_by
 
 def _selected(group: Any) -> Any:
     described = resolve_group(group)
-    return fused_tp.schedules.select.select_schedule(
-        "matmul_all_reduce", described, torch.float32, torch.device("cpu"), 4, None, 4
-    )
+    return registry.select_schedule("matmul_all_reduce", described, torch.float32, torch.device("cpu"), 4, None, 4)
 
 
 @pytest.mark.parametrize(

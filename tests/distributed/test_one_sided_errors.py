@@ -17,8 +17,8 @@ import fused_tp
 from fused_tp.attention import ring_shared_memory
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import one_sided
-from fused_tp.schedules.one_sided import OneSided
+from fused_tp.schedules import shared_memory
+from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.shm import ShmTransport, Workspace, shm_transport
 from tests.workers import fresh_ranks, run_ranks
 
@@ -28,7 +28,7 @@ SOON = 5.0  # seconds; the deadline is 60
 def gather(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     transport = shm_transport(resolve_group(group))
     assert transport is not None
-    return OneSided(transport).all_gather(x, gather_dim=0, gather_size=None).wait()
+    return SharedMemory(transport).all_gather(x, gather_dim=0, gather_size=None).wait()
 
 
 OPS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Any]] = {
@@ -72,7 +72,7 @@ def fail_half_way(group: dist.ProcessGroup, where: str) -> tuple[str, list[float
     x, found, failing = torch.ones(2, 4, requires_grad=True), [], dist.get_rank(group) == 0
     said = ""
     for _ in range(3):
-        broken = mock.patch.object(one_sided, where, side_effect=MemoryError("no room for a product"))
+        broken = mock.patch.object(shared_memory, where, side_effect=MemoryError("no room for a product"))
         try:
             for number in (2.0, 3.0):
                 w = torch.full((6, 4), number, requires_grad=True)
@@ -178,8 +178,8 @@ def test_a_second_try_of_a_wait_that_was_interrupted_is_not_taken_for_the_next_c
 def disagree_between_two_calls(group: dist.ProcessGroup) -> str:
     transport = shm_transport(resolve_group(group))
     assert transport is not None
-    schedule, x = OneSided(transport), torch.ones(3, 5)
-    with pytest.raises(RankMismatchError) as error, schedule.several("op"):  # `error` keeps `gathering`
+    schedule, x = SharedMemory(transport), torch.ones(3, 5)
+    with pytest.raises(RankMismatchError) as error, schedule.abort_scope("op"):  # `error` keeps `gathering`
         gathering = schedule.all_gather(x, gather_dim=0, gather_size=None)
         schedule.all_reduce(torch.ones(1 + transport.rank))
         gathering.wait()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.ways import WAYS
+from fused_tp.schedules.registry import SCHEDULES
 from fused_tp.transport import failure, shm
 from fused_tp.transport import store as store_module
 from fused_tp.transport.failure import Notice, Noticeboard, missing
@@ -490,7 +490,7 @@ def forced(group: Any) -> str:
 
 def test_forced_schedules_that_cannot_serve() -> None:
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "fastest"}):
-        names = ", ".join(WAYS)
+        names = ", ".join(SCHEDULES)
         assert message == f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {names}."
     for message in run_ranks(2, forced, env={"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_SHM": "0"}):
         assert message == "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off."

@@ -137,7 +137,7 @@ def test_tensors_outlive_their_group() -> None:
 
 def fallback(group: Any) -> tuple[str | None, float]:
     import fused_tp
-    from fused_tp.schedules.select import select_schedule
+    from fused_tp.schedules.registry import select_schedule
 
     described = resolve_group(group)
     assert shm.shm_transport(described) is None

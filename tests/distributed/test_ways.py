@@ -17,8 +17,8 @@ import fused_tp
 from fused_tp.runtime import dispatch
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import select
-from fused_tp.schedules.ways import WAYS
+from fused_tp.schedules import registry
+from fused_tp.schedules.registry import SCHEDULES, select_schedule
 from fused_tp.transport import symm_mem
 from fused_tp.transport.store import exchange
 from tests.workers import fresh_ranks, run_ranks
@@ -73,11 +73,11 @@ def of_mixed_gpus(group: Any) -> list[str]:
     chosen = []
     with (
         patch.object(dispatch, "arch_of", lambda _: own),
-        patch.object(select, "exchange", side_effect=exchange) as exchanged,
+        patch.object(registry, "exchange", side_effect=exchange) as exchanged,
     ):
         for rows in (1, 2):
             device = torch.device("cuda", described.rank)
-            schedule = select.select_schedule("all_reduce", described, torch.float32, device, rows, None, 8)
+            schedule = select_schedule("all_reduce", described, torch.float32, device, rows, None, 8)
             chosen.append(schedule.name)
     assert exchanged.call_count == 1
     return chosen
@@ -120,7 +120,7 @@ def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pyte
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
     for said in run_ranks(2, unknown, env={"FUSED_TP_SCHEDULE": "magic"}):
-        assert said == f"FUSED_TP_SCHEDULE names schedule 'magic'; there are {', '.join(WAYS)}."
+        assert said == f"FUSED_TP_SCHEDULE names schedule 'magic'; there are {', '.join(SCHEDULES)}."
 
 
 def unknown(group: Any) -> str:
@@ -129,7 +129,7 @@ def unknown(group: Any) -> str:
     return str(caught.value)
 
 
-def asked_with_its_own_gpu(group: Any, name: str) -> str | None:
+def asked_with_its_own_gpu(group: Any, name: str) -> str:
     """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
     described = resolve_group(dist.new_group(list(range(4))))
     with (
@@ -137,7 +137,7 @@ def asked_with_its_own_gpu(group: Any, name: str) -> str | None:
         patch.object(symm_mem, "is_capturing", return_value=False),
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        return WAYS[name].obstacle(described, torch.device("cuda", group.rank()))
+        return SCHEDULES[name].available(described, torch.device("cuda", group.rank())).reason
 
 
 @pytest.mark.parametrize("name", GPU_ONLY)
@@ -146,7 +146,7 @@ def test_ranks_on_different_gpus_find_out_together(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("here there may be no obstacle")
     answers = run_ranks(4, asked_with_its_own_gpu, name, env={"FUSED_TP_TIMEOUT": "20"})
-    assert len(set(answers)) == 1 and answers[0] is not None and answers[0].startswith("rank 0: ")
+    assert len(set(answers)) == 1 and answers[0].startswith("rank 0: ")
 
 
 def alone_then_together(group: Any) -> tuple[str, float]:

@@ -169,11 +169,11 @@ def public_ops_on(device: torch.device) -> Iterator[None]:
 
 def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
     """Why `group` cannot have `schedule` on `device`, or None. All ranks ask together."""
-    from fused_tp.schedules.ways import WAYS
+    from fused_tp.schedules.registry import SCHEDULES
 
-    way = WAYS.get(schedule)
-    if way is None:
+    spec = SCHEDULES.get(schedule)
+    if spec is None:
         return f"there is no schedule {schedule}"
-    if way.devices and device.type not in way.devices:
-        return f"{schedule} is for {', '.join(way.devices)}, not {device.type}"
-    return way.obstacle(resolve_group(group), device)
+    if spec.devices and device.type not in spec.devices:
+        return f"{schedule} is for {', '.join(spec.devices)}, not {device.type}"
+    return spec.available(resolve_group(group), device).reason or None

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.collective import Collective
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
 from fused_tp.transport.store import agree
@@ -43,7 +43,7 @@ def schedule_on(group: Any, device: torch.device) -> CopyEngineSchedule | str:
     memory = group_memory(described, device)
     if isinstance(memory, str):
         return memory
-    plain = Collective(torch_dist(described, device.type))
+    plain = Plain(torch_dist(described, device.type))
     engine = CopyEngine(memory, driver_of(device), functools.partial(setattr, plain.transport, "broken"))
     schedule = CopyEngineSchedule(engine, plain)
     with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):

@@ -140,7 +140,7 @@ def test_more_weights_than_a_launch_takes() -> None:
 def growing(group: Any) -> int:
     """Small, large, small: the workspace grows once and is kept."""
     from fused_tp.runtime.group import resolve_group
-    from fused_tp.schedules.select import select_schedule
+    from fused_tp.schedules.registry import select_schedule
 
     with mock.patch.dict(os.environ, FORCED):
         for rows in (1, 700, 2):
@@ -259,9 +259,9 @@ def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> Non
 def one_lacks_it(group: Any) -> str:
     os.environ.pop("FUSED_TP_SCHEDULE", None)
     if group.rank() == 1:
-        from fused_tp.schedules import ways
+        from fused_tp.schedules import registry
 
-        ways.has_triton = lambda: False
+        registry.has_triton = lambda: False
     x = torch.ones(3, 4)
     assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=group), torch.full((3, 5), 8.0))
     return from_table(group)[0]

@@ -311,7 +311,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
 
     def by_messages(*args: Any) -> Any:
         ring = real(*args)
-        return SendRecvRing(ring._kernels.messages()) if group.rank() == 1 else ring
+        return SendRecvRing(ring._kernels.messages) if group.rank() == 1 else ring
 
     checked = FUSED | {"FUSED_TP_CHECK": "1"}
     with (

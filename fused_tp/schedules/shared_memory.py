@@ -13,28 +13,31 @@ costs the same packing).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-import fused_tp._core as _core
 from fused_tp.runtime.errors import FusedTPError, raised_half_way
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Product
-from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, rank_offsets, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
+from fused_tp.transport.torch_dist import TorchDist
+
+with suppress(ImportError):  # where it is not built no group shares memory, and this schedule is never made
+    from fused_tp import _core
 
 # Below this many bytes of result the native all-reduce, which chunks for the cache, beats a call of several steps.
 _DIRECT_BYTES = 1 << 20
 
 
-class OneSided:
+class SharedMemory(Schedule):
     """Every op over one group of ranks that share memory."""
 
     name = "one_sided"
@@ -45,8 +48,12 @@ class OneSided:
         self.world_size = transport.world_size
         self._gathers: WeakSet[Workspace] = WeakSet()  # under way
 
+    @property
+    def messages(self) -> TorchDist:
+        raise ValueError("Ranks that share memory send no messages; ask for `transport`, what they share.")
+
     @contextmanager
-    def several(self, op: str) -> Iterator[None]:
+    def abort_scope(self, op: str) -> Iterator[None]:
         core_group = self.transport.core_group
         before = core_group.calls
         try:
@@ -98,6 +105,9 @@ class OneSided:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
+
+    def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        return self.transport.all_to_all(rows, send_sizes, recv_sizes)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Product
-from fused_tp.schedules.gemm import linear, sum_of_products
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
-from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.torch_dist import TorchDist
 
 
-class Collective:
+class Plain(Schedule):
     """Every op over one group as compute followed by a torch.distributed collective.
 
     `meanwhile` still runs while the collective is under way: a gradient that needs nothing from the peers is free.
@@ -31,7 +30,11 @@ class Collective:
         self.rank = transport.rank
         self.world_size = transport.world_size
 
-    def several(self, op: str) -> AbstractContextManager[object]:
+    @property
+    def messages(self) -> TorchDist:
+        return self.transport
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self.transport.several(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
@@ -63,21 +66,6 @@ class Collective:
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        with self.transport.several("all_gather_matmul"):
-            x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
-            outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-            return outputs, x if return_gathered else None
-
     def matmul_reduce_scatter(
         self,
         products: Sequence[Product],
@@ -104,16 +92,6 @@ class Collective:
                 meanwhile()
             return moving.wait()
 
-    def all_reduce_rms_norm(
-        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
-
-    def matmul_all_reduce_rms_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
-
     # -- shared with the pipelined schedule ---------------------------------------------------------------------------
 
     def _scattered_rows(
@@ -131,6 +109,40 @@ class Collective:
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
+
+
+class KernelSchedule(Schedule):
+    """Base of the schedules of kernels: what they have no kernel for goes by plain collectives.
+
+    Args:
+        plain: of the group; None for ranks that are threads, which have nothing that could.
+        without: why such ranks cannot run what has no kernel, in a sentence.
+    """
+
+    def __init__(self, plain: Plain | None, without: str) -> None:
+        self._plain = plain
+        self._without = without
+
+    @property
+    def fallback(self) -> Plain:
+        """What runs the calls that have no kernel.
+
+        Raises:
+            ValueError: the ranks are threads.
+        """
+        if self._plain is None:
+            raise ValueError(self._without)
+        return self._plain
+
+    @property
+    def messages(self) -> TorchDist:
+        return self.fallback.transport
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        return self.fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return self.fallback.all_reduce(partial)
 
 
 def gather_blocks(

@@ -1,0 +1,447 @@
+"""Every schedule by its name, and which one an op runs on: `FUSED_TP_SCHEDULE` where set, else the dispatch table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_tp.runtime import dispatch, settings
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.schedules import fused_kernel
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.schedules.device import DeviceSchedule, device_collectives
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.half_way import ends_messages
+from fused_tp.schedules.hierarchical import Hierarchical
+from fused_tp.schedules.local import Local
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
+from fused_tp.schedules.pipelined import Pipelined
+from fused_tp.schedules.plain import Plain
+from fused_tp.schedules.shared_memory import SharedMemory
+from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.device_plans import SUMMED_DTYPES
+from fused_tp.transport.kernels import has_triton, interpreted
+from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
+from fused_tp.transport.nccl import NcclDist, nccl_dist
+from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+from fused_tp.transport.store import agree, exchange
+from fused_tp.transport.symm_mem import GroupMemory, group_memory
+from fused_tp.transport.torch_dist import backend_of, torch_dist
+from fused_tp.transport.two_level import Hosts, hosts_of, speaking_of
+
+RING = "ring_attention"
+ALL_TO_ALL = "all_to_all"
+MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
+LOCAL = Local()
+_MAX_REMEMBERED = 4096
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by all that selects
+_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
+_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
+_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(lambda group: {})
+_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(lambda group: {})
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A schedule as dispatch sees it.
+
+    Attributes:
+        name: of the schedule, as `FUSED_TP_SCHEDULE` and the dispatch table say it.
+        supports: whether it has an implementation of its own for an op in a dtype, whatever the group.
+        available: whether a group can have it on a device. The first time, all ranks must ask together.
+        make: the schedule of a group for which it is available; the number is that of chunks, None where it is free.
+        transport: what carries its bytes, for `explain`; None is the group's torch.distributed backend.
+        devices: types of devices that it is for; none: any that torch.distributed serves.
+        max_ranks: in a group; None: any number.
+    """
+
+    name: str
+    supports: Callable[[str, torch.dtype], Availability]
+    available: Callable[[Group, torch.device], Availability]
+    make: Callable[[Group, torch.device, int | None], Schedule]
+    transport: str | None = None
+    devices: tuple[str, ...] = ()
+    max_ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What would run and why."""
+
+    schedule: str
+    transport: str
+    reason: str
+
+
+ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+def select_schedule(
+    op: str,
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    m: int,
+    k: int | None,
+    n: int | None,
+) -> Schedule:
+    """The schedule for one call; the arguments are those of `runtime.dispatch.choose`.
+
+    Raises:
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
+            tensors on `device`.
+    """
+    if group.size == 1:
+        return LOCAL
+    # One lookup for a call like one before; all that follows takes several times as long.
+    schedules = _SELECTED[group]
+    key = (op, dtype, device, m, k, n, settings.routing())
+    selected = schedules.get(key)
+    if selected is None:
+        if len(schedules) >= _MAX_REMEMBERED:  # lengths that keep changing
+            schedules.clear()
+        selected = schedules[key] = _select(op, group, dtype, device, m, k, n)
+    return selected
+
+
+def _select(
+    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
+) -> Schedule:
+    name, chunks = settings.forced_schedule(), None
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+    # What a schedule has no implementation for goes by the table, also where that schedule is asked for.
+    if name is None or not SCHEDULES[name].supports(op, dtype):
+        choice = _choose(op, group, dtype, device, m, k, n)
+        name, chunks = choice.schedule, choice.chunks
+    made, key = _MADE[group], (name, device, chunks)
+    schedule = made.get(key)
+    # FUSED_TP_SHM may have been turned off since the schedule was made.
+    if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
+        available = SCHEDULES[name].available(group, device)
+        if not available:
+            raise ValueError(f"Schedule {name!r} cannot serve this group: {available.reason}.")
+        schedule = made[key] = SCHEDULES[name].make(group, device, chunks)
+    return schedule
+
+
+def _choose(
+    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
+) -> dispatch.Choice:
+    """The first rule of the table whose schedule can serve the call."""
+    transport = "shm" if _has_shared_memory(group, device) else backend_of(group, device.type)
+    reasons: dict[str, str] = {}
+    while True:
+        choice = dispatch.choose(
+            op, dtype, m, k, n, group.size, transport, group_arch(group, device), without=tuple(reasons)
+        )
+        if choice.schedule not in SCHEDULES:
+            names = ", ".join(SCHEDULES)
+            raise ValueError(f"The dispatch table names schedule {choice.schedule!r}; there are {names}.")
+        spec = SCHEDULES[choice.schedule]
+        # Asked one after the other and not ahead of need, because the ranks must find out together.
+        usable = spec.supports(op, dtype)
+        if usable and not _made(group, choice, device):
+            usable = spec.available(group, device)
+        if usable:
+            notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
+            return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
+        reasons[choice.schedule] = usable.reason
+
+
+def group_arch(group: Group, device: torch.device) -> str:
+    """The architecture by which all ranks of `group` choose for tensors on their devices of this type: where their GPUs
+    differ the lowest, which all wait for. The first time, all ranks must ask together.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+    """
+    own = dispatch.arch_of(device)
+    if device.type != "cuda":
+        return own
+    archs = _ARCHS[group]
+    if device.type not in archs:
+        answers = exchange(group, "the architecture of GPUs", own.encode())
+        archs[device.type] = dispatch.lowest(text.decode() for text in answers)
+    return archs[device.type]
+
+
+def _made(group: Group, choice: dispatch.Choice, device: torch.device) -> bool:
+    return choice.schedule != "one_sided" and (choice.schedule, device, None) in _MADE[group]
+
+
+def decide(
+    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
+) -> Decision:
+    """`select_schedule` in words: same choice, with its reason."""
+    if group.size == 1:
+        return ALONE
+    if device == torch.device("cuda"):  # with its number, as tensors have it
+        device = torch.device("cuda", torch.cuda.current_device())
+    name = select_schedule(op, group, dtype, device, m, k, n).name
+    transport = SCHEDULES[name].transport or backend_of(group, device.type)
+    forced = settings.forced_schedule()
+    if forced == name:
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
+    rule = _choose(op, group, dtype, device, m, k, n).rule
+    reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
+    if forced is not None:
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {SCHEDULES[forced].supports(op, dtype).reason}; {reason}"
+    if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
+        reason += f"; no shared memory: {shared.reason}"
+    return Decision(name, transport, reason)
+
+
+# -- what a schedule supports, and where it is available --------------------------------------------------------------
+
+
+def _everything(op: str, dtype: torch.dtype) -> Availability:
+    return AVAILABLE
+
+
+def _everywhere(group: Group, device: torch.device) -> Availability:
+    return AVAILABLE
+
+
+def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
+    """Everything but `ops`; `text` says that of one of them."""
+    return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
+
+
+def _unless(reason: str | None) -> Availability:
+    return AVAILABLE if reason is None else unavailable(reason)
+
+
+def _on_all_ranks(group: Group, what: str, here: Callable[[], Availability]) -> Availability:
+    """`here` of all ranks: the first reason of one, where one has any."""
+    return _unless(agree(group, what, lambda: here().reason or None))
+
+
+def _has_shared_memory(group: Group, device: torch.device) -> bool:
+    return device.type == "cpu" and settings.shared_memory_allowed() and shm_transport(group) is not None
+
+
+def _shared_memory_available(group: Group, device: torch.device) -> Availability:
+    if device.type != "cpu":
+        return unavailable(f"it moves CPU tensors only, not {device.type}")
+    if not settings.shared_memory_allowed():
+        return unavailable("FUSED_TP_SHM=0 turns it off")
+    return AVAILABLE if shm_transport(group) is not None else _unless(shm_unavailable_reason(group))
+
+
+def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
+    if op not in fused_kernel.OPS:
+        return unavailable(f"there is no fused kernel of {op}")
+    if dtype not in fused_kernel.DTYPES:
+        return unavailable(f"fused kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
+def fused_kernels_on(device: torch.device) -> Availability:
+    """Whether fused kernels can run on `device`, whatever the group."""
+    if not has_triton():
+        return unavailable("Triton is not installed (pip install triton)")
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return unavailable(
+            f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
+        )
+    if device.type == "cuda" and interpreted():
+        return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
+    try:
+        FusedKernel.load()
+    except Exception as error:  # whatever a broken Triton may raise
+        return unavailable(f"the kernels cannot be loaded ({type(error).__name__}: {error})")
+    return AVAILABLE
+
+
+def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
+    if op == RING:
+        return unavailable(f"there is no device kernel of {RING}")
+    if dtype not in SUMMED_DTYPES and op != ALL_TO_ALL:
+        return unavailable(f"device kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
+def device_kernels_on(device: torch.device) -> Availability:
+    """Whether the device kernels can run on `device`, whatever the group."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return _unless(no_native_kernels(10 * major + minor))
+    if device.type == "cpu" and native_kernels_for_cpu():
+        return _unless(no_native_kernels())
+    return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
+
+
+def _in_symmetric_memory(
+    what: str, on_device: Callable[[torch.device], Availability], *, multicast: bool = False
+) -> Callable[[Group, torch.device], Availability]:
+    """Where a group has memory that all its ranks write to, on devices that can run what needs it."""
+
+    def available(group: Group, device: torch.device) -> Availability:
+        if group.size > MAX_RANKS:
+            return unavailable(f"a kernel's slots serve up to {MAX_RANKS} ranks, and the group has {group.size}")
+        on_all = _on_all_ranks(group, f"{what} on {device.type}", lambda: on_device(device))
+        if not on_all:
+            return on_all
+        memory = group_memory(group, device)
+        if isinstance(memory, str):
+            return unavailable(memory)
+        if multicast and not memory.multicast:
+            return unavailable("its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)")
+        return AVAILABLE
+
+    return available
+
+
+def _nccl_available(group: Group, device: torch.device) -> Availability:
+    transport = nccl_dist(group, device)
+    return unavailable(transport) if isinstance(transport, str) else AVAILABLE
+
+
+# The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
+INSIDE = ("one_sided", "fused_kernel", "two_shot")
+
+
+def _two_levels_available(group: Group, device: torch.device) -> Availability:
+    hosts = hosts_of(group)
+    if isinstance(hosts, str):
+        return unavailable(hosts)
+    with speaking_of(group, hosts.inside):
+        found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
+    reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
+    mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
+    what = f"fast links inside of hosts on {device.type}"
+    return _on_all_ranks(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- how a schedule is made -------------------------------------------------------------------------------------------
+
+
+def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
+    return Plain(torch_dist(group, device.type))
+
+
+def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    return Pipelined(torch_dist(group, device.type))
+
+
+def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    transport = shm_transport(group)
+    assert transport is not None, "it is available"
+    return SharedMemory(transport)
+
+
+def _memory(group: Group, device: torch.device) -> GroupMemory:
+    memory = group_memory(group, device)
+    assert isinstance(memory, GroupMemory), "it is available"
+    return memory
+
+
+def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    return FusedKernel(_memory(group, device), _plain(group, device))
+
+
+def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
+    def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+        plain = _plain(group, device)
+        made = _COLLECTIVES[group]
+        if device not in made:
+            made[device] = device_collectives(_memory(group, device), plain)
+        return DeviceSchedule(algorithm, made[device], plain)
+
+    return make
+
+
+def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    plain = _plain(group, device)
+    made = _ENGINES[group]
+    if device not in made:
+        made[device] = CopyEngine(_memory(group, device), driver_of(device), on_failure=ends_messages(plain))
+    return CopyEngineSchedule(made[device], plain, chunks)
+
+
+def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    transport = nccl_dist(group, device)
+    assert isinstance(transport, NcclDist), "it is available"
+    return NcclPipeline(transport, chunks)
+
+
+def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    hosts = hosts_of(group)
+    assert isinstance(hosts, Hosts), "it is available"
+    inside: dict[Any, Schedule] = {}
+    made: dict[str, Schedule] = {}
+
+    def among_host(op: str, dtype: torch.dtype) -> Schedule:
+        key = op, dtype, settings.shared_memory_allowed()  # which may be turned off at any time
+        if key not in inside:
+            with speaking_of(group, hosts.inside):
+                specs = (SCHEDULES[name] for name in INSIDE)
+                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
+                spec = next(usable, SCHEDULES["plain"])
+                if spec.name not in made:
+                    made[spec.name] = spec.make(hosts.inside, device, None)
+            inside[key] = made[spec.name]
+        return inside[key]
+
+    with speaking_of(group, hosts.across):
+        own = nccl_dist(hosts.across, device)
+        across = torch_dist(hosts.across, device.type) if isinstance(own, str) else own
+    return Hierarchical(hosts, among_host, across, _plain(group, device))
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+
+_SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
+_TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
+_device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
+_multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec("plain", _everything, _everywhere, _plain),
+        ScheduleSpec("pipelined", _everything, _everywhere, _pipelined),
+        ScheduleSpec("one_sided", _everything, _shared_memory_available, _shared_memory, "shm", ("cpu",)),
+        ScheduleSpec(
+            "fused_kernel",
+            _fused_kernel_supports,
+            _in_symmetric_memory("fused kernels", fused_kernels_on),
+            _fused_kernel,
+            **_SYMMETRIC,
+        ),
+        ScheduleSpec("one_shot", _device_kernels_support, _device_kernels, _device("one_shot"), **_SYMMETRIC),
+        ScheduleSpec("two_shot", _device_kernels_support, _device_kernels, _device("two_shot"), **_SYMMETRIC),
+        ScheduleSpec("multimem", _device_kernels_support, _multimem, _device("multimem"), **_SYMMETRIC),
+        ScheduleSpec(
+            "copy_engine",
+            # Sums, and no matmul to hide them behind.
+            _lacks("copy engines have nothing for {op}", "all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
+            _in_symmetric_memory("copy engines", lambda device: _unless(no_copy_engine_on(device))),
+            _copy_engine,
+            **_SYMMETRIC,
+        ),
+        ScheduleSpec("nccl_pipeline", _everything, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
+        ScheduleSpec(
+            "hierarchical",
+            _lacks("it has no {op}", RING, ALL_TO_ALL),
+            _two_levels_available,
+            _hierarchical,
+            _TWO_LEVELS,
+            ("cpu", "cuda"),
+        ),
+    )
+}
