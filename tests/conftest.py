@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests import beside, native_build, workers
+from tests import beside, native_build, session_end, workers
 from tests.beside import outcome as outcome  # a fixture
 
 torch.set_num_threads(1)
@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank process
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    session_end.start_guardian()
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped, saying so, where there is none")
     config.addinivalue_line("markers", "beside(work): runs at the same time as that of others; see tests/beside.py")
     config.addinivalue_line("markers", "gpus(count): needs that many NVIDIA GPUs")
