@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank process
 def pytest_configure(config: pytest.Config) -> None:
     session_end.start_guardian()
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped, saying so, where there is none")
+    config.addinivalue_line("markers", "full: of `make test-all`, and not of `make test`; `pytest -m ''` selects both")
     config.addinivalue_line("markers", "beside(work): runs at the same time as that of others; see tests/beside.py")
     config.addinivalue_line("markers", "gpus(count): needs that many NVIDIA GPUs")
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_other_world_sizes(items)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         several = item.get_closest_marker("gpus")
@@ -29,6 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < needed:
             reason = f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, this machine has {found or 'none'}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def mark_other_world_sizes(items: list[pytest.Item]) -> None:
+    """Makes cases at group sizes other than 2 and 3 `full`, where the test has cases at those."""
+    sizes: dict[tuple[Path, str], dict[pytest.Item, int]] = defaultdict(dict)
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        size = params.get("world_size", params.get("world"))
+        if isinstance(item, pytest.Function) and isinstance(size, int):
+            sizes[item.path, item.originalname][item] = size
+    for cases in sizes.values():
+        if not {2, 3}.isdisjoint(cases.values()):
+            for item, size in cases.items():
+                if size not in (2, 3):
+                    item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -19,6 +19,8 @@ from tests.distributed.small_model import HIDDEN, Block, Model, shard_block, tok
 from tests.reference import seeded
 from tests.workers import device_mesh, run_ranks
 
+pytestmark = pytest.mark.full
+
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 

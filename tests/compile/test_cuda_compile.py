@@ -16,6 +16,8 @@ import pytest
 
 from benchmarks.cuda_resources import Measured, Resources, measure_all, native_build, parse, short, table
 
+pytestmark = pytest.mark.full
+
 native = native_build()
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from fused_tp.triton_kernels import resources
 from fused_tp.triton_kernels.resources import Resources, Variant, all_variants, compiled, measure
 
+pytestmark = pytest.mark.full
+
 
 def test_every_kernel_compiles_for_every_architecture(kernel_resources: list[Any]) -> None:
     results = kernel_resources

@@ -13,6 +13,8 @@ import pytest
 from tests.native_build import compiler
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 SOURCE = Path("tests", "compile", "declarations.cpp")
 
 

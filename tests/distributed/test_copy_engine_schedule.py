@@ -37,6 +37,8 @@ from tests.native_build import build_shared
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 from tests.workers import fresh_ranks, run_ranks
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 
 

@@ -31,6 +31,8 @@ from fused_tp.transport.symm_mem import group_memory
 from tests.distributed.device_tools import CPU, device_ranks, forced, fresh_device_ranks
 from tests.native_build import cpu_device_library
 
+pytestmark = pytest.mark.full
+
 X = torch.ones(40, 24)
 NOTICE_SECONDS = 4.0  # where many processes share a core
 

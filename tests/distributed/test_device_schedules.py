@@ -41,6 +41,8 @@ from tests.distributed.device_tools import (
 from tests.native_build import cpu_device_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 
+pytestmark = pytest.mark.full
+
 # One element, fewer than a packet of 16 bytes, odd, several packets and a bit, more than one block's share.
 SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
 

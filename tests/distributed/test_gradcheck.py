@@ -20,6 +20,8 @@ from fused_tp.runtime.partition import shard_range
 from tests.distributed.schedule_variants import SCHEDULES, run_variant
 from tests.reference import seeded
 
+pytestmark = pytest.mark.full
+
 D = torch.float64
 
 

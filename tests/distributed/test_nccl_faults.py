@@ -31,6 +31,7 @@ from tests.native.doubles.libraries import cuda_knobs, load_doubles
 from tests.workers import Outcome
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
     pytest.mark.skipif(sys.platform != "linux", reason="watches and stops processes"),
 ]

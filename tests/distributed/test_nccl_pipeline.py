@@ -29,7 +29,10 @@ from tests.distributed.test_tp_ops import all_cases, check, own_part
 from tests.native.doubles.libraries import cuda_knobs, load_doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
-pytestmark = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
+]
 
 
 # -- the public ops ----------------------------------------------------------------------------------------------------

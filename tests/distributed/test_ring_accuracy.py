@@ -12,6 +12,8 @@ from tests.attention_reference import dense_attention
 from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
+pytestmark = pytest.mark.full
+
 ROUTES = {
     "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
     "pipelined": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "pipelined"},

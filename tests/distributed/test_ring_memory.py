@@ -11,6 +11,8 @@ from benchmarks.attention_memory import WAYS, Setting, peak_mib
 from fused_tp.attention import ring
 from tests.workers import fresh_ranks
 
+pytestmark = pytest.mark.full
+
 TOKENS = 1024  # on a rank; wide and short, which computes little
 SETTING = Setting(heads=16, head_dim=128)
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.native_build import build_program, prebuild, require_sanitizer
 
+pytestmark = pytest.mark.full
+
 HERE = Path("tests", "distributed", "native")
 CORE = [f"csrc/shm/{name}.cpp" for name in ("collectives", "group", "heap", "kernels", "kernels_plain")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import soak
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")]
 
 
 def test_a_round_of_random_calls() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import shm_soak
+
+pytestmark = pytest.mark.full
 
 
 def test_random_calls_over_overlapping_groups() -> None:

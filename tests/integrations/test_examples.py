@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 
 def test_fused_kernel_interpreted_on_three_ranks() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_TP_")}

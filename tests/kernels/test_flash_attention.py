@@ -26,6 +26,8 @@ from fused_tp.attention.spec import AttentionMask
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("triton")
 
 DOCUMENTS = (0, 1, 1, 23, 24, 61, 61, 75)

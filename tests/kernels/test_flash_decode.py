@@ -18,6 +18,8 @@ from tests.distributed.test_context_decode import CASES, Case, case, check, on_r
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import seeded
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("triton")
 
 SERVED = {

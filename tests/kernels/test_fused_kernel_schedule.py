@@ -23,6 +23,8 @@ from tests.kernels.ranks import interpreted_ranks
 from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
+pytestmark = pytest.mark.full
+
 FORCED = {"FUSED_TP_SCHEDULE": "fused_kernel"}
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
+pytestmark = pytest.mark.full
+
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 SHAPES = ((64, 48, 80), (37, 53, 29), (1, 1, 1), (1, 64, 128), (97, 8, 1), (2, 3, 131))

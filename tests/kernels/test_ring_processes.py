@@ -28,6 +28,8 @@ from tests.kernels.ranks import delays, interpreted_ranks
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
+pytestmark = pytest.mark.full
+
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 WAYS = {
     "steps": {"FUSED_TP_ATTENTION": "triton", "FUSED_TP_SCHEDULE": "one_sided"},

@@ -22,6 +22,8 @@ from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
 from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, flag_bytes, needed_bytes
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
 
+pytestmark = pytest.mark.full
+
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
 

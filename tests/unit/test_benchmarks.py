@@ -17,6 +17,8 @@ from benchmarks.records import Comparison, Machine, Record, merge, read, write
 from benchmarks.suite import cpu_cases, records_of
 from fused_tp.cli.main import main as command
 
+pytestmark = pytest.mark.full
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 RECORD = Record(

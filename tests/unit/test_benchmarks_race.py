@@ -16,6 +16,8 @@ from benchmarks.ranks import RankContext, RankFailure, Ranks
 from benchmarks.ratios import TIME_RATIO
 from benchmarks.suite import run
 
+pytestmark = pytest.mark.full
+
 
 def small_case(context: RankContext, elements: int) -> dict[str, Maker]:
     ones = torch.ones(elements)

@@ -16,6 +16,8 @@ from fused_tp.cli.main import main
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch
 
+pytestmark = pytest.mark.full
+
 
 def test_noise_does_not_unseat_the_incumbent() -> None:
     seconds = {"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.97, 1.1, 0.5]}

@@ -23,6 +23,8 @@ from fused_tp.transport.failure import PeerWatch
 from tests.native.doubles import libraries
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
+pytestmark = pytest.mark.full
+
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 7, torch.int64: 8}

@@ -19,6 +19,8 @@ from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine
 from fused_tp.transport.local import LocalGroup, LocalRank, run_local
 from tests.native_build import build_program, build_shared, prebuild, require_sanitizer
 
+pytestmark = pytest.mark.full
+
 NATIVE = Path("tests/native/copy_engine")
 NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 CPU = torch.device("cpu")

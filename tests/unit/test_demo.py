@@ -29,6 +29,8 @@ from fused_tp.cli.demo_train import (
 )
 from fused_tp.runtime import settings as runtime_settings
 
+pytestmark = pytest.mark.full
+
 TINY = "--layers 1 --hidden 32 --intermediate 48 --heads 2 --kv-heads 1 --batch 2 --seq 16 --tp 1"
 
 

@@ -41,6 +41,8 @@ from tests.unit.device_ranks import (
     placed,
 )
 
+pytestmark = pytest.mark.full
+
 WORLDS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALGORITHMS = (ONE_SHOT, TWO_SHOT, MULTIMEM)

@@ -16,6 +16,8 @@ from fused_tp.triton_kernels.comm import protocol
 from fused_tp.triton_kernels.comm.workspace import aligned, flag_bytes, needed_bytes
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program
 
+pytestmark = pytest.mark.full
+
 ALL_REDUCE, EXCHANGE, RMS_NORM = range(3)
 ONE_SHOT, TWO_SHOT, MULTIMEM = range(3)
 FP8_ROW_SCALE = 2

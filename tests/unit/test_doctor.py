@@ -16,6 +16,8 @@ from fused_tp.cli import doctor, doctor_machine
 from fused_tp.cli.main import COMMANDS, main
 from fused_tp.transport import cuda_driver, native_kernels
 
+pytestmark = pytest.mark.full
+
 
 def finding(name: str) -> doctor.Finding:
     return next(one for one in doctor.examine() if one.name == name)

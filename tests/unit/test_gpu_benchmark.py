@@ -23,6 +23,8 @@ from benchmarks.records import Machine, Record, read
 from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
 
+pytestmark = pytest.mark.full
+
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 MACHINE = Machine("a processor", "AVX2", 8, "a GPU, sm_90, 132 SMs")
 

@@ -20,7 +20,10 @@ from tests.gpu.on_device import OnDevice, mapped, on_device, there
 from tests.native_build import cpu_device_library
 from tests.workers import fresh_ranks, run_ranks
 
-pytestmark = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
+]
 
 
 @pytest.fixture

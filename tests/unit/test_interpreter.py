@@ -10,6 +10,8 @@ import triton
 from fused_tp.attention.kernels import triton as attention
 from fused_tp.triton_kernels.interpreter import interpreter_obstacle
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("of_triton", "of_numpy", "refused"),

@@ -14,6 +14,8 @@ import pytest
 from fused_tp.transport.failure import PeerWatch, own_process, watchable
 from fused_tp.transport.symm_mem import Facts, obstacle
 
+pytestmark = pytest.mark.full
+
 PROCESS = ("pid:[1]", 10)
 RANKS = [Facts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
 

@@ -17,6 +17,8 @@ from fused_tp.transport.local import LocalRank, run_local
 from fused_tp.transport.symm_mem import Facts, shared_sms
 from fused_tp.transport.workspace import Workspaces
 
+pytestmark = pytest.mark.full
+
 
 class Memory:
     rank, world_size, arch, sms = 0, 2, 0, 1

@@ -15,6 +15,8 @@ from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_lo
 from fused_tp.transport.symm_mem import CHANNELS
 from fused_tp.triton_kernels.comm.workspace import Workspace
 
+pytestmark = pytest.mark.full
+
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 

@@ -13,6 +13,8 @@ import pytest
 from benchmarks.cuda_resources import native_build
 from fused_tp.runtime import settings
 
+pytestmark = pytest.mark.full
+
 native = native_build()
 
 

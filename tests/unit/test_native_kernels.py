@@ -28,6 +28,8 @@ from fused_tp.transport.native_kernels import (
 )
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 _core = pytest.importorskip("fused_tp._core")
 
 DOUBLE = REPOSITORY / "tests" / "native" / "doubles" / "device_kernels.cpp"

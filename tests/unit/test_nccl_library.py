@@ -15,6 +15,8 @@ from tests.native.doubles import libraries
 from tests.native_build import build_program, prebuild, require_sanitizer
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
 
 CORE = [f"csrc/{name}.cpp" for name in ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator")]

@@ -13,6 +13,8 @@ import torch
 from fused_tp.transport.nccl import Facts, no_nccl_on, obstacle, own_facts, use_libraries
 from tests.distributed import nccl_tools
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 

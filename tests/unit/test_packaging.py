@@ -22,6 +22,8 @@ from benchmarks.cuda_resources import native_build
 from fused_tp.transport.native_kernels import built_for
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 setuptools = pytest.importorskip("setuptools", "77", reason="needs setuptools 77 or later")
 CSRC = REPOSITORY / "csrc"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "out", "dist", "*.egg-info", "__pycache__", "*.so")

@@ -13,6 +13,8 @@ import pytest
 from benchmarks.profile_case import CASES, from_command_line, merge
 from tests.workers import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "benchmarks/profile.sh"
 
 

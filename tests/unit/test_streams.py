@@ -14,6 +14,8 @@ from fused_tp.transport import local
 from fused_tp.transport.local import LocalGroup
 from fused_tp.triton_kernels.comm import streams
 
+pytestmark = pytest.mark.full
+
 
 class Owner:
     """One that only the garbage collector frees."""
