@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
-# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only tests install it.
+# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only `make test-all` installs it.
 # Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
 
@@ -46,7 +46,7 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 demo: $(VENV)/installed $(VENV)/installed-demo
 	$(BIN)/fused-tp demo --out out/demo $(ARGS)
 
-test: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-nccl
+test: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(ARGS)
 
 test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-bench $(VENV)/installed-docs $(VENV)/installed-nccl
