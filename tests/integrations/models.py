@@ -55,18 +55,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-_meshes: dict[tuple[int, int], DeviceMesh] = {}
-
 
 def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:
-    """A mesh of cp x tp ranks; with a size of 1 the dim is left out."""
+    """A mesh of cp x tp ranks; with a size of 1 the dim is left out, else it takes all ranks of the pool."""
     if cp == 1:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     if tp == 1:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
-    if (cp, tp) not in _meshes:  # making one starts process groups; it needs all of the pool's ranks
-        _meshes[cp, tp] = DeviceMesh("cpu", torch.arange(cp * tp).view(cp, tp), mesh_dim_names=("cp", "tp"))
-    return _meshes[cp, tp]
+    return DeviceMesh("cpu", torch.arange(cp * tp).view(cp, tp), mesh_dim_names=("cp", "tp"))
 
 
 def make(family: str, *, tied: bool = False, **changes: Any) -> Any:
