@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -28,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .machine import this_machine, versions
 from .ranks import RankContext, Ranks
+from .results import now, this_machine, versions
 
 HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
 TOKENS, RANKS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
@@ -150,8 +149,7 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
             continue
         with Ranks(world_size) as processes:
             mib = max(processes.call(measure, way, length * world_size, setting, seconds=SECONDS))
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        yield Peak(way, length * world_size, world_size, mib, date)
+        yield Peak(way, length * world_size, world_size, mib, now())
 
 
 class Results:

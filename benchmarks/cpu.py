@@ -7,25 +7,72 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from . import cpu_attention, cpu_block, cpu_matmul
+from .case import Case, select
 from .plot import plot
-from .records import Record, merge, read
-from .suite import cpu_cases, run
-from .table import show
+from .ranks import RankFailure, Ranks
+from .results import Record, merge, read, records_of, this_machine, versions
+from .runner import run_case
+from .table import markdown
 
 RANKS = (2, 4, 8, 16)  # what the sizes of all cases divide by
+# For a case to start in: DeepSpeed's extension is compiled in the first that needs it.
+STARTING_SECONDS = 300.0
+
+
+def cpu_cases() -> list[Case]:
+    """The CPU suite in the order of its table."""
+    return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases()]
+
+
+def run(
+    cases: Iterable[Case],
+    *,
+    world_size: int = 2,
+    rounds: int | None = None,
+    scale: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> Iterator[tuple[Case, list[Record]]]:
+    """Run cases one after the other; yields each with its records, none where it failed.
+
+    Args:
+        rounds: of every case; None for as many as fit the case's time.
+        scale: multiplies the time of every case.
+        say: is given a sentence for what is skipped or has failed, and why.
+    """
+    for _, family in itertools.groupby(cases, key=lambda case: case.family):
+        ranks: Ranks | None = None
+        try:
+            for case in family:
+                try:
+                    # New ranks for each family, and after a failure, which takes the ranks with it.
+                    ranks = ranks or Ranks(world_size)
+                    deadline = STARTING_SECONDS + 4 * scale * case.seconds
+                    times = ranks.call(run_case, case, rounds, scale, seconds=deadline)
+                except RankFailure as error:
+                    ranks = None
+                    say(f"{case.name} failed. {error}")
+                    yield case, []
+                    continue
+                for name, why in times[0].skipped.items():
+                    say(f"{case.name}: {name} {why}")
+                yield case, records_of(case, times, world_size, this_machine(), versions())
+        finally:
+            if ranks is not None:
+                ranks.close()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the suite; `fused-tp bench` has them too."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=_count, metavar="N", help="rounds of each case (as many as fit its time)")
-    parser.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
+    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
     parser.add_argument(
         "--ranks", type=int, default=2, choices=RANKS, metavar="W", help="ranks of one thread, a core each (2)"
     )
@@ -38,16 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run, print and store; 0 if all cases ran, 1 if one failed, 2 if the arguments do not fit."""
     try:
-        cases = [case for case in cpu_cases() if re.search(options.case, case.name)]
-    except re.error as error:
-        return _refuse(f"--case {options.case!r} is not a regular expression ({error}).")
-    if not cases:
-        return _refuse(f"--case {options.case!r} matches none of the cases; --list names them.")
+        cases = select(cpu_cases(), options.case, "--case")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
-    for needed in ("matplotlib", "rich"):
-        importlib.import_module(needed)  # a missing one shows now, not after minutes of measuring
+    importlib.import_module("matplotlib")  # a missing one shows now, not after minutes of measuring
     path = options.out / "cpu.jsonl"
     fresh: list[Record] = []
     failed = 0
@@ -58,20 +103,16 @@ def main(options: argparse.Namespace) -> int:
         fresh += records
         if records:
             merge(path, records)  # at once: an interrupted run keeps what it has
-    return _report(fresh, path) or min(failed, 1)
-
-
-def _report(records: list[Record], path: Path) -> int:
-    if not records:
+    if not fresh:
         return 1
-    show(records)
+    print(markdown(fresh))
     print(f"Results: {path}")
     stored = read(path)
     if any(record.comparison for record in stored):
         picture = path.with_suffix(".png")
         plot(stored, picture)
         print(f"Picture: {picture}")
-    return 0
+    return min(failed, 1)
 
 
 def _count(text: str) -> int:
@@ -81,16 +122,12 @@ def _count(text: str) -> int:
     return value
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A number above 0, as an option's type."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
-
-
-def _refuse(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 2
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:

@@ -24,58 +24,58 @@ import argparse
 import contextlib
 import gc
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .case import Case, Unavailable
-from .gpu_timing import Budget, GpuContext, check_case, run_case
-from .records import Record, merge
+from .case import Case, Unavailable, select
+from .cpu import positive
+from .results import Record, merge, records_of
+from .runner import check_case, run_case
+from .table import markdown
 
+if TYPE_CHECKING:  # it loads Triton
+    from .gpu_timing import Budget
+
+MIN_ROUNDS = 5
 MINUTES = 8.0
 ROUNDS, QUICK_ROUNDS = 25, 7
 
 
 def cases(quick: bool) -> list[Case]:
     """All cases, those that say most first: minutes may run out."""
-    from . import gpu_attention as attention
-    from . import gpu_collectives as collectives
-    from . import gpu_fused, gpu_gemm, gpu_overhead, gpu_ring
+    from . import gpu_attention, gpu_collectives, gpu_matmul
 
-    fused = [*gpu_gemm.cases(["bf16"], quick), *gpu_fused.flag_cases(quick), *gpu_fused.rank_cases(2, quick)]
-    kb, mb = collectives.KB, collectives.MB
+    small, large = gpu_collectives.SMALL, gpu_collectives.LARGE
+    common = [
+        *gpu_matmul.alone_cases(["bf16"], quick),
+        *gpu_matmul.flag_cases(quick),
+        *gpu_matmul.rank_cases(2, quick),
+        *gpu_attention.cases(quick),
+        *gpu_attention.ring_cases(quick),
+        *gpu_attention.rank_cases(quick),
+    ]
+
+    def exchanges(sizes: Sequence[int], rows: Sequence[int], latencies: Sequence[int]) -> Iterator[Case]:
+        yield from gpu_collectives.latency_cases(2, latencies)
+        yield from gpu_collectives.exchange_cases(2, sizes)
+        yield from gpu_collectives.norm_cases(2, rows)
+        yield from gpu_collectives.overhead_cases()
+
     if quick:
-        return [
-            *collectives.latency_cases(2, [8 * kb]),
-            *collectives.exchange_cases(2, [8 * kb, 64 * mb]),
-            *collectives.norm_cases(2, [128]),
-            *gpu_overhead.cases(),
-            *fused,
-            *attention.cases(quick),
-            *attention.ring_cases(quick),
-            *gpu_ring.cases(quick),
-        ]
-    small, large = (
-        [n for n in collectives.SIZES if (n >= collectives.LARGE) == is_large] for is_large in (False, True)
-    )
+        return [*exchanges((small[1], large[0]), (128,), (small[1],)), *common]
     return [
-        *collectives.latency_cases(2),
-        *collectives.exchange_cases(2, large),
-        *collectives.norm_cases(2),
-        *gpu_overhead.cases(),
-        *fused,
-        *attention.cases(quick),
-        *attention.ring_cases(quick),
-        *gpu_ring.cases(quick),
-        *collectives.exchange_cases(2, small),
-        *gpu_fused.rank_cases(4, quick),
-        *collectives.latency_cases(4),
-        *collectives.exchange_cases(4),
-        *collectives.norm_cases(4),
-        *gpu_gemm.cases(["fp16", "fp8"], quick),
+        *exchanges(large, gpu_collectives.NORM_ROWS, gpu_collectives.LATENCY_BYTES),
+        *common,
+        *gpu_collectives.exchange_cases(2, small),
+        *gpu_matmul.rank_cases(4, quick),
+        *gpu_collectives.latency_cases(4),
+        *gpu_collectives.exchange_cases(4),
+        *gpu_collectives.norm_cases(4),
+        *gpu_matmul.alone_cases(["fp16", "fp8"], quick),
     ]
 
 
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that all of it works")
     parser.add_argument("--check", action="store_true", help="check every answer, time nothing and write nothing")
     parser.add_argument(
-        "--minutes", type=_positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
+        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
@@ -93,11 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """0 if all that ran was right, 1 if something was not, 2 if it cannot run here or the arguments do not fit."""
     try:
-        chosen = [case for case in cases(options.quick) if re.search(options.only, case.name)]
-    except re.error as error:
-        return _refuse(f"--only {options.only!r} is not a regular expression ({error}).")
-    if not chosen:
-        return _refuse(f"--only {options.only!r} matches none of the cases; --list names them.")
+        chosen = select(cases(options.quick), options.only, "--only")
+    except ValueError as error:
+        return _refuse(str(error))
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
@@ -108,28 +106,30 @@ def main(options: argparse.Namespace) -> int:
         return _refuse(problem)
     import torch
 
-    from .gpu_report import gpu_machine, gpu_records, gpu_versions, markdown
+    from .gpu_timing import Budget, GpuContext, gpu_machine, gpu_versions
 
     budget = Budget(60 * options.minutes)
     device = torch.device("cuda", torch.cuda.current_device())
-    context = GpuContext(device, budget, QUICK_ROUNDS if options.quick else ROUNDS)
+    context = GpuContext(device)
     machine = gpu_machine(device)
     path = options.out / "gpu.jsonl"
     if not options.check:
         options.out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
 
-    def check(case: Case) -> Mapping[str, str]:
-        return check_case(context, case)[1]
-
     def measure(case: Case) -> Mapping[str, str]:
-        times = run_case(context, case)
+        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        times = run_case(context, case, rounds, goes_on=lambda done: done < MIN_ROUNDS or budget.left() > 0)
         # Now, not before: the clocks among the versions are then those under load.
-        fresh = gpu_records(case, times, machine, gpu_versions(device))
+        world_size = int(case.parameters.get("world_size", 1))
+        fresh = records_of(case, [times], world_size, machine, gpu_versions(device))
         records.extend(fresh)
         merge(path, fresh)  # at once: an interrupted run keeps what it has
         path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
         return times.skipped
+
+    def check(case: Case) -> Mapping[str, str]:
+        return check_case(context, case)[1]
 
     ran, skipped = run_all(chosen, budget, check if options.check else measure)
     failed = any(" failed" in text for text in skipped)
@@ -198,13 +198,6 @@ def obstacle() -> str:
     if triton.knobs.runtime.interpret:
         return "benchmarks.gpu measures compiled kernels: unset TRITON_INTERPRET."
     return ""
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
 
 
 def _refuse(sentence: str) -> int:

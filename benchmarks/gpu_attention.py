@@ -1,30 +1,38 @@
-"""Attention on a GPU: the Triton kernels against torch's providers, and a ring's steps against the whole.
+"""Attention on a GPU: the Triton kernels against torch's providers, and rings of ranks against the whole.
 
-Cases attention/... are forward, and backward, of one rank, as `ring_attention` runs them; attention-ring/... all steps
-of all W ranks of a causal zigzag ring, one after the other, against the whole.
+`attention`: forward, and backward, of one rank, as `ring_attention` runs them.
+
+`attention-ring`: all steps of all W ranks of a causal zigzag ring, one rank after the other, against the whole.
+
+`attention-ranks`: W ranks at once, each on its share of the SMs, with all steps of a ring in one launch. Against the
+same attention in a launch for each step, which read other ranks' keys where they lie, so that nothing moves; and
+against one launch of the whole on all SMs. Forward, causal, zigzag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_tp.attention.kernels.triton import TRITON
+from fused_tp.attention.chunks import chunks_of
+from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Backward, Forward, RingCall, Saved, zeros_like
+from fused_tp.attention.ring_fused import keys_layout
 from fused_tp.attention.ring_local import LocalRing
 from fused_tp.attention.scores import Scores
 from fused_tp.attention.spec import AttentionMask
+from fused_tp.transport.local import LocalRank, run_local
 
-from .case import OURS, Case, Contestant, Rival, Unavailable
-from .gpu_ranks import normal
-from .gpu_timing import GpuContext, assert_near
-from .ratios import SPEEDUP
+from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
+from .gpu_ranks import RankMemory, normal, prepare
+from .gpu_timing import GpuContext, assert_near, each
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBackend.FLASH_ATTENTION}
 WHOLE = "the whole at once"
@@ -34,7 +42,6 @@ TOKENS = 32768  # of all batch rows together
 LENGTHS = (4096, 8192, 16384, 32768)
 FORWARD_BAR, FORWARD_AIM, BACKWARD_BAR, BACKWARD_AIM = 0.70, 0.90, 0.65, 0.85
 RING_BAR = 0.92
-Makers = dict[str, Callable[[], Contestant]]
 CHUNK = 2048  # queries at a time, of the fp64 reference
 
 
@@ -53,6 +60,7 @@ def cases(quick: bool) -> Iterator[Case]:
                         {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
                         {backend: Rival(SPEEDUP, bar, aim) for backend in BACKENDS},
                         seconds=1.75,
+                        flops=_flops(max(TOKENS, seq), seq, causal, backward),
                     )
 
 
@@ -66,7 +74,13 @@ def ring_cases(quick: bool) -> Iterator[Case]:
                 {"seq": seq, "head_dim": 128, "ranks": ranks, "backward": backward},
                 {WHOLE: Rival(SPEEDUP, RING_BAR)},
                 seconds=3.0,
+                flops=_flops(seq, seq, True, backward),
             )
+
+
+def _flops(rows: int, seq: int, causal: bool, backward: bool) -> float:
+    """Of its matmuls: two forward, five backward, half of each where the mask is causal."""
+    return (5 if backward else 2) * 2.0 * rows * seq * (0.5 if causal else 1.0) * WIDTH
 
 
 def _mask(causal: bool) -> str:
@@ -124,9 +138,7 @@ def alone(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: 
     return made
 
 
-def ring(
-    context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool
-) -> dict[str, Callable[[], Contestant]]:
+def ring(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool) -> Makers:
     """The ring's contestant computes what W ranks would, one rank after the other; nothing moves."""
     inputs = Inputs(context, seq, head_dim, 1)
     return {
@@ -236,3 +248,112 @@ def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, "zigzag")
     return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5), None)
+
+
+# -- ranks that run at once --------------------------------------------------------------------------------------------
+
+STEPS = "a launch for each step"
+# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
+# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
+RELAYS = 2
+WHOLE_BAR = 0.85
+
+
+def rank_cases(quick: bool) -> Iterator[Case]:
+    for world_size in (2,) if quick else (2, 4):
+        for seq in (16384,) if quick else (16384, 32768):
+            yield Case(
+                f"attention-ranks/forward/W={world_size}/S={seq}",
+                rank_contestants,
+                {"seq": seq, "head_dim": 128, "world_size": world_size},
+                {STEPS: Rival(SPEEDUP, 1.0), WHOLE: Rival(SPEEDUP, WHOLE_BAR)},
+                seconds=3.0,
+                flops=_flops(seq, seq, True, False),
+            )
+
+
+class Ring:
+    """The ranks of one sequence: their parts of it and, made by threads, their workspaces."""
+
+    def __init__(self, context: GpuContext, inputs: Inputs, world_size: int) -> None:
+        self.inputs, self.world_size = inputs, world_size
+        self.programs = max(1, context.sms // world_size - RELAYS)
+        seq = inputs.q.shape[1]
+        self.plan = ring_plan(AttentionMask(seq, seq, causal=True), world_size, "zigzag")
+        self.scores = Scores(inputs.q.shape[3] ** -0.5)
+        self.where = [torch.from_numpy(tokens.indices).to(context.device) for tokens in self.plan.queries]
+        self.q, self.k, self.v = ([x[:, tokens] for tokens in self.where] for x in (inputs.q, inputs.k, inputs.v))
+        self.layouts = [keys_layout(self.plan, rank, self.k[rank], self.v[rank]) for rank in range(world_size)]
+        self.memories: list[RankMemory] = run_local(world_size, self._prepare, device=context.device, timeout=300)
+        self.streams = context.streams(world_size)
+        each(self.streams, self._results)
+
+    def _results(self, rank: int) -> None:
+        """Leaves memory for results in the pool of this stream: to ask the driver for some may wait for a kernel."""
+        q = self.q[rank]
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        kept = [torch.empty_like(x) for x in (q, lse) for _ in range(2)]
+        del kept
+
+    def _prepare(self, rank: LocalRank) -> RankMemory:
+        from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+
+        return prepare(
+            rank,
+            self.layouts[rank.rank].nbytes(self.world_size),
+            lambda workspace: self.one_launch(rank.rank, workspace),
+            timeout_seconds=10.0,
+            kind=RingWorkspace,
+        )
+
+    def one_launch(self, rank: int, workspace: Any = None) -> Tensor:
+        from fused_tp.triton_kernels.attention.ring_forward import ring_forward
+
+        out: Tensor = ring_forward(
+            self.q[rank],
+            self.k[rank],
+            self.v[rank],
+            chunks_of(self.plan, rank),
+            terms_of(self.scores),
+            self.layouts[rank],
+            workspace=workspace or self.memories[rank].workspace,
+            programs=self.programs,
+        )[0]
+        return out
+
+    def steps(self, rank: int) -> Tensor:
+        state = Forward(RingCall(self.plan, rank, TRITON, self.scores, None), self.q[rank], self.v[rank])
+        for t in range(self.world_size):
+            source = self.plan.source(rank, t)
+            state.attend(t, self.k[source], self.v[source])
+        return state.result()[0]
+
+    def check(self, parts: Sequence[Tensor]) -> None:
+        for memory in self.memories:
+            memory.assert_in_time()
+        out = torch.empty_like(self.inputs.q)
+        for tokens, part in zip(self.where, parts, strict=True):
+            out[:, tokens] = part
+        self.inputs.check([out], causal=True)
+
+
+def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:
+    inputs = Inputs(context, seq, head_dim, 1)
+    ring = Ring(context, inputs, world_size)
+
+    def on_ranks(compute: Callable[[int], Tensor], note: str) -> Contestant:
+        def run() -> list[Tensor]:
+            return each(ring.streams, compute)
+
+        def check() -> None:
+            parts = run()
+            torch.cuda.synchronize(context.device)
+            ring.check(parts)
+
+        return Contestant(run, check, note)
+
+    return {
+        OURS: lambda: on_ranks(ring.one_launch, f"{ring.programs} programs on each rank"),
+        STEPS: lambda: on_ranks(ring.steps, ""),
+        WHOLE: lambda: _contestant(context, inputs, True, lambda: _whole_by_ours(inputs, True, False)),
+    }

@@ -9,6 +9,9 @@ Inputs take turns, so that L2 does not hold them; the slots that ranks send thro
 branches of one graph need not run at once, and then a rank would wait for one that waits for it.
 
 `norm`: all-reduce, residual and RMS norm in one launch against three.
+
+`overhead`: what an op costs the host, in microseconds of one call, beside a torch op that launches one kernel, and in a
+CUDA graph. Calls follow each other and nobody waits for the GPU, as in a program whose host is the slower of the two.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fused_tp
 from fused_tp.transport.local import LocalRank, run_local
 from fused_tp.transport.native_kernels import no_native_kernels
 
-from .case import OURS, Case, Contestant, Rival, Unavailable
-from .gpu_ranks import each, normal
-from .gpu_timing import GpuContext, TimedContestant, assert_near
-from .ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
+from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
+from .gpu_ranks import normal
+from .gpu_timing import GpuContext, assert_near, counted, each
 
 KB, MB = 1 << 10, 1 << 20
 DTYPE = torch.bfloat16
@@ -38,8 +41,8 @@ APART = "steps apart"
 HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
-SIZES = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB, 64 * MB, 256 * MB)
-LARGE = 64 * MB
+SMALL, LARGE = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
+LATENCY_BYTES = (1 * KB, 8 * KB, 64 * KB)
 LARGEST_ONE_SHOT = 4 * MB  # beyond it nobody would: its bytes grow with the number of ranks
 LATENCY_CALLS = 20
 LATENCY_BAR = 12.0  # microseconds, of 8 KB over 2 ranks
@@ -74,18 +77,19 @@ def traffic(op: str, nbytes: int, world_size: int) -> int:
     return world_size * (reads + writes)
 
 
-def exchange_cases(world_size: int, sizes: Sequence[int] = SIZES) -> Iterator[Case]:
+def exchange_cases(world_size: int, sizes: Sequence[int] = (*SMALL, *LARGE)) -> Iterator[Case]:
     for nbytes, op in itertools.product(sizes, EXCHANGES):
         if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
             continue
+        parameters = {"op": op, "nbytes": nbytes, "world_size": world_size}
+        rivals = {COPY: Rival(SPEEDUP, 0.8) if nbytes in LARGE else Rival(SPEEDUP)}
+        seconds = 2.5 if nbytes in LARGE else 1.0
+        name = f"exchange/{op}/W={world_size}/{size(nbytes)}"
         moved = traffic(op, nbytes, world_size)
-        parameters = {"op": op, "nbytes": nbytes, "world_size": world_size, "traffic": moved}
-        rivals = {COPY: Rival(SPEEDUP, 0.8) if nbytes >= LARGE else Rival(SPEEDUP)}
-        seconds = 2.5 if nbytes >= LARGE else 1.0
-        yield Case(f"exchange/{op}/W={world_size}/{size(nbytes)}", exchange_contestants, parameters, rivals, seconds)
+        yield Case(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved)
 
 
-def latency_cases(world_size: int, sizes: Sequence[int] = (1 * KB, 8 * KB, 64 * KB)) -> Iterator[Case]:
+def latency_cases(world_size: int, sizes: Sequence[int] = LATENCY_BYTES) -> Iterator[Case]:
     for nbytes in sizes:
         judged = nbytes == 8 * KB and world_size == 2
         parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
@@ -176,6 +180,12 @@ class Ranks:
         """One call of every rank, in its stream."""
         return each(self.streams, lambda rank: self.call(self.collectives[rank], rank, number))
 
+    def checked_set(self) -> list[Any]:
+        """What one call of every rank gives, once all have ended in time."""
+        results = self.run_set(0)
+        self.raise_if_expired()
+        return results
+
     def graphs(self, calls: int) -> Callable[[], object]:
         """Replays a graph of so many calls for each rank, in its stream."""
         graphs = []
@@ -259,22 +269,17 @@ class Exchange:
         return slice(rank * share, (rank + 1) * share)
 
 
-def exchange_contestants(
-    context: GpuContext, op: str, nbytes: int, world_size: int, traffic: int
-) -> dict[str, Callable[[], Contestant]]:
+def exchange_contestants(context: GpuContext, op: str, nbytes: int, world_size: int) -> Makers:
     exchange = Exchange(context, op, nbytes, world_size)
     ranks = Ranks(context, world_size, exchange.call)
 
-    def ours() -> Contestant:
-        turn = itertools.count()
-        return Contestant(lambda: ranks.run_set(next(turn)), lambda: checked(ranks, exchange))
+    def copies() -> Contestant:
+        return device_copies(context, traffic(op, nbytes, world_size), world_size)
 
-    return {OURS: ours, COPY: lambda: copies(context, traffic, world_size)}
+    return {OURS: lambda: counted(ranks.run_set, lambda: exchange.check(ranks.checked_set())), COPY: copies}
 
 
-def latency_contestants(
-    context: GpuContext, op: str, nbytes: int, world_size: int
-) -> dict[str, Callable[[], Contestant]]:
+def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: int) -> Makers:
     exchange = Exchange(context, op, nbytes, world_size)
     ranks = Ranks(context, world_size, exchange.call)
 
@@ -289,7 +294,7 @@ def latency_contestants(
             ranks.raise_if_expired()
             exchange.check(exchange.outs[0])
 
-        return TimedContestant(replay, check, "in a graph", repeats=LATENCY_CALLS)
+        return Contestant(replay, check, "in a graph", repeats=LATENCY_CALLS)
 
     def copy() -> Contestant:
         graphs = []
@@ -303,18 +308,12 @@ def latency_contestants(
         def replay() -> None:
             each(ranks.streams, lambda rank: graphs[rank][0].replay())
 
-        return TimedContestant(replay, None, "of the data of each rank, in a graph", repeats=LATENCY_CALLS)
+        return Contestant(replay, None, "of the data of each rank, in a graph", repeats=LATENCY_CALLS)
 
     return {OURS: ours, COPY: copy}
 
 
-def checked(ranks: Ranks, exchange: Exchange) -> None:
-    results = ranks.run_set(0)
-    ranks.raise_if_expired()
-    exchange.check(results)
-
-
-def copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
+def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
     """Copies that read and write `nbytes` together, one in each rank's stream."""
     each_has = max(1, nbytes // 2 // world_size)
     streams = context.streams(world_size)
@@ -323,13 +322,12 @@ def copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
         [torch.zeros(each_has, dtype=torch.uint8, device=context.device).random_() for _ in streams] for _ in sets
     ]
     targets = [[torch.empty_like(source) for source in one] for one in sources]
-    turn = itertools.count()
 
-    def run() -> None:
-        number = next(turn) % len(sources)
+    def run_set(number: int) -> None:
+        number %= len(sources)
         each(streams, lambda rank: targets[number][rank].copy_(sources[number][rank]))
 
-    return Contestant(run)
+    return counted(run_set, None)
 
 
 # -- all-reduce, residual, RMS norm ------------------------------------------------------------------------------------
@@ -381,21 +379,84 @@ class Norm:
                 assert error <= FP8_TOLERANCE, f"the fp8 norm of rank {rank} is off by {error:.3g} of its norm"
 
 
-def norm_contestants(
-    context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int
-) -> dict[str, Callable[[], Contestant]]:
+def norm_contestants(context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int) -> Makers:
     norm = Norm(context, rows, columns, fp8, world_size)
 
     def contestant(call: Call, note: str) -> Contestant:
         ranks = Ranks(context, world_size, call)
-        turn = itertools.count()
-
-        def check() -> None:
-            results = ranks.run_set(0)
-            ranks.raise_if_expired()
-            norm.check(results)
-
-        return Contestant(lambda: ranks.run_set(next(turn)), check, note)
+        return counted(ranks.run_set, lambda: norm.check(ranks.checked_set()), note)
 
     steps = "all-reduce, add, norm" + (", division and conversion to fp8" if fp8 else "")
     return {OURS: lambda: contestant(norm.fused, norm.algorithm), APART: lambda: contestant(norm.apart, steps)}
+
+
+# -- what a call costs the host ----------------------------------------------------------------------------------------
+
+CALLS = 100  # of each rank at once; streams have room for a thousand launches
+LINEAR = "torch's linear"
+ADD = "torch.add"
+IN_GRAPH = "in a graph"
+
+
+def overhead_cases() -> Iterator[Case]:
+    rivals = {LINEAR: Rival(TIME_RATIO)}
+    yield Case("overhead/matmul_all_reduce/W=1", op_contestants, {"rows": 16, "columns": 256}, rivals, 1.0)
+    rivals = {ADD: Rival(TIME_RATIO), IN_GRAPH: Rival(MICROSECONDS)}
+    parameters = {"nbytes": 8 * KB, "world_size": 2}
+    yield Case(f"overhead/one-shot/W=2/{size(8 * KB)}", collective_contestants, parameters, rivals, 1.5)
+
+
+def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
+    """The whole way of a public op, on a group of one rank, so that all of it is the host's part."""
+    x, w = (normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
+    (stream,) = context.streams(1)
+    context.synchronize()  # they were made in another one
+
+    def contestant(call: Callable[[], Tensor]) -> Contestant:
+        def check() -> None:
+            with torch.cuda.stream(stream):
+                result = call()
+            context.synchronize()
+            assert_near(result, x.double() @ w.double().t())
+
+        return Contestant(lambda: repeat([stream], lambda rank: call()), check, "", repeats=CALLS, on_host=True)
+
+    return {
+        OURS: lambda: contestant(lambda: fused_tp.matmul_all_reduce(x, w, group=None)),
+        LINEAR: lambda: contestant(lambda: F.linear(x, w)),
+    }
+
+
+def collective_contestants(context: GpuContext, nbytes: int, world_size: int) -> Makers:
+    """A call of one rank of `DeviceCollectives`; both ranks' calls are made by this host, and one of them counted."""
+    exchange = Exchange(context, "one-shot", nbytes, world_size)
+    ranks = Ranks(context, world_size, exchange.call)
+    calls = CALLS * world_size
+
+    def ours() -> Contestant:
+        def run() -> None:
+            repeat(ranks.streams, lambda rank: exchange.call(ranks.collectives[rank], rank, 0))
+
+        return Contestant(run, lambda: exchange.check(ranks.checked_set()), repeats=calls, on_host=True)
+
+    def add() -> Contestant:
+        def run() -> None:
+            repeat(ranks.streams, lambda rank: torch.add(exchange.inputs[0][rank], 1.0, out=exchange.outs[0][rank]))
+
+        return Contestant(run, None, "", repeats=calls, on_host=True)
+
+    def in_graph() -> Contestant:
+        replay = ranks.graphs(CALLS)
+        return Contestant(replay, None, f"{CALLS} calls in the graph of each rank", repeats=calls, on_host=True)
+
+    return {OURS: ours, ADD: add, IN_GRAPH: in_graph}
+
+
+def repeat(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:
+    """CALLS calls of every rank, one rank after the other, as to change the current stream takes as long as a call."""
+
+    def calls(rank: int) -> None:
+        for _ in range(CALLS):
+            call(rank)
+
+    each(streams, calls)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one GPU, for what is measured and tested there: workspaces of loaded kernels, flags, streams."""
+"""Ranks as threads of one GPU, for what is measured and tested there: workspaces of loaded kernels, and their flags."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ class RankMemory:
 
     workspace: Any
     handle: Any
+
+    def assert_in_time(self) -> None:
+        """Raises AssertionError where a wait of this rank has expired."""
+        expired = self.workspace.expired()
+        assert expired is None, str(expired)
 
 
 def prepare(
@@ -67,15 +72,6 @@ def set_flags(workspace: Any) -> None:
     for half in range(2):
         begin = half * workspace.half_bytes
         words[begin : begin + count].view(torch.int64).fill_(ALWAYS)
-
-
-def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
-    """step(rank) in the stream of each rank."""
-    results = []
-    for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            results.append(step(rank))
-    return results
 
 
 def meet(streams: Sequence[torch.cuda.Stream]) -> None:

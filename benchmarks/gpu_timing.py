@@ -6,22 +6,22 @@ that ranks are launched one after the other. A time is that from the opening of 
 
 from __future__ import annotations
 
-import gc
+import itertools
 import math
+import subprocess
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .case import OURS, Case, Contestant, Unavailable
-from .race import Times
+from .case import Case, Contestant
+from .results import Machine, this_machine, versions
 
-MIN_ROUNDS = 5
 MIN_TIMED_SECONDS = 1e-3  # of what is timed at once: events are exact to about a microsecond
 MAX_CALLS = 16
 MAX_HOLD_SECONDS = 0.5
@@ -58,13 +58,31 @@ class Budget:
         return planned * slowness <= self.left()
 
 
-@dataclass
 class GpuContext:
-    """The GPU that cases are made on."""
+    """The GPU that cases run on; a `case.Context`. Its streams are those of the ranks of a case."""
 
-    device: torch.device
-    budget: Budget
-    rounds: int
+    checks_again = True  # whether calls that follow each other without a pause compute the same
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stopwatch = Stopwatch(self, ())
+
+    def exchange(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def start(self, case: Case) -> None:
+        self._stopwatch = Stopwatch(self, self.streams(case.parameters.get("world_size", 1)))
+
+    def warm_up(self, contestant: Contestant) -> tuple[float, int]:
+        measure = host_seconds if contestant.on_host else self._stopwatch.seconds
+        estimate = min(measure(contestant.run, 1) for _ in range(3))
+        calls = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
+        measure(contestant.run, calls)
+        return estimate, calls
+
+    def seconds(self, contestant: Contestant, calls: int) -> float:
+        measure = host_seconds if contestant.on_host else self._stopwatch.seconds
+        return measure(contestant.run, calls) / contestant.repeats
 
     @cached_property
     def properties(self) -> Any:
@@ -106,19 +124,6 @@ class GpuContext:
         return streams
 
 
-@dataclass
-class TimedContestant(Contestant):
-    """One that is timed otherwise than call by call on the GPU.
-
-    Attributes:
-        repeats: how often run() does what one time is to be of.
-        on_host: what counts is how long the host is busy; run() must leave room in the queues of the streams.
-    """
-
-    repeats: int = 1
-    on_host: bool = False
-
-
 class Stopwatch:
     """Times of calls that run on several streams."""
 
@@ -156,58 +161,6 @@ class Stopwatch:
         return max(opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
 
 
-def check_case(context: GpuContext, case: Case) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Makes and checks the contestants of `case`; why others are not among them, as the end of a sentence.
-
-    Raises:
-        AssertionError: fused_tp computes something else; what else it raises, too. Rivals that fail are left out.
-    """
-    contestants: dict[str, Contestant] = {}
-    left_out: dict[str, str] = {}
-    for name, maker in case.make(context, **case.parameters).items():
-        try:
-            contestants[name] = maker()
-        except Unavailable as error:
-            left_out[name] = f"is left out: {error}"
-        except Exception as error:
-            left_out[name] = _failure(name, error)
-    return contestants, left_out | _check(case, contestants)
-
-
-def run_case(context: GpuContext, case: Case) -> Times:
-    """Make, check, warm up and race the contestants of `case`, then check them once more. Raises as `check_case`."""
-    contestants, left_out = check_case(context, case)
-    stopwatch = Stopwatch(context, context.streams(case.parameters.get("world_size", 1)))
-    calls = {}
-    timed = {}
-    for name, contestant in contestants.items():
-        repeats, on_host = _how(contestant)
-        measure = host_seconds if on_host else stopwatch.seconds
-        estimate = min(measure(contestant.run, 1) for _ in range(3))
-        calls[name] = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
-        timed[name] = partial(_seconds_of_one, measure, contestant.run, calls[name], repeats)
-        timed[name]()
-    seconds = race(timed, context.rounds, lambda: context.budget.left() > 0)
-    left_out |= _check(case, contestants)
-    return Times(
-        {name: seconds[name] for name in contestants},
-        {name: calls[name] * _how(contestant)[0] for name, contestant in contestants.items()},
-        {name: contestant.note for name, contestant in contestants.items()},
-        left_out,
-    )
-
-
-def _how(contestant: Contestant) -> tuple[int, bool]:
-    """Its repeats, and whether the host is timed."""
-    return (contestant.repeats, contestant.on_host) if isinstance(contestant, TimedContestant) else (1, False)
-
-
-def _seconds_of_one(
-    measure: Callable[[Callable[[], object], int], float], run: Callable[[], object], calls: int, repeats: int
-) -> float:
-    return measure(run, calls) / repeats
-
-
 def host_seconds(run: Callable[[], object], calls: int) -> float:
     """Seconds that the host takes for one of `calls` calls of run(); what these queue runs meanwhile."""
     torch.cuda.synchronize()
@@ -217,58 +170,6 @@ def host_seconds(run: Callable[[], object], calls: int) -> float:
     seconds = time.perf_counter() - begun
     torch.cuda.synchronize()
     return seconds / calls
-
-
-def race(
-    timed: Mapping[str, Callable[[], float]], rounds: int, goes_on: Callable[[], bool] = lambda: True
-) -> dict[str, list[float]]:
-    """Times by contestant and round; who starts changes from round to round.
-
-    Ends after `rounds`, or after MIN_ROUNDS once `goes_on` says no.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    names = list(timed)
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            if number >= MIN_ROUNDS and not goes_on():
-                break
-            first = number % max(len(names), 1)
-            for name in names[first:] + names[:first]:
-                seconds[name].append(timed[name]())
-    finally:
-        gc.enable()
-    return seconds
-
-
-def _check(case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
-    """Takes out those whose answers are wrong, and says so; raises where that is fused_tp."""
-    wrong = {}
-    for name, contestant in list(contestants.items()):
-        if contestant.check is None:
-            continue
-        try:
-            contestant.check()
-            torch.cuda.synchronize()
-        except AssertionError as error:
-            why = AssertionError(f"{case.name}: {name} computes something else: {error}")
-            why.__cause__ = error
-            wrong[name] = _failure(name, why)
-        except Exception as error:
-            wrong[name] = _failure(name, error)
-        if name in wrong:
-            del contestants[name]
-    return wrong
-
-
-def _failure(name: str, error: Exception) -> str:
-    """What is said of a rival that fails; fused_tp's own errors are raised."""
-    if name == OURS:
-        raise error
-    traceback.print_exception(error)
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"failed. {type(error).__name__}: {first_line}"
 
 
 def checked_rows(rows: int) -> slice:
@@ -284,3 +185,81 @@ def assert_near(actual: Tensor, expected64: Tensor, what: str = "the result") ->
     error = float((actual.double() - expected64).norm()) / norm if norm else float(actual.double().norm())
     bound = TOLERANCES[actual.dtype]
     assert error <= bound, f"{what} is off by {error:.3g} of its norm, where {bound:.3g} is allowed"
+
+
+def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
+    """step(rank) in the stream of each rank."""
+    results = []
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            results.append(step(rank))
+    return results
+
+
+def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, note: str = "") -> Contestant:
+    """A contestant whose calls take the sets of inputs in turn."""
+    turn = itertools.count()
+    return Contestant(lambda: run_set(next(turn)), check, note)
+
+
+CLOCKS_SECONDS = 10.0  # clocks are read at most so often
+
+
+def gpu_machine(device: torch.device) -> Machine:
+    """The GPU and the processor that launches."""
+    properties = torch.cuda.get_device_properties(device)
+    l2 = getattr(properties, "L2_cache_size", 0) >> 20
+    memory = properties.total_memory >> 30
+    gpu = (
+        f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, "
+        f"{l2} MiB of L2, {memory} GiB"
+    )
+    return replace(this_machine(), gpu=gpu)
+
+
+def gpu_versions(device: torch.device) -> dict[str, str]:
+    """Versions of all that takes part, the commit, and the GPU's clocks now, as far as they can be had."""
+    import triton
+
+    found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    found |= _clocks(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS))
+    return found | ({"commit": commit} if (commit := _commit()) else {})
+
+
+@lru_cache(1)
+def _clocks(index: int, moment: int) -> dict[str, str]:
+    """Once in a moment: short cases take less time than the program that is asked."""
+    return nvidia_smi(index)
+
+
+@cache
+def _commit() -> str:
+    """Of this checkout, and whether it has changes; '' if it is none."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    commit = _run([*here, "rev-parse", "--short", "HEAD"])
+    changed = commit and _run([*here, "status", "--porcelain", "--untracked-files=no"])
+    return commit + (" and changes" if changed else "")
+
+
+def nvidia_smi(index: int) -> dict[str, str]:
+    """Driver, clocks and power; nothing where the program is not there."""
+    wanted = {
+        "driver": "driver_version",
+        "SM clock": "clocks.sm",
+        "highest SM clock": "clocks.max.sm",
+        "memory clock": "clocks.mem",
+        "power limit": "power.limit",
+    }
+    line = _run(["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(wanted.values())}", "--format=csv,noheader"])
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(wanted):
+        return {}
+    return {name: value for name, value in zip(wanted, values, strict=True) if value and "N/A" not in value}
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

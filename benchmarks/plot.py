@@ -15,8 +15,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .ratios import MEASURES
-from .records import Record, read
+from .case import MEASURES
+from .results import Record, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,8 @@ from torch import Tensor
 
 import fused_tp
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .case import DTYPES
+
 Step = Callable[[], object]
 
 

@@ -1,4 +1,4 @@
-"""The ranks that race: processes of one thread, each on a core of its own, that run what they are sent.
+"""The ranks that CPU cases run on: processes of one thread, each on a core of its own, that run what they are sent.
 
 Nothing here waits without a deadline. A rank that is stuck, even in native code that spins for a dead peer, is ended by
 its own watchdog with a traceback; should that fail too, the parent ends it.
@@ -7,42 +7,135 @@ its own watchdog with a traceback; should that fail too, the parent ends it.
 from __future__ import annotations
 
 import faulthandler
+import math
+import mmap
 import multiprocessing as mp
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .barrier import SpinBarrier
-from .machine import cores
+import numpy as np
+
+if TYPE_CHECKING:  # a rank takes its core before torch, and the threads of its libraries, come
+    from .case import Case, Contestant
 
 START_SECONDS = 120.0  # importing torch on a busy machine
 _GRACE_SECONDS = 5.0  # for the watchdog's traceback
+MIN_TIMED_SECONDS = 2e-3  # of what is timed at once: far above what leaving the barrier and reading the clock take
+_WARM_UP_CALLS = 3  # the first builds and allocates, the second still faults pages in
+_WARM_UP_SECONDS = 0.5  # enough of it, where calls are long
+_LINE = 8  # int64 to a cache line: ranks do not write to each other's
 
 # One thread for each library; gloo has no business on a network that the ranks of one host do not need.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 class RankFailure(RuntimeError):
     """A rank raised, died or took too long; the others were ended with it."""
 
 
+class SpinBarrier:
+    """Ranks of one host meet in a file that all map, and leave within a microsecond; gloo's barrier takes a hundred.
+    One thread of each rank may use it.
+
+    Every rank counts its arrivals in its own slot and waits until no slot is behind. An aligned int64 is stored as a
+    whole, and no rank reads anything else that another wrote, so no fence is needed.
+    """
+
+    def __init__(self, path: Path, world_size: int, rank: int, timeout_seconds: float) -> None:
+        nbytes = world_size * _LINE * 8
+        with path.open("a+b") as file:
+            file.truncate(nbytes)  # the same length from every rank; new bytes are zero
+            self._map = mmap.mmap(file.fileno(), nbytes)
+        self._slots = np.frombuffer(self._map, dtype=np.int64)[::_LINE]
+        self._rank = rank
+        self._timeout_seconds = timeout_seconds
+        self._arrivals = 0
+
+    def wait(self) -> None:
+        """Return once all ranks are here.
+
+        The ranks gather asleep first, as who is early must not heat up the core's neighbours for seconds, and then meet
+        again awake, so that all leave at once.
+
+        Raises:
+            TimeoutError: a rank did not come in time.
+        """
+        self._meet(pause=1e-4)
+        self._meet(pause=0.0)
+
+    def _meet(self, pause: float) -> None:
+        self._arrivals += 1
+        self._slots[self._rank] = self._arrivals
+        deadline = time.monotonic() + self._timeout_seconds
+        while self._slots.min() < self._arrivals:
+            if pause:
+                time.sleep(pause)  # who is early must not heat up the core's neighbours
+            if time.monotonic() > deadline:
+                late = [rank for rank, count in enumerate(self._slots) if count < self._arrivals]
+                raise TimeoutError(f"Ranks {late} did not reach the barrier within {self._timeout_seconds} s.")
+
+    def __enter__(self) -> SpinBarrier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        del self._slots  # the array keeps the map open
+        self._map.close()
+
+
 class RankContext:
-    """What a function that runs on a rank is given."""
+    """What a function that runs on a rank is given; a `case.Context`."""
+
+    checks_again = False
 
     def __init__(self, rank: int, world_size: int, barrier: SpinBarrier, run_id: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.barrier = barrier
         self.run_id = run_id  # the same on all ranks, and unlike that of any other run on this host
+
+    def exchange(self, mine: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        answers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(answers, mine)
+        return answers
+
+    def synchronize(self) -> None:
+        pass
+
+    def start(self, case: Case) -> None:
+        pass
+
+    def warm_up(self, contestant: Contestant) -> tuple[float, int]:
+        times: list[float] = []
+        while len(times) < _WARM_UP_CALLS and sum(times) < _WARM_UP_SECONDS:
+            times.append(max(self.exchange(self.seconds(contestant, 1))))
+        return min(times), max(1, math.ceil(MIN_TIMED_SECONDS / max(min(times), 1e-7)))
+
+    def seconds(self, contestant: Contestant, calls: int) -> float:
+        run = contestant.run
+        self.barrier.wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - start) / calls
 
 
 class Ranks:
@@ -59,10 +152,10 @@ class Ranks:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         context = mp.get_context("spawn")  # fork would carry over the parent's threads and settings
-        environment = dict(_ENVIRONMENT)
+        values = dict(_ENVIRONMENT)
         if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        with _environment(environment):  # before the child imports torch, which reads it once
+            values["GLOO_SOCKET_IFNAME"] = "lo"
+        with environment(values):  # before the child imports torch, which reads it once
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -133,7 +226,7 @@ class Ranks:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Variables that are set within the context and as before after it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from .case import Unavailable
 from .ranks import RankContext
@@ -55,8 +54,3 @@ def all_reduce_(tensor: Tensor) -> Tensor:
     """Sum over the ranks in place; bf16, fp16 or fp32."""
     torch.ops.deepspeed.inference_all_reduce_(tensor)
     return tensor
-
-
-def matmul_all_reduce(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K/W], weight [N, K/W] -> [M, N] summed over the ranks."""
-    return all_reduce_(F.linear(x, weight))

@@ -1,73 +1,74 @@
-"""Stored results as a table: `python -m benchmarks.table FILE [FILE ...]`."""
+"""Stored results as a table in markdown: `python -m benchmarks.table FILE [FILE ...]`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .ratios import MEASURES
-from .records import Record, read
+from .case import MEASURES
+from .results import Record, read
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-WIDTH = 170  # of a table in a file
-
-
-def render(records: Sequence[Record], width: int | None = None) -> str:
-    """The table as plain text.
-
-    Raises:
-        ImportError: rich is not installed.
-    """
-    from rich.console import Console
-
-    console = Console(width=width or WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(_table(records))
-    return capture.get()
+CLOCKS = ("SM clock", "memory clock")  # of a GPU, read after each case
+HEADER = ("case", "contestant", "ms", "fused_tp against it", "needs", "met", "rounds", "note")
+ABOUT = """\
+`time ratio`: time of fused_tp over that of the other; `speedup`: the other's over fused_tp's; `efficiency`: the
+other's over W times fused_tp's. Medians of paired ratios, quartiles in brackets. `microseconds`: fused_tp's own, beside
+what the other takes. A GPU's rates count the multiplications of all ranks together, or the bytes that they read and
+write at least."""
 
 
-def show(records: Sequence[Record]) -> None:
-    """Print the table, in colours where the terminal has them."""
-    from rich.console import Console
+def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: float | None = None) -> str:
+    """The table, what it was measured on, and what was not measured."""
+    lines = []
+    for machine in dict.fromkeys(record.machine for record in records):
+        cpu = f"{machine.cpu}, {machine.isa}, {machine.cores} cores."
+        lines.append(f"{machine.gpu}; launched by {cpu}" if machine.gpu else cpu)
+    found = ("; ".join(f"{name} {v}" for name, v in r.versions.items() if name not in CLOCKS) for r in records)
+    lines += [f"{versions}." for versions in dict.fromkeys(found)]
+    for name in CLOCKS:
+        clocks = sorted({record.versions[name] for record in records if name in record.versions}, key=_leading_number)
+        if clocks:
+            lines.append(f"{name}: {' to '.join(dict.fromkeys((clocks[0], clocks[-1])))}.")
+    dates = sorted(record.date for record in records)
+    if dates:
+        took = "" if minutes is None else f", in {minutes:.1f} minutes"
+        lines.append(f"From {dates[0]} to {dates[-1]}{took}.")
+    lines += ["", ABOUT, "", *_aligned([HEADER, *_rows(records)])]
+    if skipped:
+        lines += ["", "Not measured:", "", *(f"- {text}" for text in skipped)]
+    return "\n".join(lines) + "\n"
 
-    # A pipe has no width of its own, and rich's guess of 80 columns would cut the names.
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(records))
 
-
-def _table(records: Sequence[Record]) -> Table:
-    from rich.table import Table
-
-    machines = {(record.machine.cpu, record.machine.isa, record.machine.cores) for record in records}
-    title = "; ".join(f"{cpu}, {isa}, {cores} cores" for cpu, isa, cores in sorted(machines))
-    table = Table(title=title, caption="fused_tp against each contestant: median \\[quartiles] of paired ratios")
-    for name in ("case", "contestant", "ms", "measure", "value", "bar", "aim", "rounds", "note"):
-        table.add_column(name, justify="right" if name in ("ms", "value", "rounds") else "left", overflow="fold")
+def _rows(records: Iterable[Record]) -> Iterable[Sequence[str]]:
     previous = ""
     for record in records:
-        if previous and record.case != previous:
-            table.add_section()
-        table.add_row(*_cells(record, record.case != previous))
+        row = ["" if record.case == previous else record.case, record.contestant, f"{record.ms.median:.4g}"]
         previous = record.case
-    return table
+        compared = record.comparison
+        if compared is None:
+            yield [*row, "", "", "", str(record.rounds), record.note]
+            continue
+        measure, value = MEASURES[compared.measure], compared.value
+        sign = "<=" if measure.lower_is_better else ">="
+        needs = ", aim ".join(f"{sign} {limit:g}" for limit in (compared.bar, compared.aim) if limit is not None)
+        met = "" if compared.bar is None else "yes" if measure.meets(value.median, compared.bar) else "**no**"
+        ratio = f"{compared.measure} {value.median:.3f} [{value.q1:.3f}, {value.q3:.3f}]"
+        yield [*row, ratio, needs, met, str(record.rounds), record.note]
 
 
-def _cells(record: Record, first: bool) -> list[str]:
-    cells = [record.case if first else "", record.contestant, f"{record.ms.median:.4g}"]
-    compared = record.comparison
-    if compared is None:
-        return [*cells, "", "", "", "", str(record.rounds), record.note]
-    value = f"{compared.value.median:.3f} [{compared.value.q1:.3f}, {compared.value.q3:.3f}]".replace("[", "\\[")
-    if compared.bar is not None:
-        met = MEASURES[compared.measure].meets(compared.value.median, compared.bar)
-        value = f"[green]{value} ok[/]" if met else f"[red]{value} missed[/]"
-    better = "<=" if MEASURES[compared.measure].lower_is_better else ">="
-    bar, aim = ("" if limit is None else f"{better} {limit:g}" for limit in (compared.bar, compared.aim))
-    return [*cells, compared.measure, value, bar, aim, str(record.rounds), record.note]
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
+    return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]
+
+
+def _leading_number(text: str) -> float:
+    try:
+        return float(text.split()[0])
+    except (ValueError, IndexError):
+        return 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     files = parser.parse_args(arguments).files
-    show([record for file in files for record in read(file)])
+    print(markdown([record for file in files for record in read(file)]), end="")
     return 0
 
 

@@ -17,6 +17,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ import torch
 
 from fused_tp.runtime import dispatch, settings
 
-from .block_cases import forced_schedule
-from .case import DTYPES, Case, Contestant, Maker, Unavailable
-from .race import run_case
-from .ranks import RankContext, RankFailure, Ranks
-from .ratios import paired, slowest
+from .case import DTYPES, Case, Contestant, Makers, paired, slowest
+from .cpu_matmul import operands, shared_memory
+from .ranks import RankContext, RankFailure, Ranks, environment
+from .runner import run_case
 
 MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
 FEATURES = 2048
@@ -36,6 +36,7 @@ ROWS = (2, 16, 64, 256, 1024)
 ROUNDS = 15
 MIN_ROUNDS = 9
 SECONDS = 300.0  # the longest that one size may take
+TUNED_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp32")}
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
 
@@ -101,11 +102,11 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
     measured: list[Measured] = []
     sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather has equally much of each rank
     with Ranks(world_size) as ranks:
-        for op, (name, dtype), rows in itertools.product(OPS, DTYPES.items(), sizes):
+        for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
             times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
             for schedule, reason in times[0].skipped.items() if not measured else ():
-                say(f"without {schedule}: {reason}")
+                say(f"{schedule} {reason}")
             seconds = {schedule: slowest([t.seconds[schedule] for t in times]) for schedule in times[0].seconds}
             measured.append(Measured(op, dtype, rows, seconds))
             medians = (f"{schedule} {1e3 * statistics.median(t):.3g} ms" for schedule, t in seconds.items())
@@ -118,7 +119,7 @@ def _rewritten(
 ) -> tuple[dict[str, Any], list[str]]:
     """The table that follows from what was measured, and a sentence for each choice that differs from `table`'s."""
     changes: list[str] = []
-    for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, DTYPES.items()):
+    for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, TUNED_DTYPES.items()):
         mine = [m for m in measured if m.op == op and m.dtype == dtype]
         if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
             continue  # no shared memory here
@@ -183,36 +184,24 @@ def retuned(
     return tuned
 
 
-def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> dict[str, Maker]:
+def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
     """One op on every schedule."""
     import fused_tp
 
     call = getattr(fused_tp, op)
-    size = context.world_size
-    if op == "all_gather_matmul":
-        x_shape, weight_shape = (rows // size, FEATURES), (FEATURES // size, FEATURES)
-    else:
-        x_shape, weight_shape = (rows, FEATURES // size), (FEATURES, FEATURES // size)
-    x, weight = (torch.randn(shape).to(DTYPES[dtype]) for shape in (x_shape, weight_shape))
+    x, weight = operands(context, op, dtype, rows, FEATURES)
 
-    def run(schedule: str) -> None:
-        with forced_schedule(schedule):
-            call(x, weight, group=None)
+    def contestant(schedule: str) -> Contestant:
+        if schedule == "one_sided":
+            shared_memory()
 
-    def one_sided() -> Contestant:
-        from fused_tp.runtime.group import resolve_group
-        from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+        def run() -> None:
+            with environment({"FUSED_TP_SCHEDULE": schedule}):
+                call(x, weight, group=None)
 
-        group = resolve_group(None)
-        if shm_transport(group) is None:
-            raise Unavailable(f"There is no shared memory here: {shm_unavailable_reason(group)}.")
-        return Contestant(lambda: run("one_sided"))
+        return Contestant(run)
 
-    return {
-        "one_sided": one_sided,
-        "pipelined": lambda: Contestant(lambda: run("pipelined")),
-        "plain": lambda: Contestant(lambda: run("plain")),
-    }
+    return {schedule: partial(contestant, schedule) for schedule in SCHEDULES["shm"]}
 
 
 def _winner(measured: Measured, transport: str, world_size: int) -> str:

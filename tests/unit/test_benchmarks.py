@@ -1,26 +1,47 @@
-"""The benchmarks' statistics, file format, table and picture, on made-up times."""
+"""The benchmarks' statistics, file format, table and picture on made-up times; small cases from end to end."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks import cpu, plot, table
-from benchmarks.case import OURS, Case, Rival
-from benchmarks.race import Times
-from benchmarks.ratios import EFFICIENCY, MEASURES, SPEEDUP, TIME_RATIO, Quartiles, paired, slowest
-from benchmarks.records import Comparison, Machine, Record, merge, read, write
-from benchmarks.suite import cpu_cases, records_of
+from benchmarks import cpu, gpu, plot
+from benchmarks.case import (
+    EFFICIENCY,
+    MEASURES,
+    OURS,
+    SPEEDUP,
+    TIME_RATIO,
+    Case,
+    Contestant,
+    Makers,
+    Quartiles,
+    Rival,
+    Unavailable,
+    checked,
+    paired,
+    slowest,
+)
+from benchmarks.ranks import RankContext, RankFailure, Ranks, SpinBarrier
+from benchmarks.results import Comparison, Machine, Record, merge, read, records_of, write
+from benchmarks.runner import Times, take_turns
+from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
 
 pytestmark = pytest.mark.full
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
+MACHINE = Machine(cpu="a processor", isa="AVX2", cores=2)
 RECORD = Record(
     case="op/fp32/M=16",
     contestant="rival",
@@ -30,62 +51,50 @@ RECORD = Record(
     comparison=Comparison("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
     world_size=2,
     note="one_sided over shm",
-    machine=Machine(cpu="a processor", isa="AVX2", cores=2),
+    machine=MACHINE,
     versions={"torch": "2.13.0"},
     date="2026-01-01T00:00:00+00:00",
 )
 
 
-def test_ratios_are_paired_by_round() -> None:
+def test_statistics() -> None:
     # A machine that turns three times slower half way through: the medians' ratio would be 2/3 or worse.
     ours, rival = [1.0, 1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 6.0, 6.0, 6.0]
     assert paired(ours, rival) == Quartiles(0.5, 0.5, 0.5)
-
-
-def test_one_disturbed_round_does_not_move_the_median() -> None:
-    assert paired([1.0, 50.0, 1.0], [1.0, 1.0, 1.0]).median == 1.0
-
-
-def test_quartiles_interpolate_and_need_a_value() -> None:
+    assert paired([1.0, 50.0, 1.0], [1.0, 1.0, 1.0]).median == 1.0  # one disturbed round does not move it
     assert Quartiles.of([4.0, 1.0, 3.0, 2.0]) == Quartiles(2.5, 1.75, 3.25)
     assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0)
     with pytest.raises(ValueError, match="at least one round"):
         Quartiles.of([])
-
-
-def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [2.0, 5.0]
     with pytest.raises(ValueError, match="shorter"):
         slowest([[1.0, 5.0], [2.0]])
+    for measure, expected, bar, met in ((TIME_RATIO, 0.25, 0.3, True), (SPEEDUP, 4.0, 5.0, False)):
+        assert measure is MEASURES[measure.name]
+        assert measure.of([1.0, 2.0], [4.0, 8.0], 2).median == expected and measure.meets(expected, bar) is met
+    assert EFFICIENCY.of([1.0, 2.0], [4.0, 8.0], 2).median == 2.0
 
 
-@pytest.mark.parametrize(
-    ("measure", "expected", "bar", "met"),
-    [(TIME_RATIO, 0.25, 0.3, True), (SPEEDUP, 4.0, 5.0, False), (EFFICIENCY, 2.0, 1.9, True)],
-)
-def test_measures(measure: object, expected: float, bar: float, met: bool) -> None:
-    assert measure in MEASURES.values()
-    assert isinstance(measure, type(TIME_RATIO))
-    value = measure.of([1.0, 2.0], [4.0, 8.0], 2).median
-    assert value == expected
-    assert measure.meets(value, bar) is met
+def test_who_starts_changes_from_round_to_round() -> None:
+    order: list[str] = []
+
+    def timed(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    seconds = take_turns({name: lambda name=name: timed(name) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcacab"
+    assert seconds == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
+    assert len(take_turns({"a": lambda: 1.0}, 25, lambda done: done < 5)["a"]) == 5
 
 
-def test_records_come_back_from_their_line() -> None:
-    assert Record.from_json(RECORD.to_json()) == RECORD
-    without = replace(RECORD, comparison=None)
-    assert Record.from_json(without.to_json()) == without
-
-
-@pytest.mark.parametrize("change", [{"schema": 0}, {"case": None}, {"unknown": 1}, {"ms": 3.0}])
-def test_lines_that_are_no_records_are_refused(change: dict[str, object]) -> None:
-    fields = {**json.loads(RECORD.to_json()), **change}
-    fields = {key: value for key, value in fields.items() if value is not None}
-    with pytest.raises(ValueError, match="not a benchmark record"):
-        Record.from_json(json.dumps(fields))
-
-
-def test_reading_names_file_and_line(tmp_path: Path) -> None:
+def test_records_come_back_from_their_line(tmp_path: Path) -> None:
+    for record in (RECORD, replace(RECORD, comparison=None)):
+        assert Record.from_json(record.to_json()) == record
+    for change in ({"schema": 0}, {"case": None}, {"unknown": 1}, {"ms": 3.0}):
+        fields = {key: value for key, value in (json.loads(RECORD.to_json()) | change).items() if value is not None}
+        with pytest.raises(ValueError, match="not a benchmark record"):
+            Record.from_json(json.dumps(fields))
     path = tmp_path / "cpu.jsonl"
     path.write_text(f"{RECORD.to_json()}\n\nnonsense\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 3"):
@@ -94,47 +103,41 @@ def test_reading_names_file_and_line(tmp_path: Path) -> None:
 
 def test_a_case_replaces_its_lines_of_the_same_machine_only(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "cpu.jsonl"
-    elsewhere = replace(RECORD, machine=replace(RECORD.machine, cpu="another"))
+    elsewhere = replace(RECORD, machine=replace(MACHINE, cpu="another"))
     other_case = replace(RECORD, case="op/fp32/M=1")
     merge(path, [RECORD, elsewhere, other_case])
     newer = replace(RECORD, rounds=11)
-    assert merge(path, [newer]) == [elsewhere, other_case, newer]
-    assert read(path) == [elsewhere, other_case, newer]
+    assert merge(path, [newer]) == read(path) == [elsewhere, other_case, newer]
 
 
 def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
-    case = Case("op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO, bar=1.1), "whole": Rival(EFFICIENCY)})
+    case = Case("op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO, bar=1.1), "whole": Rival(EFFICIENCY)}, flops=1e9)
 
     def of_rank(ours: list[float]) -> Times:
         seconds = {OURS: ours, "floor": [1.0, 1.0], "whole": [4.0, 4.0], "unranked": [9.0, 9.0]}
         return Times(seconds, dict.fromkeys(seconds, 1), dict.fromkeys(seconds, ""), {})
 
-    ours, floor, whole, unranked = records_of(case, [of_rank([1.0, 2.0]), of_rank([2.0, 1.0])], world_size=2)
+    times = [of_rank([1.0, 2.0]), of_rank([2.0, 1.0])]
+    ours, floor, whole, unranked = records_of(case, times, 2, MACHINE, {})
     assert ours.comparison is None
-    assert ours.ms.median == 2000.0
+    assert ours.ms.median == 2000.0 and ours.note == ""
     assert floor.comparison == Comparison("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
-    assert whole.comparison is not None
-    assert whole.comparison.value.median == 1.0
+    assert whole.comparison is not None and whole.comparison.value.median == 1.0
     assert unranked.comparison is None
+    without_ours = Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {OURS: "absent"})
+    assert records_of(case, [without_ours], 1, MACHINE, {})[0].comparison is None
 
 
-def test_without_ours_there_is_nothing_to_compare() -> None:
-    case = Case("op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO)})
-    (floor,) = records_of(case, [Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {OURS: "absent"})], world_size=1)
-    assert floor.comparison is None
-
-
-def test_table_of_a_stored_file(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.jsonl"
+def test_table() -> None:
     missed = replace(RECORD, contestant="other", comparison=Comparison("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
-    write(path, [replace(RECORD, contestant=OURS, comparison=None), RECORD, missed])
-    text = table.render(read(path))
+    text = markdown([replace(RECORD, contestant=OURS, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5)
     assert text.count("op/fp32/M=16") == 1  # a case is named once
-    assert "0.900 [0.850, 0.950] ok" in text
-    assert "1.200 [1.100, 1.300] missed" in text
-    assert "<= 0.97" in text
-    assert ">= 1.6" in text
-    assert "a processor, AVX2, 2 cores" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert len({len(row) for row in rows}) == 1
+    assert rows[2][3:6] == ["time ratio 0.900 [0.850, 0.950]", "<= 0.97", "yes"]
+    assert rows[3][3:6] == ["speedup 1.200 [1.100, 1.300]", ">= 1.3, aim >= 1.6", "**no**"]
+    assert "a processor, AVX2, 2 cores." in text and "torch 2.13.0." in text and "in 7.5 minutes" in text
+    assert text.endswith("Not measured:\n\n- fp8: no time left.\n")
 
 
 def test_picture_of_a_stored_file(tmp_path: Path) -> None:
@@ -144,10 +147,16 @@ def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.plot([replace(RECORD, comparison=None)], tmp_path / "empty.png")
+    cases = ["op/fp32/M=16", "op/fp32/M=1", "op/fp32/M=128", "sum/bf16/1 MiB", "sum/bf16/64 KiB"]
+    figure = plot.drawn([replace(RECORD, case=case) for case in cases])
+    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
+    assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]  # whatever was measured last
 
 
 def test_the_picture_of_all_that_was_measured_is_of_a_readable_size() -> None:
-    figure = plot.drawn(read(RESULTS / "cpu.jsonl"))
+    records = read(RESULTS / "cpu.jsonl")
+    assert {record.machine.gpu for record in records} == {""}
+    figure = plot.drawn(records)
     figure.canvas.draw()
     width, height = figure.get_size_inches() * plot.DPI
     assert width <= 1600 and height <= 1400
@@ -163,47 +172,127 @@ def test_the_picture_of_all_that_was_measured_is_of_a_readable_size() -> None:
             assert len(axis.texts) == len(axis.patches)
 
 
-def test_sizes_stand_in_order_whatever_was_measured_last() -> None:
-    cases = ["op/fp32/M=16", "op/fp32/M=1", "op/fp32/M=128", "sum/bf16/1 MiB", "sum/bf16/64 KiB"]
-    figure = plot.drawn([replace(RECORD, case=case) for case in cases])
-    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
-    assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]
-
-
-def test_case_names_are_unique_and_families_stand_together() -> None:
-    names = [case.name for case in cpu_cases()]
+def test_case_names_are_those_of_the_stored_results_and_families_stand_together() -> None:
+    names = [case.name for case in cpu.cpu_cases()]
     assert len(set(names)) == len(names)
-    families = [case.family for case in cpu_cases()]
+    assert {record.case for record in read(RESULTS / "cpu.jsonl")} <= set(names)
+    families = [case.family for case in cpu.cpu_cases()]
     assert len(list(itertools.groupby(families))) == len(set(families))  # ranks start once for each
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--case", "["], ["--case", "no such case"], ["--rounds", "0"], ["--scale", "0"], ["--ranks", "3"]]
+    ("main", "arguments"),
+    [
+        (cpu.from_command_line, ["--case", "["]),
+        (cpu.from_command_line, ["--case", "no such case"]),
+        (cpu.from_command_line, ["--rounds", "0"]),
+        (cpu.from_command_line, ["--scale", "0"]),
+        (cpu.from_command_line, ["--ranks", "3"]),
+        (gpu.from_command_line, ["--only", "("]),
+        (gpu.from_command_line, ["--only", "nothing like it"]),
+        (command, ["bench", "--table", "x"]),
+        (command, ["bench", "--tune", "--case", "ring"]),
+        (command, ["bench", "--tune", "--list"]),
+        (command, ["bench", "--tune", "--scale", "2"]),
+    ],
 )
-def test_arguments_that_do_not_fit_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
-        status = cpu.from_command_line(arguments)
+        status = main(arguments)
     except SystemExit as refused:  # as argparse does it
         status = int(refused.code or 0)
     assert status == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--table", "x"], ["--tune", "--case", "ring"], ["--tune", "--list"], ["--tune", "--scale", "2"]]
-)
-def test_the_command_refuses_options_that_do_not_go_together(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(["bench", *arguments]) == 2
-    assert "--tune" in capsys.readouterr().err
-
-
-def test_the_command_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["bench", "--list"]) == 0
-    assert "matmul_all_reduce/bf16/M=1" in capsys.readouterr().out.splitlines()
+    assert arguments["bench" in arguments] in capsys.readouterr().err
 
 
 def test_list_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["bench", "--list"]) == 0
+    assert "matmul_all_reduce/bf16/M=1" in capsys.readouterr().out.splitlines()
     assert cpu.from_command_line(["--list", "--case", "ring"]) == 0
     assert "ring_attention/bf16/forward" in capsys.readouterr().out.splitlines()
+
+
+# ---- from end to end, in ranks of its own, and what becomes of ranks that fail ----
+
+
+def small_case(context: RankContext, elements: int) -> Makers:
+    ones = torch.ones(elements)
+
+    def summed() -> torch.Tensor:
+        total = ones.clone()
+        dist.all_reduce(total)
+        return total
+
+    def late() -> None:
+        time.sleep(0.003 * (1 + context.rank))  # the slowest rank takes 6 ms
+
+    def absent() -> Contestant:
+        if context.rank == 1:  # on one rank only, and still nobody may run it
+            raise Unavailable("Rank 1 lacks it.")
+        return checked(summed, ones)
+
+    return {
+        OURS: lambda: checked(summed, ones * context.world_size, note="as noted"),
+        "late": lambda: Contestant(late),
+        "absent": absent,
+        "wrong": lambda: checked(lambda: ones * (1 + context.rank), ones),
+    }
+
+
+def wrong_case(context: RankContext) -> Makers:
+    return {OURS: lambda: checked(lambda: torch.zeros(3) + context.rank, torch.ones(3))}
+
+
+def cores_of_rank(context: RankContext) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def raise_on_one(context: RankContext) -> None:
+    if context.rank == 1:
+        raise LookupError("only here")
+    context.barrier.wait()
+
+
+def die_on_one(context: RankContext) -> None:
+    if context.rank == 0:
+        os._exit(7)
+    context.barrier.wait()
+
+
+def test_a_case_from_end_to_end() -> None:
+    case = Case("small/fp32", small_case, {"elements": 64}, {"late": Rival(TIME_RATIO, bar=1.0)})
+    wrong = Case("small/wrong", wrong_case, {})
+    said: list[str] = []
+    (ran, records), (failed, none) = cpu.run([case, wrong], rounds=3, say=said.append)
+    assert (ran, failed) == (case, wrong)
+    ours, late = records
+    assert (ours.contestant, late.contestant) == (OURS, "late")
+    assert ours.note == "as noted"
+    assert ours.rounds == late.rounds == 3
+    assert late.ms.q1 >= 6.0
+    assert late.comparison is not None
+    assert 0 < late.comparison.value.median < 1
+    assert none == []
+    assert said[0] == "small/fp32: absent is left out: Rank 1 lacks it."
+    assert said[1].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes something else")
+    assert len(said) == 3 and "small/wrong: fused_tp computes something else: off by up to 1" in said[2]
+
+
+def test_ranks_are_pinned_and_a_failing_one_ends_all() -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    with Ranks(2) as ranks:
+        assert ranks.call(cores_of_rank, seconds=60) == [[usable[0]], [usable[1 % len(usable)]]]
+        start = time.monotonic()
+        with pytest.raises(RankFailure, match="only here"):
+            ranks.call(raise_on_one, seconds=60)
+        assert time.monotonic() - start < 30  # rank 0, in the barrier, is not waited for
+    with Ranks(2) as ranks, pytest.raises(RankFailure, match="exit status 7"):
+        ranks.call(die_on_one, seconds=60)
+
+
+def test_barrier_names_who_is_late(tmp_path: Path) -> None:
+    barrier = SpinBarrier(tmp_path / "barrier", 2, 0, timeout_seconds=0.05)
+    with barrier, pytest.raises(TimeoutError, match=r"Ranks \[1\] did not reach"):
+        barrier.wait()

@@ -1,9 +1,8 @@
-"""The GPU suite where there is no GPU: budget, rounds, records and table, and its cases, interpreted, on one rank."""
+"""The GPU suite where there is no GPU: budget, records and table, and its cases, interpreted, on one rank."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_overhead, gpu_report, gpu_ring, gpu_timing
-from benchmarks.case import OURS, Case, Contestant, Rival, Unavailable
-from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows, race
-from benchmarks.race import Times
-from benchmarks.ratios import MICROSECONDS, SPEEDUP, TIME_RATIO
-from benchmarks.records import Machine, Record, read
+from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_timing
+from benchmarks.case import MICROSECONDS, OURS, Case, Contestant, Makers, Rival, Unavailable
+from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows
+from benchmarks.results import Machine, Record, records_of
+from benchmarks.runner import Times, run_case
+from benchmarks.table import markdown
 from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
 
@@ -50,7 +49,7 @@ def test_what_does_not_fit_the_minutes_is_left_out() -> None:
 
 
 def case(name: str, seconds: float = 10.0) -> Case:
-    return Case(name, lambda *_, **__: {}, {"m": 1000, "n": 1000, "k": 500, "world_size": 2}, seconds=seconds)
+    return Case(name, lambda *_, **__: {}, {"world_size": 2}, {"copy": Rival(MICROSECONDS, 12.0)}, seconds)
 
 
 def test_cases_that_fail_or_do_not_fit_are_told_of_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,23 +80,11 @@ def test_cases_that_fail_or_do_not_fit_are_told_of_and_the_others_run(monkeypatc
     assert len(said) == 3 and "second line" in said[1]
 
 
-def test_who_starts_changes_from_round_to_round() -> None:
-    order: list[str] = []
-
-    def timed(name: str) -> Any:
-        return lambda: order.append(name) or float(len(order))
-
-    seconds = race({name: timed(name) for name in "abc"}, 3)
-    assert "".join(order) == "abcbcacab"
-    assert seconds == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
-    assert len(race({"a": timed("a")}, 25, lambda: False)["a"]) == gpu_timing.MIN_ROUNDS
-
-
-@pytest.mark.parametrize("rows", [1, 2, 511, 512, 513, 1024, 1500, 8192, 100_003])
-def test_checked_rows_are_in_all_parts(rows: int) -> None:
-    chosen = torch.arange(rows)[checked_rows(rows)]
-    assert chosen[-1] == rows - 1 and len(chosen) <= 2 * gpu_timing.CHECKED_ROWS
-    assert chosen[0] < 1 + rows // 100 and (len(chosen) == 1 or int(chosen.diff().max()) <= 1 + rows // 500)
+def test_checked_rows_are_in_all_parts() -> None:
+    for rows in (1, 2, 511, 512, 513, 1024, 1500, 8192, 100_003):
+        chosen = torch.arange(rows)[checked_rows(rows)]
+        assert chosen[-1] == rows - 1 and len(chosen) <= 2 * gpu_timing.CHECKED_ROWS
+        assert chosen[0] < 1 + rows // 100 and (len(chosen) == 1 or int(chosen.diff().max()) <= 1 + rows // 500)
 
 
 def test_wrong_answers_are_noticed() -> None:
@@ -111,53 +98,24 @@ def test_wrong_answers_are_noticed() -> None:
         assert_near(expected[:3].float(), expected, "the result of rank 1")
 
 
-def made_up() -> list[Record]:
-    one = case("ranks/bf16/two-shot/W=2/1000x1000x500")
-    rivals = {"alone": Rival(TIME_RATIO, 1.10, 1.03), "in turn": Rival(SPEEDUP, 1.0), "other": Rival(SPEEDUP)}
-    one = Case(one.name, one.make, one.parameters, rivals)
-    seconds = {
-        OURS: [1e-3, 1.2e-3, 2e-3],
-        "alone": [1e-3, 1e-3, 2e-3],
-        "in turn": [9e-4, 9e-4, 9e-4],
-        "other": [1e-3] * 3,
+def test_records_and_table_of_a_gpu() -> None:
+    seconds = {OURS: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
+    times = Times(seconds, dict.fromkeys(seconds, 20), {OURS: "a config", "copy": ""}, {})
+    notes = {}
+    for what in ({}, {"flops": 1e7}, {"nbytes": 1e6}):
+        found = {"torch": "2", "driver": "580.0", "SM clock": "900 MHz"}
+        ours, copy = records_of(replace(case("one"), **what), [times], 2, MACHINE, found)
+        assert Record.from_json(ours.to_json()).machine == MACHINE and ours.world_size == 2
+        notes[ours.note] = copy.note
+    assert notes == {
+        "11.00 us; a config": "2.00 us",
+        "1 TFLOP/s; a config": "5 TFLOP/s",
+        "91 GB/s; a config": "500 GB/s",
     }
-    times = Times(seconds, dict.fromkeys(seconds, 2), {name: "a config" * (name == OURS) for name in seconds}, {})
-    return gpu_report.gpu_records(one, times, MACHINE, {"torch": "2.11.0", "driver": "580.0"})
-
-
-def test_records_say_where_and_how_fast() -> None:
-    ours, alone, in_turn, other = made_up()
-    # 2 ranks of 1e9 operations in 1.2 ms.
-    assert ours.note == "2 TFLOP/s; a config" and ours.comparison is None and ours.world_size == 2
-    assert alone.comparison is not None and alone.comparison.value.median == 1.0
-    assert in_turn.comparison is not None and in_turn.comparison.value.median == pytest.approx(0.75)
-    assert other.comparison is not None and other.comparison.bar is None
-    assert (ours.machine, ours.versions["driver"]) == (MACHINE, "580.0")
-    assert Record.from_json(ours.to_json()) == ours
-
-
-def test_the_table_says_what_was_met_and_what_was_left_out() -> None:
-    text = gpu_report.markdown(made_up(), ["alone/fp8: no time left (3 s)."], 7.5)
-    assert "a GPU, sm_90, 132 SMs; launched by a processor, 8 cores." in text and "driver 580.0" in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len({row.count("|") for row in rows}) == 1
-    assert "| time ratio 1.000 [1.000, 1.100] | <= 1.1, aim <= 1.03 | yes |" in text
-    assert "| speedup 0.750 [0.600, 0.825] | >= 1 | **no** |" in text
-    assert "| 1.2 | 2 TFLOP/s |" in text and "in 7.5 minutes" in text
-    assert text.endswith("Not measured:\n\n- alone/fp8: no time left (3 s).\n")
-
-
-def test_clocks_are_told_as_a_range() -> None:
-    clocks = ("900 MHz", "1890 MHz")
-    pairs = zip(made_up(), clocks, strict=False)
-    records = [replace(record, versions={"torch": "2", "SM clock": clock}) for record, clock in pairs]
-    text = gpu_report.markdown(records)
-    assert "torch 2.\nSM clock: 900 MHz to 1890 MHz.\n" in text
-
-
-def test_older_results_without_a_gpu_can_be_read() -> None:
-    results = Path(gpu.__file__).parent / "results" / "cpu.jsonl"
-    assert {record.machine.gpu for record in read(results)} == {""}
+    text = markdown([ours, replace(copy, versions={**found, "SM clock": "1890 MHz"})])
+    assert "a GPU, sm_90, 132 SMs; launched by a processor, AVX2, 8 cores." in text
+    assert "torch 2; driver 580.0.\nSM clock: 900 MHz to 1890 MHz.\n" in text  # read after each case
+    assert "microseconds 11.000 [10.500, 12.000] | <= 12 | yes" in " ".join(text.split())
 
 
 def test_cases_have_names_of_their_own_and_the_sizes_that_have_bars() -> None:
@@ -189,15 +147,6 @@ def test_without_a_gpu_it_refuses_in_a_sentence(capsys: pytest.CaptureFixture[st
     assert gpu.from_command_line(["--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "benchmarks.gpu needs an NVIDIA GPU, and torch finds none on this machine.\n"
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--only", "("], "is not a regular expression"), (["--only", "nothing like it"], "matches none of the cases")],
-)
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.from_command_line(arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_cases_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,42 +198,78 @@ def pretended_gpu() -> Iterator[GpuContext]:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(streams, "own_streams", lambda owner, device, count: [Stream() for _ in range(count)])
     try:
-        yield GpuContext(torch.device("cpu"), Budget(1000), rounds=2)
+        yield GpuContext(torch.device("cpu"))
     finally:
         patch.undo()
 
 
-def fused_case(_group: dist.ProcessGroup, op: str, maker: str, ranks: dict[str, int], names: list[str]) -> None:
-    from benchmarks import gpu_fused
+FUSED, ALONE, MOVED = OURS, "its matmul alone", "matmul, then movement"
+TINY = {"dtype": "bf16", "m": 40, "n": 48, "k": 32}
+SHORT = {"seq": 24, "head_dim": 16}
+# (module, maker, parameters, who runs). Attention's ranks that are threads cannot interpret at the same time: one.
+INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    *(
+        ("gpu_matmul", "rank_contestants", {**TINY, "op": op, "world_size": 1}, [OURS, ALONE, MOVED])
+        for op in ("two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct")
+    ),
+    *(  # with a peer too: it never runs, and nobody waits for it
+        ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [OURS, "torch.mm", ALONE])
+        for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 1))
+    ),
+    *(
+        ("gpu_matmul", "alone_contestants", {**TINY, "dtype": dtype}, [OURS, "torch.mm", "config 32x32x32"])
+        for dtype in ("bf16", "fp16")
+    ),
+    *(
+        ("gpu_attention", maker, {**SHORT, "backward": backward, **more}, names)
+        for backward in (False, True)
+        for maker, more, names in (
+            ("alone", {"causal": backward}, [OURS, "torch's FlashAttention"]),
+            ("ring", {"ranks": 3}, [OURS, "the whole at once"]),
+        )
+    ),
+    (
+        "gpu_attention",
+        "rank_contestants",
+        {**SHORT, "world_size": 1},
+        [OURS, "a launch for each step", "the whole at once"],
+    ),
+]
 
-    parameters = {"op": op, "dtype": "bf16", "m": 40, "n": 48, "k": 32, **ranks}
-    with pretended_gpu() as context:
-        times = gpu_timing.run_case(context, Case("tiny", getattr(gpu_fused, maker), parameters))
-    assert list(times.seconds) == names and not times.skipped
-    assert all(len(of_one) == 2 for of_one in times.seconds.values())
+
+def interpreted_cases(_group: dist.ProcessGroup) -> list[tuple[list[str], list[int]]]:
+    """Of each: who ran, and rounds."""
+    import importlib
+
+    results = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gpu_attention, "WIDTH", 32)
+    patch.setattr(gpu_attention, "TOKENS", 24)
+    for module, maker, parameters, _ in INTERPRETED:
+        make = getattr(importlib.import_module(f"benchmarks.{module}"), maker)
+        with pretended_gpu() as context:
+            times = run_case(context, Case("tiny", make, parameters), 2)
+        results.append((list(times.seconds), [len(seconds) for seconds in times.seconds.values()]))
+    patch.undo()
+    return results
 
 
-@pytest.mark.parametrize("op", ["two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct"])
-def test_rank_cases(op: str) -> None:
-    names = [OURS, "its matmul alone", "matmul, then movement"]
-    interpreted_ranks(1, fused_case, op, "rank_contestants", {"world_size": 1}, names)
-
-
-@pytest.mark.parametrize(("op", "peers"), [("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 1)])
-def test_flag_cases(op: str, peers: int) -> None:
-    """With a peer too: it never runs, and nobody waits for it."""
-    names = [OURS, "torch.mm", "its matmul alone"]
-    interpreted_ranks(1, fused_case, op, "flag_contestants", {"peers": peers}, names)
+def test_cases_of_kernels() -> None:
+    (results,) = interpreted_ranks(1, interpreted_cases, timeout=300)
+    for (module, maker, parameters, expected), (names, rounds) in zip(INTERPRETED, results, strict=True):
+        assert len(names) == len(expected), (module, maker, parameters, names)
+        assert all(name.startswith(start) for name, start in zip(names, expected, strict=True))
+        assert set(rounds) == {2}
 
 
 def wrong_answer(_group: dist.ProcessGroup) -> str:
-    from benchmarks import gpu_fused
+    from benchmarks import gpu_matmul
 
-    parameters = {"op": "reduce-scatter", "dtype": "bf16", "m": 40, "n": 48, "k": 32, "world_size": 1}
     patch = pytest.MonkeyPatch()
-    patch.setattr(gpu_fused.Fused, "expected", lambda self, rank: (slice(None), torch.ones(40, 48).double()))
+    patch.setattr(gpu_matmul.Fused, "expected", lambda self, rank: (slice(None), torch.ones(40, 48).double()))
+    tiny = Case("tiny", gpu_matmul.rank_contestants, {**TINY, "op": "reduce-scatter", "world_size": 1})
     with pretended_gpu() as context, pytest.raises(AssertionError) as raised:
-        gpu_timing.run_case(context, Case("tiny", gpu_fused.rank_contestants, parameters))
+        run_case(context, tiny, 2)
     patch.undo()
     return str(raised.value)
 
@@ -304,63 +289,18 @@ def test_rivals_that_fail_are_left_out_and_told_of() -> None:
     def wrong() -> None:
         raise AssertionError("off by 3")
 
-    def make(context: GpuContext) -> dict[str, Any]:
+    def make(context: GpuContext) -> Makers:
         right = Contestant(lambda: None, lambda: None)
         return {"early": fail, OURS: lambda: right, "old": refuse, "bad": lambda: Contestant(lambda: None, wrong)}
 
     with pretended_gpu() as context:
-        times = gpu_timing.run_case(context, Case("tiny", make, {}))
+        times = run_case(context, Case("tiny", make, {}), 2)
     assert list(times.seconds) == list(times.calls) == list(times.notes) == [OURS]
     assert times.skipped == {
         "early": "failed. RuntimeError: no config fits",
         "old": "is left out: it needs another GPU.",
         "bad": "failed. AssertionError: tiny: bad computes something else: off by 3",
     }
-
-
-def matmul_case(_group: dist.ProcessGroup, dtype: str) -> list[str]:
-    from benchmarks import gpu_gemm
-
-    with pretended_gpu() as context:
-        parameters = {"dtype": dtype, "m": 40, "n": 48, "k": 32}
-        return list(gpu_timing.run_case(context, Case("tiny", gpu_gemm.contestants, parameters)).seconds)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_matmul_cases(dtype: str) -> None:
-    (names,) = interpreted_ranks(1, matmul_case, dtype)
-    assert names[:2] == [OURS, "torch.mm"] and len(names) == 3 and names[2].startswith("config 32x32x32")
-
-
-def attention_case(_group: dist.ProcessGroup, maker: str, parameters: dict[str, Any]) -> tuple[list[str], list[str]]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(gpu_attention, "WIDTH", 32)
-    patch.setattr(gpu_attention, "TOKENS", 24)
-    make = getattr(gpu_ring if maker == "contestants" else gpu_attention, maker)
-    with pretended_gpu() as context:
-        times = gpu_timing.run_case(context, Case("tiny", make, parameters))
-    patch.undo()
-    return list(times.seconds), list(times.skipped)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_attention_cases(backward: bool) -> None:
-    shape = {"seq": 24, "head_dim": 16, "backward": backward}
-    ((ran, left_out),) = interpreted_ranks(1, attention_case, "alone", {**shape, "causal": backward})
-    assert ran == [OURS, "torch's FlashAttention"] and left_out == ["cuDNN"]
-    assert interpreted_ranks(1, attention_case, "ring", {**shape, "ranks": 3}) == [([OURS, "the whole at once"], [])]
-
-
-def test_ring_of_ranks() -> None:
-    """With one rank: ranks that are threads cannot interpret kernels at the same time."""
-    shape = {"seq": 24, "head_dim": 16, "world_size": 1}
-    ((ran, left_out),) = interpreted_ranks(1, attention_case, "contestants", shape)
-    assert ran == [OURS, "a launch for each step", "the whole at once"] and not left_out
-
-
-def test_what_a_ring_computes_is_counted_once_for_all_ranks() -> None:
-    rates = {gpu_report._rate(case.parameters, 2, 1.0) for case in gpu_ring.cases(quick=False) if "16384" in case.name}
-    assert rates == {f"{2 * 2 * 16384**2 / 2 * 2048 / 1e9:.0f} TFLOP/s"}
 
 
 # -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------
@@ -391,46 +331,33 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuContext]:
         native_kernels.use_library(None)
 
 
-@pytest.mark.parametrize("op", gpu_collectives.EXCHANGES)
-@pytest.mark.parametrize("nbytes", [1 << 10, 24 << 10])
-def test_exchange_cases(native: GpuContext, op: str, nbytes: int) -> None:
-    moved = gpu_collectives.traffic(op, nbytes, 1)
-    parameters = {"op": op, "nbytes": nbytes, "world_size": 1, "traffic": moved}
-    times = gpu_timing.run_case(native, Case("tiny", gpu_collectives.exchange_contestants, parameters))
-    assert list(times.seconds) == [OURS, "device copy"] and not times.skipped
-    assert all(len(of_one) == 2 for of_one in times.seconds.values())
-
-
-def test_latency_cases(native: GpuContext) -> None:
-    parameters = {"op": "one-shot", "nbytes": 8 << 10, "world_size": 1}
-    times = gpu_timing.run_case(native, Case("tiny", latency_without_check, parameters))
-    # The pretended events are 1 ms apart.
-    assert times.seconds[OURS] == [1e-3 / (times.calls[OURS] or 1)] * 2
-    assert times.calls[OURS] % gpu_collectives.LATENCY_CALLS == 0
-
-
-def latency_without_check(context: GpuContext, **parameters: Any) -> dict[str, Any]:
+def latency_without_check(context: GpuContext, **parameters: Any) -> Makers:
     """A replay computes nothing here."""
     makers = gpu_collectives.latency_contestants(context, **parameters)
     return {name: lambda maker=maker: replace(maker(), check=None) for name, maker in makers.items()}
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("rows", [3, 40])
-def test_norm_cases(native: GpuContext, rows: int, fp8: bool) -> None:
-    parameters = {"rows": rows, "columns": 8192, "fp8": fp8, "world_size": 1}
-    times = gpu_timing.run_case(native, Case("tiny", gpu_collectives.norm_contestants, parameters))
-    assert list(times.seconds) == [OURS, "steps apart"]
-    assert times.notes[OURS] == ("one_shot" if rows == 3 else "two_shot")
+def test_cases_of_collectives(native: GpuContext) -> None:
+    def run(make: Any, **parameters: Any) -> Times:
+        return run_case(native, Case("tiny", make, {**parameters, "world_size": 1}), 2)
 
-
-def test_overhead_cases(native: GpuContext) -> None:
-    op, collective = gpu_overhead.cases()
-    times = gpu_timing.run_case(native, op)
+    for op in gpu_collectives.EXCHANGES:
+        for nbytes in (1 << 10, 24 << 10):
+            times = run(gpu_collectives.exchange_contestants, op=op, nbytes=nbytes)
+            assert list(times.seconds) == [OURS, "device copy"] and not times.skipped
+            assert all(len(of_one) == 2 for of_one in times.seconds.values())
+    times = run(latency_without_check, op="one-shot", nbytes=8 << 10)
+    assert times.seconds[OURS] == [1e-3 / times.calls[OURS]] * 2  # the pretended events are 1 ms apart
+    assert times.calls[OURS] % gpu_collectives.LATENCY_CALLS == 0
+    for fp8 in (False, True):
+        for rows, algorithm in ((3, "one_shot"), (40, "two_shot")):
+            times = run(gpu_collectives.norm_contestants, rows=rows, columns=8192, fp8=fp8)
+            assert list(times.seconds) == [OURS, "steps apart"] and times.notes[OURS] == algorithm
+    op_case, collective = gpu_collectives.overhead_cases()
+    times = run_case(native, op_case, 2)
     assert list(times.seconds) == [OURS, "torch's linear"] and times.calls[OURS] % 100 == 0
     assert all(1e-7 < second < 1e-2 for second in times.seconds[OURS])
-    alone = replace(collective, parameters={**collective.parameters, "world_size": 1})
-    times = gpu_timing.run_case(native, alone)
+    times = run(collective.make, nbytes=collective.parameters["nbytes"])
     assert list(times.seconds) == [OURS, "torch.add", "in a graph"]
     assert min(times.seconds["in a graph"]) < min(times.seconds[OURS])
 
@@ -469,29 +396,13 @@ def test_bytes_that_must_be_moved() -> None:
 
 
 def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1, "traffic": 1 << 11}
+    parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1}
     monkeypatch.setattr(gpu_collectives, "no_native_kernels", lambda arch: "they were not built")
     one = Case("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
-        _, skipped = gpu.run_all([one], context.budget, lambda case: gpu_timing.run_case(context, case).skipped)
+        _, skipped = gpu.run_all([one], Budget(1000), lambda case: run_case(context, case, 2).skipped)
     assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]
     assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
-
-
-def test_rates_of_what_moves_and_of_what_is_short() -> None:
-    rate = gpu_report._rate
-    assert rate({"traffic": 10**9}, 2, 1.0) == "1000 GB/s"
-    assert rate({"m": 1000, "n": 1000, "k": 500}, 2, 1.0) == "2 TFLOP/s"
-    assert rate({"nbytes": 8192}, 2, 0.0115) == "11.50 us"
-
-
-def test_microseconds_are_those_of_fused_tp() -> None:
-    rivals = {"copy": Rival(MICROSECONDS, 12.0)}
-    one = Case("latency/one-shot", lambda *_, **__: {}, {"world_size": 2}, rivals)
-    seconds = {OURS: [1.0e-5, 1.1e-5, 1.3e-5], "copy": [2e-6] * 3}
-    times = Times(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
-    records = gpu_report.gpu_records(one, times, MACHINE, {"torch": "2"})
-    assert "| microseconds 11.000 [10.500, 12.000] | <= 12 | yes |" in gpu_report.markdown(records)
 
 
 def gpu_test_case(_group: dist.ProcessGroup, file: str, function: str, world_size: int, *args: Any) -> None:
@@ -511,25 +422,21 @@ def gpu_test_case(_group: dist.ProcessGroup, file: str, function: str, world_siz
 GPU_TESTS = str(Path(__file__).parents[1] / "gpu" / "test_fused_kernels.py")
 
 
-@pytest.mark.parametrize("op", ["one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct"])
-def test_the_gpu_tests_of_fused_kernels_on_one_rank(op: str) -> None:
+def test_the_gpu_tests_of_fused_kernels_on_one_rank() -> None:
     shapes = [(40, 40, 24), (1, 16, 16)]
-    interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_after_the_other", 1, op, torch.bfloat16, shapes)
-
-
-@pytest.mark.parametrize("op", ["two_shot", "direct"])
-def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
-    interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_rank_alone", 2, op, (40, 48, 24))
+    for op in ("one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct"):
+        interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_after_the_other", 1, op, torch.bfloat16, shapes)
+    for op in ("two_shot", "direct"):  # a rank whose flags are set runs alone
+        interpreted_ranks(1, gpu_test_case, GPU_TESTS, "one_rank_alone", 2, op, (40, 48, 24))
 
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_report, "_run", lambda command: "")
-    assert gpu_report.nvidia_smi(0) == {}
-    monkeypatch.setattr(gpu_report, "_run", lambda command: "580.1, 1980 MHz, 1980 MHz, 3201 MHz, [N/A]")
-    assert gpu_report.nvidia_smi(0) == {
+    monkeypatch.setattr(gpu_timing, "_run", lambda command: "")
+    assert gpu_timing.nvidia_smi(0) == {}
+    monkeypatch.setattr(gpu_timing, "_run", lambda command: "580.1, 1980 MHz, 1980 MHz, 3201 MHz, [N/A]")
+    assert gpu_timing.nvidia_smi(0) == {
         "driver": "580.1",
         "SM clock": "1980 MHz",
         "highest SM clock": "1980 MHz",
         "memory clock": "3201 MHz",
     }
-    assert json.dumps(gpu_report.nvidia_smi(0))

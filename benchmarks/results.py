@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .ratios import Quartiles
+import torch
+
+from .case import OURS, Case, Quartiles, slowest
+from .ranks import cores
+from .runner import Times
 
 SCHEMA = 1
+_PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True)
@@ -23,11 +31,36 @@ class Machine:
     gpu: str = ""  # empty where none took part
 
 
+def this_machine() -> Machine:
+    """Model name as /proc/cpuinfo has it (Linux; the platform's word elsewhere), torch's vector ISA, usable cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine()
+    return Machine(cpu=model, isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that take part, as far as installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    """ISO 8601, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How fused_tp compares with this contestant. `bar` is what it must reach, `aim` what it wants to."""
 
-    measure: str  # a key of ratios.MEASURES
+    measure: str  # a key of case.MEASURES
     value: Quartiles
     bar: float | None
     aim: float | None
@@ -47,7 +80,7 @@ class Record:
     note: str
     machine: Machine
     versions: dict[str, str]
-    date: str  # ISO 8601, UTC
+    date: str
 
     def to_json(self) -> str:
         """One line."""
@@ -82,6 +115,39 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+def records_of(
+    case: Case, times: Sequence[Times], world_size: int, machine: Machine, found: Mapping[str, str]
+) -> list[Record]:
+    """The records of a case, from what each rank measured; each is compared with fused_tp if that has run."""
+    seconds = {name: slowest([t.seconds[name] for t in times]) for name in times[0].seconds}
+    records = []
+    for name, taken in seconds.items():
+        rival = case.rivals.get(name)
+        comparison = None
+        if rival is not None and OURS in seconds:
+            value = rival.measure.of(seconds[OURS], taken, world_size)
+            comparison = Comparison(rival.measure.name, value, rival.bar, rival.aim)
+        ms, note = Quartiles.of([1e3 * second for second in taken]), times[0].notes[name]
+        if machine.gpu:
+            note = "; ".join(filter(None, (case.rate(ms.median), note)))
+        records.append(
+            Record(
+                case=case.name,
+                contestant=name,
+                ms=ms,
+                rounds=len(taken),
+                calls=times[0].calls[name],
+                comparison=comparison,
+                world_size=world_size,
+                note=note,
+                machine=machine,
+                versions=dict(found),
+                date=now(),
+            )
+        )
+    return records
+
+
 def read(path: Path) -> list[Record]:
     """The records of a file, in order.
 
@@ -99,7 +165,7 @@ def read(path: Path) -> list[Record]:
 
 
 def merge(path: Path, new: Sequence[Record]) -> list[Record]:
-    """Put `new` into the file in place of older records of the same cases on the same machine; return all of it."""
+    """All records of the file, with `new` in place of older ones of the same cases on the same machine."""
     measured = {(record.case, record.machine) for record in new}
     old = read(path) if path.exists() else []
     records = [record for record in old if (record.case, record.machine) not in measured] + list(new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .case import DTYPES, OURS, Case, Contestant, Maker, Rival, assert_close
-from .ranks import RankContext
-from .ratios import EFFICIENCY
+from .case import DTYPES, EFFICIENCY, OURS, Case, Contestant, Makers, Rival, assert_close
+from .ranks import RankContext, environment
 
 HEADS, HEAD_DIM = 8, 64
 SEQ, DOCUMENTS_SEQ, WINDOW_SEQ = 8192, 16384, 16384
@@ -53,7 +51,7 @@ def cases() -> list[Case]:
             seconds=2.25 * seconds if backward else seconds,
         )
         for name, parameters, rivals, seconds in kinds
-        for dtype in DTYPES
+        for dtype in ("bf16", "fp32")
         for backward in (False, True)
     ]
 
@@ -75,7 +73,7 @@ def ring_attention(
     documents: int = 0,
     window: int = 0,
     shared_memory: bool = True,
-) -> dict[str, Maker]:
+) -> Makers:
     """Causal, [1, seq, heads, head_dim] before sharding; one sequence zigzag, packed documents balanced."""
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
@@ -124,7 +122,7 @@ def ring_attention(
     def on_one(run: Callable[[], Any]) -> Contestant:
         return Contestant(run if context.rank == 0 else lambda: None)
 
-    makers: dict[str, Maker] = {
+    makers: Makers = {
         OURS: ours,
         ALONE: lambda: on_one(whole()),
         ALONE_ON_ALL: lambda: Contestant(whole()),
@@ -150,15 +148,8 @@ def _torch(bounds: list[int]) -> Attention:
 
 def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
     def by_messages() -> Any:
-        before = os.environ.get("FUSED_TP_SHM")
-        os.environ["FUSED_TP_SHM"] = "0"
-        try:
+        with environment({"FUSED_TP_SHM": "0"}):
             return run()
-        finally:
-            if before is None:
-                del os.environ["FUSED_TP_SHM"]
-            else:
-                os.environ["FUSED_TP_SHM"] = before
 
     return by_messages
 

@@ -1,4 +1,6 @@
-"""Matmuls fused with their collective on one GPU: with all flags set, and with ranks that share its SMs.
+"""Matmuls on one GPU: the kernel alone, fused with all flags set, and fused on ranks that share its SMs.
+
+`alone`: the matmul kernel against cuBLAS, as `gemm` tunes itself, and each shipped config for itself.
 
 `flags`: one rank has the GPU to itself and its peers' flags are set for ever, so it waits for nobody. What it takes
 longer than cuBLAS is the price of being fusable. With W = 1 tiles pass through the workspace of the rank itself; with
@@ -10,9 +12,10 @@ communication, and against these followed by sums and copies of the same bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +23,20 @@ from torch import Tensor
 
 from fused_tp.transport.local import LocalRank, run_local
 
-from .case import OURS, Case, Contestant, Rival
-from .gpu_ranks import RankMemory, each, meet, normal, prepare, set_flags
-from .gpu_timing import GpuContext, assert_near, checked_rows
-from .ratios import SPEEDUP, TIME_RATIO
+from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
+from .gpu_ranks import RankMemory, meet, normal, prepare, set_flags
+from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SUMS = ("two-shot", "two-shot+norm", "one-shot", "reduce-scatter")
+FP8 = torch.float8_e4m3fn
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
+CUBLAS = "torch.mm"
+# (M, N, K): cubes, and up and down projection of Llama 3 8B's MLP for 4096 tokens.
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (4096, 14336, 4096), (4096, 4096, 14336))
+QUICK_SHAPES = SHAPES[:2]
+# Of cuBLAS's speed, at the two sizes that a bar is set for.
+BAR, AIM = 0.90, 0.97
+WITH_BAR = {("bf16", 4096), ("bf16", 8192)}
+
 GATHERS = ("gather", "gather-direct")
 # Down and up projection of Llama 3 8B's MLP: K is cut in the sums, N in the gathers.
 HIDDEN, INNER = 4096, 14336
@@ -35,6 +45,108 @@ SEQUENCE = "matmul, then movement"
 EPS = 1e-6
 # Multiprocessors that a gather leaves to the kernels between its copies.
 GATHER_MARGIN = 2
+
+
+def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
+    for dtype in dtypes:
+        for m, n, k in QUICK_SHAPES if quick else SHAPES:
+            judged = (dtype, m) in WITH_BAR and m == n == k
+            rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if judged else Rival(SPEEDUP)}
+            if dtype == "fp8":
+                rivals = {name: Rival(SPEEDUP) for name in ("torch._scaled_mm", "torch._scaled_mm, fast accumulation")}
+            parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
+            yield Case(f"alone/{dtype}/{m}x{n}x{k}", alone_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k)
+
+
+def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
+    from fused_tp.triton_kernels.gemm import gemm as module
+
+    kind, device = DTYPES[dtype], context.device
+    if kind == FP8 and torch.cuda.get_device_capability(device) < (9, 0):
+
+        def refuse() -> Contestant:
+            raise Unavailable("fp8 needs sm_90 or later.")
+
+        return {OURS: refuse}
+    sets = [
+        (normal(m, k, dtype=kind, device=device, seed=2 * i), normal(n, k, dtype=kind, device=device, seed=2 * i + 1))
+        for i in range(context.input_sets((m + n) * k * kind.itemsize))
+    ]
+    one = torch.ones((), device=device)
+    scales: dict[str, Any] = {"x_scale": one, "weight_scale": one} if kind == FP8 else {}
+    out_dtype = torch.bfloat16 if kind == FP8 else kind
+
+    def contestant(multiply: Callable[[Tensor, Tensor, Tensor], object], note: Callable[[], str]) -> Contestant:
+        return _contestant(context, sets, out_dtype, multiply, note)
+
+    def ours(x: Tensor, w: Tensor, out: Tensor) -> None:
+        module.gemm(x, w, out=out, **scales)
+
+    def chosen() -> str:
+        return str(list(module._tuned.values())[-1]) if module._tuned else "the only config"
+
+    made = {OURS: lambda: contestant(ours, chosen)}
+    if kind == FP8:
+        for fast in (False, True):
+
+            def scaled_mm(x: Tensor, w: Tensor, out: Tensor, fast: bool = fast) -> None:
+                torch._scaled_mm(
+                    x, w.t(), scale_a=one, scale_b=one, out_dtype=out_dtype, use_fast_accum=fast, out=out
+                )  # fmt: skip
+
+            name = f"torch._scaled_mm{', fast accumulation' * fast}"
+            made[name] = partial(contestant, scaled_mm, str)
+    else:
+        made[CUBLAS] = lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out), str)
+    for config in module.plan_gemm(*sets[0]).configs:
+
+        def fixed(x: Tensor, w: Tensor, out: Tensor, config: Any = config) -> None:
+            with only(config):
+                module.gemm(x, w, out=out, **scales)
+
+        made[f"config {config}"] = partial(contestant, fixed, str)
+    return made
+
+
+@contextmanager
+def only(config: Any) -> Iterator[None]:
+    """Inside it `gemm` knows no other config than this one."""
+    from fused_tp.triton_kernels.gemm import gemm as module
+
+    before = module.gemm_configs
+    module.gemm_configs = lambda *args, **kinds: (config,)
+    try:
+        yield
+    finally:
+        module.gemm_configs = before
+
+
+def _contestant(
+    context: GpuContext,
+    sets: Sequence[tuple[Tensor, Tensor]],
+    out_dtype: torch.dtype,
+    multiply: Callable[[Tensor, Tensor, Tensor], object],
+    note: Callable[[], str],
+) -> Contestant:
+    (stream,) = context.streams(1)
+    m, n = sets[0][0].shape[0], sets[0][1].shape[0]
+    out = torch.empty(m, n, dtype=out_dtype, device=context.device)
+
+    def run_set(number: int) -> None:
+        with torch.cuda.stream(stream):
+            multiply(*sets[number % len(sets)], out)
+
+    def check() -> None:
+        with torch.cuda.stream(stream):
+            out.fill_(torch.nan)
+            multiply(*sets[0], out)
+            rows = checked_rows(m)
+            x, w = sets[0]
+            assert_near(out[rows], x[rows].double() @ w.double().t())
+
+    context.synchronize()  # the inputs were made in another stream
+    run_set(0)  # compiles and tunes, so that the note can say what was taken
+    return counted(run_set, check, note())
 
 
 @dataclass(frozen=True)
@@ -72,10 +184,17 @@ def flag_cases(quick: bool) -> Iterator[Case]:
         for world_size in (1, 2):
             n, k = (INNER // 2, HIDDEN) if op in GATHERS else (HIDDEN, INNER // 2)
             judged: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
-            rivals = {"torch.mm": Rival(SPEEDUP, *judged), ALONE: Rival(TIME_RATIO)}
+            rivals = {CUBLAS: Rival(SPEEDUP, *judged), ALONE: Rival(TIME_RATIO)}
             # The stopwatch looks at the streams of world_size ranks; here only one of them runs.
             parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "peers": world_size - 1}
-            yield Case(f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}", flag_contestants, parameters, rivals, 5.0)
+            yield Case(
+                f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}",
+                flag_contestants,
+                parameters,
+                rivals,
+                5.0,
+                2.0 * m * n * k,
+            )
 
 
 def rank_cases(world_size: int, quick: bool) -> Iterator[Case]:
@@ -91,7 +210,8 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[Case]:
             SEQUENCE: Rival(SPEEDUP, 1.0) if m >= 2048 else Rival(SPEEDUP),
         }
         parameters = {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, "world_size": world_size}
-        yield Case(f"ranks/{dtype}/{op}/W={world_size}/{m}x{n}x{k}", rank_contestants, parameters, rivals, 6.0)
+        flops = 2.0 * m * n * k * world_size
+        yield Case(f"ranks/{dtype}/{op}/W={world_size}/{m}x{n}x{k}", rank_contestants, parameters, rivals, 6.0, flops)
 
 
 class Fused:
@@ -206,17 +326,14 @@ class Fused:
     def check(self, results: Sequence[Tensor]) -> None:
         torch.cuda.synchronize(self.device)
         for rank, memory in enumerate(self.memories):
-            expired = memory.workspace.expired()
-            assert expired is None, str(expired)
+            memory.assert_in_time()
             rows, expected = self.expected(rank)
             assert_near(results[rank][rows], expected, f"the result of rank {rank}")
         if not self.problem.gathers and self.problem.op != "reduce-scatter":
             assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
 
 
-def rank_contestants(
-    context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int
-) -> dict[str, Callable[[], Contestant]]:
+def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
     problem = Problem(op, dtype, m, n, k, world_size)
     sms = context.sms // world_size
     fused = Fused(context, problem, sms)
@@ -243,14 +360,12 @@ def rank_contestants(
         steps = gather_steps if problem.gathers else sum_steps
         run_set = steps(fused, streams, matmul_sms)
         tune(run_set)
-        return counted(run_set, lambda: fused.check(run_set(0)), "")
+        return counted(run_set, lambda: fused.check(run_set(0)))
 
     return {OURS: ours, ALONE: alone, SEQUENCE: sequence}
 
 
-def flag_contestants(
-    context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int
-) -> dict[str, Callable[[], Contestant]]:
+def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int) -> Makers:
     problem = Problem(op, dtype, m, n, k, 1 + peers)
     fused = Fused(context, problem, context.sms)
     if peers:
@@ -267,9 +382,8 @@ def flag_contestants(
         def check() -> None:
             results = run_set(0)
             if peers:  # its peers' terms are not there; those cases are checked with ranks
-                torch.cuda.synchronize(context.device)
-                expired = fused.memories[0].workspace.expired()
-                assert expired is None, str(expired)
+                context.synchronize()
+                fused.memories[0].assert_in_time()
             else:
                 fused.check(results)
 
@@ -280,22 +394,16 @@ def flag_contestants(
             x, w = fused.sets[number % len(fused.sets)][rank]
             torch.mm(x, w.t(), out=out)
 
-        return counted(lambda number: each(streams, lambda rank: multiply_by_torch(rank, number)), None, "")
+        return counted(lambda number: each(streams, lambda rank: multiply_by_torch(rank, number)), None)
 
     def alone() -> Contestant:
         def run_set(number: int) -> None:
             each(streams, lambda rank: multiply(fused, rank, number, out, context.sms))
 
         tune(run_set)
-        return counted(run_set, None, "")
+        return counted(run_set, None)
 
-    return {OURS: ours, "torch.mm": mm, ALONE: alone}
-
-
-def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, note: str) -> Contestant:
-    """A contestant whose calls take the sets of inputs in turn."""
-    turn = itertools.count()
-    return Contestant(lambda: run_set(next(turn)), check, note)
+    return {OURS: ours, CUBLAS: mm, ALONE: alone}
 
 
 def tune(run_set: Callable[[int], object]) -> None:

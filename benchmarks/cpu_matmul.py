@@ -1,0 +1,167 @@
+"""Matmuls with their collective, weights [4096, 4096] before sharding, x of M rows; and the all-reduce by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from fused_tp.transport._torch_compat import all_gather_single, reduce_scatter_single
+
+from . import rivals_deepspeed
+from .case import DTYPES, OURS, TIME_RATIO, Case, Contestant, Maker, Makers, Rival, Unavailable, checked
+from .ranks import RankContext
+
+FEATURES = 4096
+ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
+
+ALONE = "matmul alone"
+# In fp32 fused_tp may multiply by another library than torch picks (see fused_tp.schedules.gemm). These contestants do
+# too, so that what it gains by that is not taken for what it gains by overlapping.
+OUR_ALONE = "fused_tp's matmul alone"
+GLOO = "matmul + gloo"
+DEEPSPEED = "matmul + DeepSpeed"
+OUR_DEEPSPEED = "fused_tp's matmul + DeepSpeed"
+
+
+def cases() -> list[Case]:
+    """All of this file, in the order of the table."""
+    found = []
+    for dtype in ("bf16", "fp32"):
+        for rows in (1, 16, 128, 512, 1024):
+            large = rows >= 128
+            rivals = {
+                ALONE: Rival(TIME_RATIO, aim=1.05 if large else None),
+                GLOO: Rival(TIME_RATIO, bar=0.75 if large and dtype == "bf16" else None),
+                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 1.05),
+                OUR_ALONE: Rival(TIME_RATIO),
+                OUR_DEEPSPEED: Rival(TIME_RATIO),
+            }
+            found.append(_case("matmul_all_reduce", dtype, rows, rivals))
+    for op, bar, aim in (("all_gather_matmul", 1.06, 1.02), ("matmul_reduce_scatter", 1.08, 1.03)):
+        rivals = {ALONE: Rival(TIME_RATIO, bar, aim), GLOO: Rival(TIME_RATIO), OUR_ALONE: Rival(TIME_RATIO)}
+        found += [_case(op, dtype, rows, rivals) for dtype in ("bf16", "fp32") for rows in (512, 1024)]
+    rivals = {"DeepSpeed": Rival(TIME_RATIO, bar=1.1), "gloo": Rival(TIME_RATIO)}
+    for nbytes in ALL_REDUCE_BYTES:
+        size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+        found.append(Case(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
+    return found
+
+
+def _case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> Case:
+    seconds = 4.0 if rows <= 16 else 8.0
+    return Case(f"{op}/{dtype}/M={rows}", matmul, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
+
+
+def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int = FEATURES) -> Makers:
+    """all_gather_matmul: x_shard_m [M/W, K], weight [N/W, K] -> [M, N/W]. matmul_reduce_scatter, matmul_all_reduce:
+    x [M, K/W], weight [N, K/W] -> [M/W, N], [M, N]."""
+    x, weight = operands(context, op, dtype, rows, features)
+    size, whole_x = context.world_size, x
+    if op == "all_gather_matmul":
+        shards = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(shards, x)
+        whole_x = torch.cat(shards)
+    expected = F.linear(whole_x.double(), weight.double())
+    if op != "all_gather_matmul":
+        dist.all_reduce(expected)
+    if op == "matmul_reduce_scatter":
+        expected = expected.chunk(size)[context.rank]
+
+    def ours() -> Contestant:
+        import fused_tp
+        from fused_tp.runtime.group import resolve_group
+        from fused_tp.schedules.registry import decide
+
+        k, n = (features, None) if op == "all_gather_matmul" else (None, features)
+        chosen = decide(op, resolve_group(None), x.dtype, x.device, rows, k, n)  # a figure means little without it
+        call = getattr(fused_tp, op)
+        return checked(lambda: call(x, weight, group=None), expected, f"{chosen.schedule} over {chosen.transport}")
+
+    def by_gloo() -> Tensor:
+        if op == "all_gather_matmul":
+            gathered = x.new_empty(x.shape[0] * size, x.shape[1])
+            all_gather_single(gathered, x)
+            return F.linear(gathered, weight)
+        partial = F.linear(x, weight)
+        if op == "matmul_all_reduce":
+            dist.all_reduce(partial)
+            return partial
+        y_shard_m = torch.empty(partial.shape[0] // size, partial.shape[1], dtype=partial.dtype)
+        reduce_scatter_single(y_shard_m, partial)
+        return y_shard_m
+
+    def our_linear() -> Callable[[Tensor, Tensor], Tensor]:
+        from fused_tp.schedules.gemm import linear
+
+        return linear
+
+    def alone(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+        return Contestant(lambda: linear(whole_x, weight))
+
+    def deepspeed(linear: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+        rivals_deepspeed.load(context)
+        return checked(lambda: rivals_deepspeed.all_reduce_(linear(x, weight)), expected)
+
+    makers: dict[str, Maker] = {
+        OURS: ours,
+        ALONE: lambda: alone(F.linear),
+        GLOO: lambda: checked(by_gloo, expected),
+    }
+    if op == "matmul_all_reduce":
+        makers[DEEPSPEED] = lambda: deepspeed(F.linear)
+    if dtype == "fp32":
+        makers[OUR_ALONE] = lambda: alone(our_linear())
+        if op == "matmul_all_reduce":
+            makers[OUR_DEEPSPEED] = lambda: deepspeed(our_linear())
+    return makers
+
+
+def operands(context: RankContext, op: str, dtype: str, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """x and weight of this rank, for `rows` rows and [features, features] before sharding."""
+    size = context.world_size
+    shapes = [(rows, features // size), (features, features // size)]
+    if op == "all_gather_matmul":
+        shapes = [(rows // size, features), (features // size, features)]
+    random = torch.Generator().manual_seed(context.rank)
+    x, weight = (torch.randn(shape, generator=random).to(DTYPES[dtype]) for shape in shapes)
+    return x, weight
+
+
+def all_reduce(context: RankContext, nbytes: int) -> Makers:
+    """Sums a bf16 tensor of `nbytes` over the ranks into itself, by shared memory."""
+    ones = torch.ones(nbytes // 2, dtype=torch.bfloat16)
+    zeros = torch.zeros_like(ones).add_(0)  # what is timed sums zeros, which do not grow
+
+    def contestant(all_reduce_: Callable[[Tensor], Tensor]) -> Contestant:
+        check = checked(lambda: all_reduce_(ones.clone()), ones * context.world_size).check
+        return Contestant(lambda: all_reduce_(zeros), check)
+
+    def ours() -> Contestant:
+        transport = shared_memory()
+        return contestant(lambda tensor: transport.all_reduce(tensor, out=tensor))
+
+    def deepspeed() -> Contestant:
+        rivals_deepspeed.load(context)
+        return contestant(rivals_deepspeed.all_reduce_)
+
+    def by_gloo(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    return {OURS: ours, "DeepSpeed": deepspeed, "gloo": lambda: contestant(by_gloo)}
+
+
+def shared_memory():  # type: ignore[no-untyped-def]  # a transport, whose module needs the native core
+    """The shared-memory transport of all ranks; Unavailable where there is none."""
+    from fused_tp.runtime.group import resolve_group
+    from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+
+    group = resolve_group(None)
+    transport = shm_transport(group)
+    if transport is None:
+        raise Unavailable(f"fused_tp has no shared memory here: {shm_unavailable_reason(group)}.")
+    return transport

@@ -1,0 +1,134 @@
+"""One case measured: contestants are made, checked and warmed up, then take turns, round after round."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from .case import OURS, Case, Contestant, Context, Maker, Unavailable
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 101
+
+
+@dataclass
+class Times:
+    """What one rank measured of a case: seconds of one call, by contestant and round."""
+
+    seconds: dict[str, list[float]]
+    calls: dict[str, int]
+    notes: dict[str, str]
+    skipped: dict[str, str]  # by name, why a contestant did not run: the end of a sentence
+
+
+def run_case(
+    context: Context,
+    case: Case,
+    rounds: int | None = None,
+    scale: float = 1.0,
+    goes_on: Callable[[int], bool] = lambda done: True,
+) -> Times:
+    """The times of the contestants of `case`. Runs on every rank.
+
+    Args:
+        rounds: how many; None for as many as fit `case.seconds`, times `scale`.
+        goes_on: asked before each round with the number of those done.
+
+    Raises:
+        AssertionError: fused_tp computes something else; whatever else it raises, too. Rivals that fail are left out.
+    """
+    contestants, skipped = check_case(context, case)
+    estimates, calls = {}, {}
+    for name, contestant in contestants.items():
+        estimates[name], calls[name] = context.warm_up(contestant)
+    if rounds is None:
+        round_seconds = sum(estimates[name] * calls[name] for name in contestants)
+        rounds = min(max(int(scale * case.seconds / max(round_seconds, 1e-3)), MIN_ROUNDS), MAX_ROUNDS)
+    seconds = take_turns(
+        {name: partial(context.seconds, contestants[name], calls[name]) for name in calls}, rounds, goes_on
+    )
+    if context.checks_again:
+        skipped |= _check(context, case, contestants)
+    return Times(
+        {name: seconds[name] for name in contestants},
+        {name: calls[name] * contestant.repeats for name, contestant in contestants.items()},
+        {name: contestant.note for name, contestant in contestants.items()},
+        skipped,
+    )
+
+
+def check_case(context: Context, case: Case) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Those contestants of `case` whose answers are right; why others are not among them. Raises as `run_case`."""
+    context.start(case)
+    contestants: dict[str, Contestant] = {}
+    skipped: dict[str, str] = {}
+    for name, make in case.make(context, **case.parameters).items():
+        made: list[Contestant] = []
+        reason = _reason(context, name, partial(_make, make, made))
+        if reason:
+            skipped[name] = reason
+        else:
+            contestants[name] = made[0]
+    return contestants, skipped | _check(context, case, contestants)
+
+
+def take_turns(
+    timed: dict[str, Callable[[], float]], rounds: int, goes_on: Callable[[int], bool] = lambda done: True
+) -> dict[str, list[float]]:
+    """Times by contestant and round."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    names = list(timed)
+    gc.collect()
+    gc.disable()  # a collection falls on whoever happens to run
+    try:
+        for number in range(rounds):
+            if not goes_on(number):
+                break
+            # Who starts changes from round to round: no contestant always finds the caches as the same other left them.
+            first = number % max(len(names), 1)
+            for name in names[first:] + names[:first]:
+                seconds[name].append(timed[name]())
+    finally:
+        gc.enable()
+    return seconds
+
+
+def _make(make: Maker, made: list[Contestant]) -> None:
+    made.append(make())
+
+
+def _check(context: Context, case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
+    """Takes out those whose answers are wrong, and says why."""
+    wrong = {}
+    for name, contestant in list(contestants.items()):
+        if contestant.check is not None:
+            reason = _reason(context, name, contestant.check, f"{case.name}: {name} computes something else: ")
+            if reason:
+                wrong[name] = reason
+                del contestants[name]
+    return wrong
+
+
+def _reason(context: Context, name: str, step: Callable[[], object], wrong: str = "") -> str:
+    """Why `step` fails, on any rank: all ranks go on together or none, as one alone would wait for its peers."""
+    reason = ""
+    raised: Exception | None = None
+    try:
+        step()
+        context.synchronize()
+    except (Unavailable, ImportError) as error:
+        reason = f"is left out: {error}"
+    except AssertionError as error:
+        raised = AssertionError(f"{wrong}{str(error) or 'an assertion without a message failed'}")
+        raised.__cause__ = error
+        reason = f"failed. AssertionError: {next(iter(str(raised).splitlines()))}"
+    except Exception as error:
+        raised, reason = error, f"failed. {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    reasons = [text for text in context.exchange(reason) if text]
+    if name == OURS and reasons and "failed. " in reasons[0]:
+        raise raised or AssertionError(reasons[0])
+    if raised is not None:
+        traceback.print_exception(raised)
+    return reasons[0] if reasons else ""
