@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.gpu_gemm import only
+from benchmarks.gpu_matmul import only
 from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
 from fused_tp.transport.local import LocalRank, run_local
 from fused_tp.triton_kernels.comm.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
