@@ -49,7 +49,7 @@ demo: $(VENV)/installed $(VENV)/installed-demo
 test: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-bench $(VENV)/installed-docs $(VENV)/installed-nccl
+test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-release $(VENV)/installed-nccl
 	$(BIN)/python -m pytest -q -m "" $(ARGS)
 
 lint: $(VENV)/installed $(VENV)/installed-dev
