@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,37 +24,6 @@ from fused_tp.runtime import dispatch, settings
 from fused_tp.schedules.registry import SCHEDULES
 
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
-
-# Every environment variable that the package reads, also at build time.
-VARIABLES = {
-    "FUSED_TP_TIMEOUT": "seconds until a wait for a peer raises CollectiveTimeoutError (600)",
-    "FUSED_TP_CHECK": "1: ranks compare op, shapes and dtypes before every op on torch.distributed (0)",
-    "FUSED_TP_SCHEDULE": "the schedule that every op must use (the dispatch table chooses)",
-    "FUSED_TP_ATTENTION": "what computes attention: native-cpu, triton, torch-cpu, ... (the best there is)",
-    "FUSED_TP_RING_GRADIENTS": "input: a ring's dK/dV travel in the keys' dtype (wide: in float32)",
-    "FUSED_TP_TABLE": "a dispatch table to use in place of the shipped one",
-    "FUSED_TP_SM_MARGIN": "multiprocessors that fused kernels leave to what runs beside them (0)",
-    "FUSED_TP_SHM": "0: do not use CPU shared memory (1)",
-    "FUSED_TP_SHM_RESERVE": "bytes of address space each rank reserves for shared memory (32 GiB)",
-    "FUSED_TP_ISA": "plain, avx2 or avx512: the most the native core may use (the best this CPU has)",
-    "FUSED_TP_HOST": "names this host, where ranks of one machine share neither memory nor GPUs (its boot id)",
-    "FUSED_TP_NVTX": "1: NVTX ranges always; 0: never (while a tool listens)",
-    "FUSED_TP_REQUIRE_NATIVE": "1 when installing: a native core that cannot be built is an error (0)",
-    "FUSED_TP_CUDA": "when installing, 0: no device kernels; 1: an error where they cannot be built (built with nvcc)",
-    "FUSED_TP_CUDA_ARCHS": "when installing: GPUs to build device kernels for (80;90a;100a+PTX)",
-}
-
-# What others than this process read: the values that they take, in lower case, and what to do about any other.
-_TAKEN = {
-    "FUSED_TP_ISA": ("(plain|avx2|avx512)?", "plain, avx2 or avx512"),
-    "FUSED_TP_SHM_RESERVE": (r"0*[1-9]\d*", "a positive number of bytes"),
-    "FUSED_TP_CUDA_ARCHS": (
-        r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+",
-        "architectures like 80;90a;100a+PTX, +PTX at those that later GPUs shall be able to use",
-    ),
-}
-
-_SWITCHES = ("FUSED_TP_NVTX", "FUSED_TP_REQUIRE_NATIVE", "FUSED_TP_CUDA")
 
 # Sizes whose dispatch is shown: rows per rank, in a layer of an 8B model, on two ranks.
 _TOKENS = {"1 token": 1, "2048 tokens": 2048}
@@ -112,30 +79,25 @@ def report(findings: list[Finding]) -> str:
 def _settings() -> Iterator[Finding]:
     section = "Settings"
     checks: dict[str, Callable[[], Any]] = {
-        "FUSED_TP_TIMEOUT": settings.timeout_seconds,
-        "FUSED_TP_CHECK": settings.check_ranks,
-        "FUSED_TP_SM_MARGIN": settings.sm_margin,
-        "FUSED_TP_SHM": settings.shared_memory_allowed,
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
         "FUSED_TP_SCHEDULE": _forced_schedule,
         "FUSED_TP_ATTENTION": _forced_provider,
-        "FUSED_TP_RING_GRADIENTS": settings.narrow_gradients,
-        **{name: partial(_taken, name) for name in _TAKEN},
-        **{name: partial(settings.switch, name, True) for name in _SWITCHES},
     }
-    for name, meaning in VARIABLES.items():
-        value = os.environ.get(name)
+    for setting in settings.SETTINGS:
+        value = os.environ.get(setting.name)
+        meaning = f"{'when installing, ' if setting.installing else ''}{setting.meaning} (default: {setting.default})"
         if value is None:
-            yield Finding(section, name, f"not set; {meaning}")
+            yield Finding(section, setting.name, f"not set; {meaning}")
             continue
         try:
-            checks.get(name, lambda: None)()
+            checks.get(setting.name, setting.check)()
         except (ValueError, OSError) as error:
-            yield Finding(section, name, f"{value!r}; {meaning}", PROBLEM, str(error))
+            yield Finding(section, setting.name, f"{value!r}; {meaning}", PROBLEM, str(error))
         else:
-            yield Finding(section, name, f"{value!r}; {meaning}")
+            yield Finding(section, setting.name, f"{value!r}; {meaning}")
+    known = {setting.name for setting in settings.SETTINGS}
     for name in sorted(os.environ):
-        if name.startswith("FUSED_TP_") and name not in VARIABLES:
+        if name.startswith("FUSED_TP_") and name not in known:
             yield Finding(
                 section, name, repr(os.environ[name]), PROBLEM, "Nothing reads this variable; is it misspelt?"
             )
@@ -153,12 +115,6 @@ def _forced_provider() -> str | None:
     from fused_tp.attention.kernels.select import forced_provider
 
     return forced_provider()
-
-
-def _taken(name: str) -> None:
-    pattern, wanted = _TAKEN[name]
-    if not re.fullmatch(pattern, os.environ[name].lower()):
-        raise ValueError(f"Set it to {wanted}.")
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:

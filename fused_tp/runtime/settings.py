@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _LONGEST_SECONDS = 3e9  # a century; three times that still fits 64 bits of nanoseconds
@@ -123,3 +126,113 @@ def table_path() -> str | None:
     The variable is looked at in every call, the file it names only once: see `runtime.dispatch`.
     """
     return os.environ.get("FUSED_TP_TABLE") or None
+
+
+# -- all of them, for `fused-tp doctor` and the documentation ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An environment variable.
+
+    Attributes:
+        name: of the variable.
+        default: what holds where it is not set, in words.
+        meaning: what it does.
+        check: raises ValueError, with a sentence, where the variable has a value that cannot be.
+        installing: it is read while fused_tp is installed, and not later.
+    """
+
+    name: str
+    default: str
+    meaning: str
+    check: Callable[[], object] = lambda: None
+    installing: bool = False
+
+
+def _is_switch(name: str) -> Callable[[], object]:
+    return lambda: switch(name, True)
+
+
+def _matches(name: str, pattern: str, wanted: str) -> Callable[[], object]:
+    def check() -> None:
+        if not re.fullmatch(pattern, os.environ.get(name, "").lower()):
+            raise ValueError(f"Set it to {wanted}.")
+
+    return check
+
+
+_ARCHS = r"|[;,\s]*((sm_)?\d+\.?\d[af]?(\+ptx)?([;,\s]+|$))+"
+
+SETTINGS = (
+    Setting("FUSED_TP_TIMEOUT", "600", "longest wait for a peer, in seconds", timeout_seconds),
+    Setting(
+        "FUSED_TP_CHECK", "0", "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL", check_ranks
+    ),
+    Setting("FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for"),
+    Setting(
+        "FUSED_TP_ATTENTION",
+        "the best there is",
+        "what computes the steps of attention: native-cpu, triton, torch-cpu, torch-cuda or torch-blocks",
+    ),
+    Setting(
+        "FUSED_TP_RING_GRADIENTS",
+        "wide",
+        "input: over messages, gradients of keys and values travel in their own dtype, half the bytes in bfloat16, "
+        "with a rounding for each rank; wide: in float32",
+        narrow_gradients,
+    ),
+    Setting(
+        "FUSED_TP_TABLE",
+        "the shipped one",
+        "a dispatch table, as fused-tp bench --tune writes; a process reads it once",
+    ),
+    Setting(
+        "FUSED_TP_SM_MARGIN",
+        "0",
+        "multiprocessors that fused kernels leave to what runs beside them; the same on all ranks",
+        sm_margin,
+    ),
+    Setting(
+        "FUSED_TP_HOST", "the boot id", "names this host, where ranks of one machine share neither memory nor GPUs"
+    ),
+    Setting("FUSED_TP_NVTX", "while a tool listens", "1: NVTX ranges always; 0: never", _is_switch("FUSED_TP_NVTX")),
+    Setting("FUSED_TP_SHM", "1", "0: no CPU shared memory", shared_memory_allowed),
+    Setting(
+        "FUSED_TP_SHM_RESERVE",
+        "32 GiB",
+        "address space (not memory) that each rank reserves for a group's shared memory, in bytes",
+        _matches("FUSED_TP_SHM_RESERVE", r"0*[1-9]\d*", "a positive number of bytes"),
+    ),
+    Setting(
+        "FUSED_TP_ISA",
+        "the best this CPU has",
+        "plain, avx2 or avx512: the most that the kernels of the CPU core may use",
+        _matches("FUSED_TP_ISA", "(plain|avx2|avx512)?", "plain, avx2 or avx512"),
+    ),
+    Setting(
+        "FUSED_TP_REQUIRE_NATIVE",
+        "0",
+        "1: a CPU core that cannot be built is an error",
+        _is_switch("FUSED_TP_REQUIRE_NATIVE"),
+        installing=True,
+    ),
+    Setting(
+        "FUSED_TP_CUDA",
+        "for the visible GPU",
+        "0: build no device kernels; 1: build them for all GPUs, and fail where that cannot be",
+        _is_switch("FUSED_TP_CUDA"),
+        installing=True,
+    ),
+    Setting(
+        "FUSED_TP_CUDA_ARCHS",
+        "the visible GPU",
+        "GPUs to build device kernels for, such as 80;90a;100a+PTX",
+        _matches(
+            "FUSED_TP_CUDA_ARCHS",
+            _ARCHS,
+            "architectures like 80;90a;100a+PTX, +PTX at those that later GPUs shall be able to use",
+        ),
+        installing=True,
+    ),
+)

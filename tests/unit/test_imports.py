@@ -7,11 +7,10 @@ import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from fused_tp.cli import doctor
+from fused_tp.runtime import settings
 from tests.workers import REPOSITORY
 
 PACKAGE = REPOSITORY / "fused_tp"
@@ -83,12 +82,5 @@ def variables_in_code() -> set[str]:
     return names - {"FUSED_TP_X86"}  # a macro of the build
 
 
-def test_doctor_knows_every_variable() -> None:
-    assert variables_in_code() == set(doctor.VARIABLES)
-
-
-def test_readme_documents_every_variable() -> None:
-    readme = Path(REPOSITORY, "README.md")
-    if not readme.exists():
-        pytest.skip("this tree has no README.md")
-    assert variables_in_code() <= set(VARIABLE.findall(readme.read_text()))
+def test_every_variable_is_declared() -> None:
+    assert variables_in_code() == {setting.name for setting in settings.SETTINGS}

@@ -302,7 +302,7 @@ if rank == 0:
     print("ran on torch", torch.__version__, "from", fused_tp.__file__)
 dist.destroy_process_group()
 """
-# A wheel links no torch, so that one serves all: interpreters of this version that have other ones, separated by colons.
+# A wheel links no torch, so that one serves all. Interpreters of this version with other ones, separated by colons:
 OTHER_PYTHONS = [path for path in os.environ.get("WHEEL_TEST_PYTHONS", "").split(os.pathsep) if path]
 
 
