@@ -15,9 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from fused_tp.integrations.loading import load_full_state_dict
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.saving import save_whole
+from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
 from fused_tp.nn import gather_state_dict
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, full, make, make_tokens, mesh_of
 from tests.workers import on_ranks, run_ranks

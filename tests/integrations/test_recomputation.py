@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.call import current_frame
+from fused_tp.integrations.forward_shard import running_forward
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks, run_ranks
@@ -218,7 +218,7 @@ def test_an_interrupted_forward_is_forgotten_by_the_next_one(group: dist.Process
             parallel(tokens)
     handle.remove()
     parallel(tokens)
-    assert current_frame() is None
+    assert running_forward() is None
 
 
 def _interrupt(*_: Any) -> None:
