@@ -27,7 +27,7 @@ class MessagesAllToAll:
         going = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
         coming = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
         self.check(op, exchange, xs)
-        with self._transport.several(op):
+        with self._transport.abort_scope(op):
             flat = going.room(xs[0].device)
             for peer in exchange.peers:
                 for part, x, share in zip(going.parts(flat, peer), xs, exchange.shares, strict=True):
@@ -47,7 +47,7 @@ class MessagesAllToAll:
         going = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
         coming = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
         self.check(op, exchange, xs)
-        with self._transport.several(op):
+        with self._transport.abort_scope(op):
             flat = going.room(xs[0].device)
             for peer in exchange.peers:
                 for part, x, share in zip(going.parts(flat, peer), xs, exchange.shares, strict=True):

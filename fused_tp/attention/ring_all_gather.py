@@ -32,7 +32,7 @@ class CollectiveRing:
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
         groups, results = _head_groups(call, q, k, v), []
-        with self._transport.several("ring_attention"):
+        with self._transport.abort_scope("ring_attention"):
             for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
                 state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
@@ -46,7 +46,7 @@ class CollectiveRing:
         k, v = saved.k, saved.v
         self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
         groups = _head_groups(call, saved.q, k, v)
-        with self._transport.several("ring_attention_backward"):
+        with self._transport.abort_scope("ring_attention_backward"):
             parts = [
                 self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
                 for heads, kv_heads, everyone in self._gathered(call, groups, k, v)

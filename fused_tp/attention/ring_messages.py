@@ -52,7 +52,7 @@ class SendRecvRing:
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> Pair:
         self._transport.check("ring_attention", dims, q.dtype, q.device)
         call = replace(call, shown=Shown.NEEDED)
-        with self._transport.several("ring_attention"):
+        with self._transport.abort_scope("ring_attention"):
             rounds = [Round(t, call.needs(t), call.gives(t)) for t in call.steps]
             keys = _Keys(self._transport, rounds, k, v)
             state = Forward(call, q, v)
@@ -66,7 +66,7 @@ class SendRecvRing:
         k, v = saved.k, saved.v
         self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
         call = replace(call, shown=Shown.NEEDED)
-        with self._transport.several("ring_attention_backward"):
+        with self._transport.abort_scope("ring_attention_backward"):
             keys = _Keys(self._transport, call.rounds, k, v)
             state, own = Backward(call, saved), [zeros_like(k), zeros_like(v)]
             state.attend(0, k, v, own[0], own[1])

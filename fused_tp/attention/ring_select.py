@@ -16,6 +16,7 @@ from fused_tp.attention.ring_local import LocalRing
 from fused_tp.attention.ring_messages import SendRecvRing
 from fused_tp.attention.ring_shared_memory import OneSidedRing
 from fused_tp.attention.scores import Scores
+from fused_tp.runtime.availability import AVAILABLE, unavailable
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.local import Local
@@ -66,8 +67,9 @@ def no_fused_ring_in(
         f"{OP} in one launch (on {device.type}, {dtype}, head dims {head_dim} and {v_head_dim}, "
         f"value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
     )
-    why = agree(group, what, lambda: no_fused_ring(device, dtype, head_dim, v_head_dim))
-    return why or no_fused_ring(device, dtype, head_dim, v_head_dim, scale)
+    here = no_fused_ring(device, dtype, head_dim, v_head_dim)
+    on_all = agree(group, what, lambda: AVAILABLE if here is None else unavailable(here))
+    return on_all.reason or no_fused_ring(device, dtype, head_dim, v_head_dim, scale)
 
 
 def select_ring(group: Group, q: Tensor, k: Tensor, v: Tensor, seq_len: int, scale: float) -> Ring:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.failure import PeerWatch
+from fused_tp.transport.peer_watch import PeerWatch
 from tests.native.doubles import libraries
 from tests.workers import Outcome, fresh_ranks, on_ranks, run_ranks
 
