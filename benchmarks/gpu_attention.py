@@ -20,14 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_tp.attention.chunks import chunks_of
 from fused_tp.attention.kernels.triton import TRITON, terms_of
+from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
-from fused_tp.attention.ring import Backward, Forward, RingCall, Saved, zeros_like
-from fused_tp.attention.ring_fused import keys_layout
-from fused_tp.attention.ring_local import LocalRing
-from fused_tp.attention.scores import Scores
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, RingSaved, fp32_accumulator
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.transport.local import LocalRank, run_local
 
 from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
@@ -192,14 +190,14 @@ def _whole_by_ours(inputs: Inputs, causal: bool, backward: bool) -> Callable[[],
     call, local = _call(inputs, 1, 0, causal), LocalRing()
 
     def forward() -> tuple[Tensor, Tensor]:
-        return local.forward(call, inputs.q, inputs.k, inputs.v, ())
+        return local.forward(call, inputs.q, inputs.k, inputs.v)
 
     if not backward:
         return lambda: [forward()[0]]
-    saved = Saved(inputs.q, inputs.k, inputs.v, *forward(), inputs.grad, None)
+    saved = RingSaved(inputs.q, inputs.k, inputs.v, *forward(), inputs.grad, None)
 
     def gradients() -> Sequence[Tensor]:
-        found = local.backward(call, saved, ())
+        found = local.backward(call, saved)
         return [found.dq, found.dk, found.dv]
 
     return gradients
@@ -231,10 +229,10 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
     outs = forward()
 
     def gradients() -> Sequence[Tensor]:
-        dk, dv = [zeros_like(x) for x in k], [zeros_like(x) for x in v]
+        dk, dv = [fp32_accumulator(x) for x in k], [fp32_accumulator(x) for x in v]
         dq = []
         for rank, call in enumerate(calls):
-            state = Backward(call, Saved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
+            state = Backward(call, RingSaved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
             for t in range(ranks):
                 source = call.plan.source(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
@@ -246,8 +244,8 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
 
 def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
-    plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, "zigzag")
-    return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5), None)
+    plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
+    return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5))
 
 
 # -- ranks that run at once --------------------------------------------------------------------------------------------
@@ -279,7 +277,7 @@ class Ring:
         self.inputs, self.world_size = inputs, world_size
         self.programs = max(1, context.sms // world_size - RELAYS)
         seq = inputs.q.shape[1]
-        self.plan = ring_plan(AttentionMask(seq, seq, causal=True), world_size, "zigzag")
+        self.plan = ring_plan(AttentionMask(seq, seq, causal=True), world_size, TokenLayout("zigzag"))
         self.scores = Scores(inputs.q.shape[3] ** -0.5)
         self.where = [torch.from_numpy(tokens.indices).to(context.device) for tokens in self.plan.queries]
         self.q, self.k, self.v = ([x[:, tokens] for tokens in self.where] for x in (inputs.q, inputs.k, inputs.v))
@@ -313,7 +311,7 @@ class Ring:
             self.q[rank],
             self.k[rank],
             self.v[rank],
-            chunks_of(self.plan, rank),
+            kv_chunks(self.plan, rank),
             terms_of(self.scores),
             self.layouts[rank],
             workspace=workspace or self.memories[rank].workspace,
@@ -322,7 +320,7 @@ class Ring:
         return out
 
     def steps(self, rank: int) -> Tensor:
-        state = Forward(RingCall(self.plan, rank, TRITON, self.scores, None), self.q[rank], self.v[rank])
+        state = Forward(RingCall(self.plan, rank, TRITON, self.scores), self.q[rank], self.v[rank])
         for t in range(self.world_size):
             source = self.plan.source(rank, t)
             state.attend(t, self.k[source], self.v[source])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp.attention.layout import all_tokens
-from fused_tp.attention.scores import Dropout
+from fused_tp.attention.spec import Dropout
 from fused_tp.ops.ring_attention import ring_attention
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded

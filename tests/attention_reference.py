@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.dropout import kept
-from fused_tp.attention.scores import Dropout
+from fused_tp.attention.spec import Dropout
 
 
 def dense_mask(

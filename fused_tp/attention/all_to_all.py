@@ -8,20 +8,30 @@ than of them; on the way back they are summed, in fp32 and in the order of the r
 
 from __future__ import annotations
 
+import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fused_tp.attention.layout import Tokens
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.shm import ShmTransport, Workspace
+from fused_tp.transport.torch_dist import TorchDist
 
 Places = tuple[range, ...]
 
 _MOST_PIECES = 16  # rows that lie in more pieces move by index: on a device every copy is a launch
+_MESSAGE_ALIGNMENT = 16  # of each tensor in a message, in bytes
+_MEMORY_ALIGNMENT = 64  # of each tensor in shared memory: a cache line
+_READABLE = 1  # a stage of a rank's shared memory
 
 
 @dataclass(frozen=True)
@@ -112,20 +122,6 @@ class Exchange:
         """The same for some of the tensors."""
         shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
         return replace(self, shares=shares, dtypes=dtypes)
-
-
-class AllToAll(Protocol):
-    """How the parts get to their ranks. Results have memory of their own."""
-
-    name: str
-
-    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D] for each of `xs`."""
-        ...
-
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The way back; where heads are repeated, their sum over the ranks that have them."""
-        ...
 
 
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -220,3 +216,274 @@ def pieces(places: Places) -> Iterator[tuple[slice, slice]]:
 
 def _indices(places: Places, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop) for r in places]).to(device)
+
+
+def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype, alignment: int) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // alignment) * alignment
+
+
+def _of_heads(x: Tensor, heads: range) -> Tensor:
+    return x[:, :, heads.start : heads.stop]
+
+
+class AllToAll(ABC):
+    """How the parts get to their ranks. Results have memory of their own."""
+
+    name: str
+
+    @abstractmethod
+    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D] for each of `xs`."""
+
+    @abstractmethod
+    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The way back; where heads are repeated, their sum over the ranks that have them."""
+
+
+def all_to_all_by(schedule: Schedule) -> AllToAll:
+    """The one that runs on what a schedule moves bytes with."""
+    if isinstance(schedule, SharedMemory):
+        return SharedMemoryAllToAll(schedule.transport)
+    messages = MessageAllToAll(schedule.name, schedule.messages)
+    return DeviceAllToAll(schedule, messages) if isinstance(schedule, DeviceSchedule) else messages
+
+
+class MessageAllToAll(AllToAll):
+    """By messages, on every torch.distributed group: what goes to a rank, of all tensors, is one message."""
+
+    def __init__(self, name: str, transport: TorchDist) -> None:
+        self.name = name
+        self._transport = transport
+
+    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        op, rank = f"{exchange.op} to heads", exchange.rank
+        send = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
+        recv = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
+        self.check(op, exchange, xs)
+        with self._transport.several(op):
+            flat = send.room(xs[0].device)
+            for peer in exchange.peers:
+                for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
+                    part.copy_(_of_heads(x, share.heads[peer]))
+            moving = self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
+            result = HeadsResult(exchange, xs)
+            for index, (x, share) in enumerate(zip(xs, exchange.shares, strict=True)):
+                result.put(index, rank, _of_heads(x, share.heads[rank]))
+            received = moving.wait()
+            for peer in exchange.peers:
+                for index, part in enumerate(recv.parts(received, peer)):
+                    result.put(index, peer, part)
+        return result.outs
+
+    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        op, rank = f"{exchange.op} to sequence", exchange.rank
+        send = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
+        recv = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
+        self.check(op, exchange, xs)
+        with self._transport.several(op):
+            flat = send.room(xs[0].device)
+            for peer in exchange.peers:
+                for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
+                    take(x, share.places[peer], part)
+            moving = self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
+            result = SequenceResult(exchange, xs)
+            received = moving.wait()
+            for source in result.order:
+                for index, x in enumerate(xs if source == rank else recv.parts(received, source)):
+                    if source == rank:
+                        result.add(index, source, x)
+                    else:
+                        result.add_rows(index, source, x)
+        return result.outs
+
+    def check(self, op: str, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+        self._transport.check(op, exchange.dims, xs[0].dtype, xs[0].device)
+
+
+class _Packets:
+    """One packet for each peer, with a part of every tensor in it.
+
+    Args:
+        rows_and_heads: of a tensor's part in the packet of a rank.
+
+    Attributes:
+        sizes: in bytes, of each rank's packet; a rank's own is empty.
+    """
+
+    def __init__(
+        self, exchange: Exchange, xs: Sequence[Tensor], rows_and_heads: Callable[[Share, int], tuple[int, int]]
+    ) -> None:
+        self._dtypes = [x.dtype for x in xs]
+        self._shapes = [
+            [(x.shape[0], *rows_and_heads(s, peer), x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
+            for peer in range(exchange.ranks)
+        ]
+        self.sizes = [
+            0
+            if peer == exchange.rank
+            else sum(
+                _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
+                for shape, dtype in zip(shapes, self._dtypes, strict=True)
+            )
+            for peer, shapes in enumerate(self._shapes)
+        ]
+        self._starts = [0, *itertools.accumulate(self.sizes)]
+
+    def room(self, device: torch.device) -> Tensor:
+        return torch.empty(self._starts[-1], dtype=torch.uint8, device=device)
+
+    def parts(self, flat: Tensor, peer: int) -> list[Tensor]:
+        """The tensors in the packet of `peer`, one of those in `flat`."""
+        found, at = [], self._starts[peer]
+        for shape, dtype in zip(self._shapes[peer], self._dtypes, strict=True):
+            found.append(flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            at += _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
+        return found
+
+
+class SharedMemoryAllToAll(AllToAll):
+    """For CPU tensors of ranks on one host: every rank writes once what others want, and they read it straight to its
+    place. Results lie in memory of the pool, whose pages are there already."""
+
+    name = "one_sided"
+
+    def __init__(self, transport: ShmTransport) -> None:
+        self._transport = transport
+
+    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        rank, result = exchange.rank, HeadsResult(exchange, xs, self._transport.empty)
+
+        def shapes(of: int) -> list[tuple[int, ...]]:
+            return [(x.shape[0], s.rows[of], s.all_heads, x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
+
+        with self._begin(f"{exchange.op} to heads", exchange, xs, shapes(rank)) as workspace:
+            for mine, x, share in zip(_views(workspace, rank, xs, shapes(rank)), xs, exchange.shares, strict=True):
+                own = share.only(rank)
+                mine[:, :, : own.start].copy_(x[:, :, : own.start])
+                mine[:, :, own.stop :].copy_(x[:, :, own.stop :])
+            workspace.signal(_READABLE)
+            for source in (rank, *exchange.peers):
+                if source != rank:
+                    workspace.wait(source, _READABLE)
+                theirs = xs if source == rank else _views(workspace, source, xs, shapes(source))
+                for index, (x, share) in enumerate(zip(theirs, exchange.shares, strict=True)):
+                    heads = share.heads[rank]
+                    result.put(index, source, _of_heads(x, heads))
+        return result.outs
+
+    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        rank, result = exchange.rank, SequenceResult(exchange, xs, self._transport.empty)
+
+        def shapes(of: int) -> list[tuple[int, ...]]:
+            return [
+                (x.shape[0], s.length, len(s.heads[of]), x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)
+            ]
+
+        with self._begin(f"{exchange.op} to sequence", exchange, xs, shapes(rank)) as workspace:
+            for mine, x, share in zip(_views(workspace, rank, xs, shapes(rank)), xs, exchange.shares, strict=True):
+                _write_all_but(mine, x, share.places, rank)
+            workspace.signal(_READABLE)
+            for source in result.order:
+                if source != rank:
+                    workspace.wait(source, _READABLE)
+                theirs = xs if source == rank else _views(workspace, source, xs, shapes(source))
+                for index, x in enumerate(theirs):
+                    result.add(index, source, x)
+        return result.outs
+
+    def _begin(self, op: str, exchange: Exchange, xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Workspace:
+        return self._transport.begin(op, exchange.dims, xs[0].dtype, _offsets(xs, shapes)[-1])
+
+
+def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int) -> None:
+    """What this rank takes of its own it need not write, but many small copies cost more than one large one."""
+    others = [there for peer, own in enumerate(places) if peer != rank for _, there in pieces(own)]
+    if by_index(len(others)):
+        mine.copy_(x)
+        return
+    for there in others:
+        mine[:, there].copy_(x[:, there])
+
+
+def _offsets(xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where each begins, and the end."""
+    offsets = [0]
+    for x, shape in zip(xs, shapes, strict=True):
+        offsets.append(offsets[-1] + _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT))
+    return offsets
+
+
+def _views(workspace: Workspace, rank: int, xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    offsets = _offsets(xs, shapes)
+    return [
+        workspace.buffer(rank, shape, x.dtype, offset)
+        for x, shape, offset in zip(xs, shapes, offsets[:-1], strict=True)
+    ]
+
+
+class DeviceAllToAll(AllToAll):
+    """For GPUs that reach each other's memory, by one device kernel that pulls the parts from their places there.
+
+    The kernel moves equal parts and puts the ranks' rows one behind the other. Where the layout has another order, one
+    pass sorts them; what is not even goes by messages.
+    """
+
+    def __init__(self, schedule: DeviceSchedule, messages: MessageAllToAll) -> None:
+        self.name = schedule.name
+        self._abort_scope = schedule.abort_scope
+        self._device = schedule.device
+        self._messages = messages
+
+    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        with self._abort_scope(exchange.op):
+            return self._to_heads(exchange, xs)
+
+    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        with self._abort_scope(exchange.op):
+            return self._to_sequence(exchange, xs)
+
+    def _to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        even, uneven = _sorted(exchange)
+        found: dict[int, Tensor] = {}
+        if uneven:
+            rest = self._messages.to_heads(exchange.of(uneven), [xs[i] for i in uneven])
+            found.update(zip(uneven, rest, strict=True))
+        else:
+            self._messages.check(f"{exchange.op} to heads", exchange, xs)
+        for i in even:
+            found[i] = self._device.sequence_to_heads(xs[i])
+            if not _in_order(share := exchange.shares[i]):
+                one = HeadsResult(exchange.of([i]), [xs[i]])
+                for source, part in enumerate(found[i].split(list(share.rows), 1)):
+                    one.put(0, source, part)
+                (found[i],) = one.outs
+        return [found[i] for i in range(len(xs))]
+
+    def _to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        even, uneven = _sorted(exchange)
+        found: dict[int, Tensor] = {}
+        if uneven:
+            rest = self._messages.to_sequence(exchange.of(uneven), [xs[i] for i in uneven])
+            found.update(zip(uneven, rest, strict=True))
+        else:
+            self._messages.check(f"{exchange.op} to sequence", exchange, xs)
+        for i in even:
+            x, share = xs[i], exchange.shares[i]
+            if not _in_order(share):
+                x = x.new_empty(x.shape)
+                for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
+                    take(xs[i], places, part)
+            found[i] = self._device.heads_to_sequence(x).to(exchange.dtypes[i])
+        return [found[i] for i in range(len(xs))]
+
+
+def _sorted(exchange: Exchange) -> tuple[list[int], list[int]]:
+    """Which tensors the kernel moves, and which it does not."""
+    even = [i for i, share in enumerate(exchange.shares) if share.even]
+    return even, [i for i in range(len(exchange.shares)) if i not in even]
+
+
+def _in_order(share: Share) -> bool:
+    """Whether the ranks' rows lie one behind the other."""
+    ends = [0, *(places[-1].stop if len(places) == 1 else -1 for places in share.places)]
+    return all(len(places) == 1 and places[0].start == end for places, end in zip(share.places, ends, strict=False))

@@ -1,19 +1,28 @@
-"""A rank's rows of a cache, dense or in pages, some at a time."""
+"""A rank's rows of a cache of keys or values, dense or in pages; and how new tokens get to the ranks that keep them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
+from fused_tp.runtime import settings
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.group import Group
+from fused_tp.schedules.checksums import checksum, first_apart
+from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
 
 
 class CacheRows(Protocol):
     """Keys or values of a batch."""
 
-    def parts(self, texts: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows [start, stop) of these texts, at most `most` at a time: (first row, [texts, rows, heads, dim])."""
+    def parts(self, seqs: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
+        """The rows [start, stop) of these sequences, at most `most` at a time: (first, [seqs, rows, heads, dim])."""
         ...
 
 
@@ -23,22 +32,23 @@ class DenseRows:
     def __init__(self, cache: Tensor) -> None:
         self._cache = cache
 
-    def parts(self, texts: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
+    def parts(self, seqs: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
         for at in range(start, stop, most):
-            yield at, self._cache[texts, at : min(at + most, stop)]
+            yield at, self._cache[seqs, at : min(at + most, stop)]
 
 
 class PagedRows:
-    """In [pages, page_size, heads, dim]: row i of a text is row i % page_size of page `pages_of[text][i // page_size]`.
+    """In [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
+    `pages_of[seq][i // page_size]`.
 
-    One text at a time. What is read is a view where its pages lie one behind the other, else a copy.
+    One sequence at a time. What is read is a view where its pages are contiguous, else a copy.
     """
 
     def __init__(self, cache: Tensor, pages_of: Sequence[Sequence[int]]) -> None:
         self._cache, self._pages_of = cache, pages_of
 
-    def parts(self, texts: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
-        size, pages_of = self._cache.shape[1], self._pages_of[texts.start]
+    def parts(self, seqs: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
+        size, pages_of = self._cache.shape[1], self._pages_of[seqs.start]
         at = start
         while at < stop:
             first = at // size
@@ -50,3 +60,48 @@ class PagedRows:
                 found = self._cache[torch.tensor(pages, device=self._cache.device)]
             yield at, found.flatten(0, 1)[at - first * size : end - first * size].unsqueeze(0)
             at = end
+
+
+def scatter_new_tokens(
+    group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, words: str
+) -> tuple[Ints, Tensor]:
+    """One all-to-all: rows [n, ...] of this rank's tokens, counted from the cache's token `first` on, to their owners.
+
+    `tokens` says what each rank has, and `words` how that came about, the same on all ranks. Returns which tokens of
+    the cache arrived, in any order, and their rows.
+
+    Raises:
+        RankMismatchError: it was not the same (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+    """
+    layout = BlockCyclicLayout(group.size, group.rank, block)
+    held = [first + one.indices for one in tokens]
+    owners = [layout.owners(indices) for indices in held]
+    order = np.argsort(owners[group.rank], kind="stable")
+    send = np.bincount(owners[group.rank], minlength=group.size).tolist()
+    receive = [int((theirs == group.rank).sum()) for theirs in owners]
+    arriving = np.concatenate([indices[theirs == group.rank] for indices, theirs in zip(held, owners, strict=True)])
+    leaving = rows[torch.from_numpy(order).to(rows.device)]
+    # All that may raise on one rank alone comes before the first exchange: the peers would wait in the second.
+    _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
+    return arriving, _exchange(group, leaving, send, receive, sum(map(len, held)))
+
+
+def _check_alike(group: Group, words: str, rows: Tensor) -> None:
+    """What goes where follows from `words`; ranks that disagree would take the rows of one token for another's."""
+    if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
+        return
+    mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
+    schedule = select_schedule("all_gather", group, mine.dtype, mine.device, group.size, None, 1)
+    checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
+    if other := first_apart(checksums):
+        raise RankMismatchError(
+            f"Ranks 0 and {other} append to a cache that they share with different keywords (checksums "
+            f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {group.rank} with {words}. They must be the same on "
+            "all."
+        )
+
+
+def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
+    """Rows by destination -> rows by source, over what serves the group; `total` rows on all ranks together."""
+    schedule = select_schedule(ALL_TO_ALL, group, x.dtype, x.device, total, None, prod(x.shape[1:]))
+    return schedule.all_to_all(x, send, receive)

@@ -5,7 +5,7 @@ With out_r and lse_r over the keys of rank r,
     lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
 
 ("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
-read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel: `decode_triton`); many are
+read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel: `kernels.triton_decode`); many are
 attention by steps, as in a ring.
 """
 
@@ -23,35 +23,33 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows
-from fused_tp.attention.dealing import Dealing
-from fused_tp.attention.kernels.base import AttentionProvider
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.kernels.base import AttentionKernel
+from fused_tp.attention.layout import BlockCyclicLayout, Tokens
 from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.transport.base import accumulate_dtype
 
 _T = TypeVar("_T")
 
-FEW = 16  # queries of a text
+MAX_DECODE_QUERIES = 16  # of a sequence; more are a prefill
 _CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
 _MOST_ROWS = 8192  # of pages that are gathered for many queries
 
 
 @dataclass(frozen=True)
 class CacheCall:
-    """What all texts of a call have in common.
+    """What all sequences of a call have in common.
 
     Attributes:
         limits: (left, right): how many keys before and after its place a query sees; -1: no limit.
-        paged: rows can be read of one text at a time only.
+        paged: rows can be read of one sequence at a time only.
     """
 
-    dealing: Dealing
+    layout: BlockCyclicLayout
     scores: Scores
     limits: tuple[int, int]
-    provider: AttentionProvider
+    kernel: AttentionKernel
     paged: bool
 
 
@@ -63,20 +61,20 @@ def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
     """[batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out over this rank's keys, and behind it its lse.
 
-    q [batch, new, heads, head_dim] are the last tokens of texts of these lengths; `dim` is that of values. Queries
-    before the beginning of a text see nothing of it.
+    q [batch, new, heads, head_dim] are the last tokens of sequences of these lengths; `dim` is that of values. Queries
+    before the beginning of a sequence see nothing of it.
     """
     found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
-    new, few = q.shape[1], q.shape[1] <= FEW
-    for texts, length in alike(lengths, few or call.paged):
+    new, decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
+    for seqs, length in equal_length_runs(lengths, decoding or call.paged):
         before = max(0, new - length)
-        _see_nothing(found[texts, :before])
+        _fill_masked(found[seqs, :before])
         if before == new:
             continue
-        if few:
-            _few(call, q[texts.start, before:], length, keys, values, texts, found[texts.start, before:])
+        if decoding:
+            _decode(call, q[seqs.start, before:], length, keys, values, seqs, found[seqs.start, before:])
         else:
-            _many(call, q[texts, before:], length, keys, values, texts, found[texts, before:])
+            _prefill(call, q[seqs, before:], length, keys, values, seqs, found[seqs, before:])
     return found
 
 
@@ -98,8 +96,8 @@ def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return merged, (base + total.log()).transpose(1, 2)
 
 
-def alike(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
-    """Neighbouring texts of one length, or of whatever is given for each."""
+def equal_length_runs(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
+    """Maximal runs of neighbouring sequences of one length, or of whatever is given for each."""
     at = 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
@@ -108,30 +106,30 @@ def alike(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[sli
         at += count
 
 
-def _see_nothing(found: Tensor) -> None:
+def _fill_masked(found: Tensor) -> None:
     found[..., :-1] = 0
     found[..., -1] = -torch.inf
 
 
-def _few(
-    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, text: slice, found: Tensor
+def _decode(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seq: slice, found: Tensor
 ) -> None:
     """q [new, heads, head_dim] -> found [new, heads, dim + 1].
 
     All queries of a key head are the rows of one matmul, so a key is read once for them.
     """
-    intervals = [rows_seen(call.dealing, call.limits, length - len(q) + i, length) for i in range(len(q))]
+    intervals = [rows_seen(call.layout, call.limits, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
     if start >= stop:
-        _see_nothing(found)
+        _fill_masked(found)
         return
     dtype, most = found.dtype, stop - start
     if call.paged or dtype != q.dtype:
-        _, first = next(keys.parts(text, start, stop, 1))
+        _, first = next(keys.parts(seq, start, stop, 1))
         row = first.shape[2] * max(q.shape[2], found.shape[2]) * dtype.itemsize
         most = max(64, _CONVERTED_BYTES // row)
     scores: Tensor | None = None
-    for at, k in keys.parts(text, start, stop, most):
+    for at, k in keys.parts(seq, start, stop, most):
         k = k[0].to(dtype).permute(1, 2, 0)
         if scores is None:
             by_head = q.to(dtype).unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, G, new, head_dim]
@@ -148,7 +146,7 @@ def _few(
     p = scores.sub_(highest.masked_fill(highest == -torch.inf, 0.0)).exp_()
     total = p.sum(-1, keepdim=True)
     out: Tensor | None = None
-    for at, v in values.parts(text, start, stop, most):
+    for at, v in values.parts(seq, start, stop, most):
         part = p[..., at - start : at - start + v.shape[1]] @ v[0].to(dtype).transpose(0, 1)
         out = part if out is None else out.add_(part)
     assert out is not None
@@ -157,10 +155,10 @@ def _few(
     found.copy_(both.permute(2, 0, 1, 3).flatten(1, 2))
 
 
-def rows_seen(dealing: Dealing, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
-    """The rows here that a query at `place` of a text sees: [start, stop)."""
+def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
+    """The rows here that a query at `place` of a sequence sees: [start, stop)."""
     left, right = limits
-    count = dealing.count
+    count = layout.count
     stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
     return (0 if left < 0 else min(stop, count(max(0, place - left)))), stop
 
@@ -174,7 +172,7 @@ def _shape_scores(
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
     if how.alibi_slopes is not None:
         places = torch.arange(length - new, length, device=scores.device).unsqueeze(-1)
-        held = torch.from_numpy(call.dealing.indices(start, stop)).to(scores.device)
+        held = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
         slopes = how.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
         scores -= slopes[:, :, None, None] * (places - held).abs()
     for i, (first, last) in enumerate(intervals):
@@ -184,16 +182,16 @@ def _shape_scores(
             scores[:, :, i, max(0, last - start) :] = -torch.inf
 
 
-def _many(
-    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, texts: slice, found: Tensor
+def _prefill(
+    call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seqs: slice, found: Tensor
 ) -> None:
-    """q [texts, new, heads, head_dim] -> found [texts, new, heads, dim + 1]."""
+    """q [seqs, new, heads, head_dim] -> found [seqs, new, heads, dim + 1]."""
     state = SoftmaxState.empty(q, found.shape[3] - 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    for first, last, step in _steps(call.dealing, call.limits, q.shape[1], length):
-        (_, k), (_, v) = (next(x.parts(texts, first, last, sys.maxsize)) for x in (keys, values))
+    for first, last, step in _steps(call.layout, call.limits, q.shape[1], length):
+        (_, k), (_, v) = (next(x.parts(seqs, first, last, sys.maxsize)) for x in (keys, values))
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        call.provider.forward(
+        call.kernel.forward(
             step, call.scores, q[:, rows], k[:, seen], v[:, seen], state.rows(step.q_start, step.q_stop)
         )
     out, lse = state.result(found.dtype)
@@ -202,20 +200,22 @@ def _many(
 
 
 @lru_cache(maxsize=8)  # each layer of a model asks for the same; of a long cache it has an interval for each query
-def _steps(dealing: Dealing, limits: tuple[int, int], new: int, length: int) -> tuple[tuple[int, int, Step], ...]:
-    """The rows here that `new` tokens at the end of a text see, in parts [first, last), and what they see of each.
+def _steps(
+    layout: BlockCyclicLayout, limits: tuple[int, int], new: int, length: int
+) -> tuple[tuple[int, int, Step], ...]:
+    """The rows here that `new` tokens at the end of a sequence see, in parts [first, last), and what they see of each.
 
     What lies before the new tokens is a part of its own: without a window all of them see all of it.
     """
     mask = AttentionMask(new, length, window=limits)
     left, right = limits
-    start = dealing.count(max(0, length - new - left)) if left >= 0 else 0
-    middle = max(start, dealing.count(max(0, length - new + 1))) if right >= 0 else start
-    stop = dealing.count(length)
+    start = layout.count(max(0, length - new - left)) if left >= 0 else 0
+    middle = max(start, layout.count(max(0, length - new + 1))) if right >= 0 else start
+    stop = layout.count(length)
     bounds = [*range(start, middle, _MOST_ROWS), *range(middle, stop, _MOST_ROWS), stop]
     steps = []
     for first, last in itertools.pairwise(bounds):
-        step = make_step(mask, Tokens((range(new),)), dealing.tokens(first, last))
+        step = make_step(mask, Tokens((range(new),)), layout.tokens(first, last))
         if not step.empty:
             steps.append((first, last, step))
     return tuple(steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_tp.attention.scores import Dropout
+from fused_tp.attention.spec import Dropout
 
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10

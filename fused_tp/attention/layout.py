@@ -5,8 +5,7 @@ into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then
 is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
 arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
 
-Inside of fused_tp a rank may stand for several, whose tokens it has together (`joint_layout`): "zigzag/4" is zigzag
-over 4W, of which rank r holds what 4r to 4r + 3 would, and "zigzag%4" what r, r + W, r + 2W and r + 3W would.
+A cache of keys and values, which grows, has a block-cyclic layout: no token ever moves.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fused_tp.attention.balance import balanced_ranges
-from fused_tp.attention.documents import merged
-from fused_tp.attention.spec import Ints
+from fused_tp.attention.balance import balanced_ranges, merged
+
+Ints = NDArray[np.int64]
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
+DEFAULT_BLOCK = 64  # tokens of a cache that lie on one rank in a row
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Tokens:
         return begins, np.asarray([len(r) for r in self.ranges], dtype=np.int64)
 
 
-def check_layout(layout: object, cu_seqlens: tuple[int, ...] = ()) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS, and has what it needs."""
+def check_layout(layout: object, *, documents: bool = False) -> None:
+    """Raise ValueError unless `layout` is one of LAYOUTS and, for "balanced", there are `documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
-    if layout == "balanced" and not cu_seqlens:
+    if layout == "balanced" and not documents:
         raise ValueError(
             "layout 'balanced' shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
             "balanced."
@@ -95,17 +96,6 @@ def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
     return seq_len // chunks + (1 if index < seq_len % chunks else 0)
 
 
-def joint_layout(layout: str, ranks: int, *, strided: bool = False) -> str:
-    """Of ranks that each have the tokens of `ranks` ranks of `layout`: neighbours, or W apart."""
-    return f"{layout}{'%' if strided else '/'}{ranks}"
-
-
-def _joint(tokens: tuple[Tokens, ...], ranks: int, strided: bool) -> tuple[Tokens, ...]:
-    count = len(tokens) // ranks
-    held = [tokens[rank::count] if strided else tokens[rank * ranks : (rank + 1) * ranks] for rank in range(count)]
-    return tuple(Tokens(merged(r for tokens_of_one in one for r in tokens_of_one.ranges)) for one in held)
-
-
 @lru_cache(maxsize=16)
 def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
     """What each rank holds.
@@ -113,12 +103,7 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
     [(range(0, 5),), (range(5, 10),)]
     """
-    for separator in "/%":
-        layout, joint, ranks = layout.partition(separator)
-        if joint:
-            tokens = all_tokens(seq_len, world_size * int(ranks), layout, cu_seqlens)
-            return _joint(tokens, int(ranks), separator == "%")
-    check_layout(layout, cu_seqlens)
+    check_layout(layout, documents=bool(cu_seqlens))
     if layout == "balanced":
         return tuple(Tokens(ranges) for ranges in balanced_ranges(cu_seqlens, world_size))
     chunks = world_size if layout == "contiguous" else 2 * world_size
@@ -129,6 +114,78 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     return tuple(held)
 
 
-def tokens_of(seq_len: int, world_size: int, rank: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> Tokens:
-    """What `rank` holds."""
-    return all_tokens(seq_len, world_size, layout, cu_seqlens)[rank]
+@dataclass(frozen=True)
+class TokenLayout:
+    """One of LAYOUTS over `joined` times as many ranks, where each rank holds what `joined` of them would.
+
+    Those are neighbours, or W apart where `strided`: rank r of W holds what ranks joined * r, joined * r + 1, ... of
+    joined * W would, or r, r + W, r + 2W, ...
+
+    >>> [one.ranges for one in TokenLayout("contiguous", 2, strided=True).tokens(8, 2)]
+    [(range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))]
+    """
+
+    name: str
+    joined: int = 1
+    strided: bool = False
+
+    def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
+        """What each of `world_size` ranks holds."""
+        tokens = all_tokens(seq_len, world_size * self.joined, self.name, cu_seqlens)
+        return tokens if self.joined == 1 else _join(tokens, self.joined, self.strided)
+
+    def __str__(self) -> str:
+        if self.joined == 1:
+            return self.name
+        return f"{self.name} over {self.joined} times the ranks{', strided' if self.strided else ''}"
+
+
+@lru_cache(maxsize=16)
+def _join(tokens: tuple[Tokens, ...], joined: int, strided: bool) -> tuple[Tokens, ...]:
+    count = len(tokens) // joined
+    held = [tokens[rank::count] if strided else tokens[rank * joined : (rank + 1) * joined] for rank in range(count)]
+    return tuple(Tokens(merged(r for one in ranks for r in one.ranges)) for ranks in held)
+
+
+@dataclass(frozen=True)
+class BlockCyclicLayout:
+    """Which tokens of a growing cache `rank` of `world_size` holds; its rows keep the order of the tokens.
+
+    Token i lies on rank (i // block) % W, in row (i // (block * W)) * block + i % block there. Ranks differ by one
+    block at most, and everything follows from lengths alone: nothing is sent to find it out.
+
+    >>> BlockCyclicLayout(world_size=2, rank=1, block=2).count(7)  # tokens 2, 3 and 6
+    3
+    """
+
+    world_size: int
+    rank: int
+    block: int
+
+    def count(self, length: int) -> int:
+        """How many of the first `length` tokens are held here: the row that token `length`, if held, lies in."""
+        rounds, rest = divmod(length, self.block * self.world_size)
+        return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
+
+    def indices(self, start: int, stop: int) -> Ints:
+        """Which tokens lie in the rows [start, stop); ascending."""
+        rows = np.arange(start, stop, dtype=np.int64)
+        return (rows // self.block * self.world_size + self.rank) * self.block + rows % self.block
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """The same as ranges."""
+        ranges = []
+        while start < stop:
+            end = min(stop, (start // self.block + 1) * self.block)
+            first = (start // self.block * self.world_size + self.rank) * self.block + start % self.block
+            ranges.append(range(first, first + end - start))
+            start = end
+        return Tokens(tuple(ranges))
+
+    def rows(self, tokens: Ints) -> Ints:
+        """In which rows these tokens lie, with whoever holds them."""
+        return tokens // (self.block * self.world_size) * self.block + tokens % self.block
+
+    def owners(self, tokens: Ints) -> Ints:
+        """Who holds these tokens."""
+        return tokens // self.block % self.world_size

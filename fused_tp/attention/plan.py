@@ -5,8 +5,8 @@ something, the rows of keys that are seen, and between these an interval [start,
 numbers. Both ends are ascending, so the queries that see a key are an interval too.
 
 The rows of keys that travel are ranges with holes between them, where a rank has several ranges of tokens: with a
-window to both sides, a zigzag rank looks at the begin and at the end of a neighbour's shard. They travel without the
-holes, and the step that looks at them has its rows numbered as if there were none (`closed`).
+window to both sides, a zigzag rank reads the begin and the end of a neighbour's shard. They travel without the holes,
+and the step that reads them has compact row indices, as if there were no holes (`compact`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.documents import merged
-from fused_tp.attention.layout import Tokens, all_tokens
-from fused_tp.attention.spec import AttentionMask, Ints
+from fused_tp.attention.balance import merged
+from fused_tp.attention.layout import Ints, TokenLayout, Tokens
+from fused_tp.attention.spec import AttentionMask
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 Rows: TypeAlias = Tokens  # of the keys of a rank, by their local numbers; not of the whole
@@ -139,30 +139,30 @@ class _OnDevice(dict[str, Tensor]):
 class RingPlan:
     """The steps of all ranks for one mask, layout and group size."""
 
-    def __init__(self, mask: AttentionMask, world_size: int, layout: str) -> None:
+    def __init__(self, mask: AttentionMask, world_size: int, layout: TokenLayout) -> None:
         self.mask = mask
         self.world_size = world_size
         self.layout = layout
-        self.queries = all_tokens(mask.seq_len, world_size, layout, mask.cu_seqlens)
-        self.keys = all_tokens(mask.seq_len_kv, world_size, layout, mask.cu_seqlens_kv)
+        self.queries = layout.tokens(mask.seq_len, world_size, mask.cu_seqlens)
+        self.keys = layout.tokens(mask.seq_len_kv, world_size, mask.cu_seqlens_kv)
         self._steps: dict[tuple[int, int], Step] = {}
-        self._closed: dict[tuple[int, int, Rows], Step] = {}
+        self._compact: dict[tuple[int, int, Rows], Step] = {}
         self._extents: dict[tuple[int, int], tuple[range, Rows]] = {}
         self._given: dict[int, Rows] = {}
         self._seen: tuple[int, _Seen] | None = None
-        self.memo: dict[Any, Any] = {}  # what others make of it, once
+        self.kv_chunks: dict[int, Any] = {}  # of each rank: see `ring_fused`
 
     def source(self, rank: int, t: int) -> int:
         """Whose keys `rank` looks at in step t."""
         return (rank - t) % self.world_size
 
-    def step(self, rank: int, t: int, shown: Rows | None = None) -> Step:
-        """What `rank` computes in step t; `closed`, where only the rows `shown` of the source's keys are there."""
-        if shown is not None and len(shown.ranges) > 1:
-            key = rank, t, shown
-            if key not in self._closed:
-                self._closed[key] = closed(self.step(rank, t), shown)
-            return self._closed[key]
+    def step(self, rank: int, t: int, view: Rows | None = None) -> Step:
+        """What `rank` computes in step t; `compact`, where only the rows `view` of the source's keys are there."""
+        if view is not None and len(view.ranges) > 1:
+            key = rank, t, view
+            if key not in self._compact:
+                self._compact[key] = compact(self.step(rank, t), view)
+            return self._compact[key]
         source = self.source(rank, t)
         known = self._steps.get((rank, source))
         if known is None:
@@ -266,31 +266,31 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, 
     return rows, Rows(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
 
 
-def number_in(shown: Rows, row: int) -> int:
-    """The number that a row, or the end of some rows, has where only these are shown: that of the first stays."""
-    return shown.ranges[0].start + int(shown.rows_before(np.asarray([row]))[0]) if shown.ranges else 0
+def compact_index(view: Rows, row: int) -> int:
+    """The index of a row, or of the end of some rows, among those of `view`; that of the first stays."""
+    return view.ranges[0].start + int(view.rows_before(np.asarray([row]))[0]) if view.ranges else 0
 
 
-def numbered(shown: Rows, numbers: range) -> Rows:
-    """The rows that have these numbers among those that are shown."""
-    found, number = [], shown.ranges[0].start if shown.ranges else 0
-    for r in shown.ranges:
-        start, stop = max(numbers.start, number), min(numbers.stop, number + len(r))
+def expand_index(view: Rows, indices: range) -> Rows:
+    """The rows that have these compact indices in `view`."""
+    found, index = [], view.ranges[0].start if view.ranges else 0
+    for r in view.ranges:
+        start, stop = max(indices.start, index), min(indices.stop, index + len(r))
         if start < stop:
-            found.append(range(r.start + start - number, r.start + stop - number))
-        number += len(r)
+            found.append(range(r.start + start - index, r.start + stop - index))
+        index += len(r)
     return Rows(tuple(found))
 
 
-def closed(step: Step, shown: Rows) -> Step:
-    """A step against keys of which only these rows are there, as `number_in` numbers them: all that it sees."""
+def compact(step: Step, view: Rows) -> Step:
+    """A step against keys of which only the rows of `view` are there, which are all that it sees."""
     if step.empty:
         return step
-    inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in shown.ranges)
-    k_start = number_in(shown, step.k_start)
-    first = shown.ranges[0].start - k_start
+    inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
+    k_start = compact_index(view, step.k_start)
+    first = view.ranges[0].start - k_start
     starts, stops = (
-        (shown.rows_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
+        (view.rows_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
         for ends in (step.starts, step.stops)
     )
     k_indices = np.concatenate([step.k_indices[r.start - step.k_start : r.stop - step.k_start] for r in inside if r])
@@ -306,7 +306,7 @@ def closed(step: Step, shown: Rows) -> Step:
 
 
 @lru_cache(maxsize=8)
-def ring_plan(mask: AttentionMask, world_size: int, layout: str) -> RingPlan:
+def ring_plan(mask: AttentionMask, world_size: int, layout: TokenLayout) -> RingPlan:
     """The plan, made once per mask, layout and group size. Few are kept: they take some bytes for each token and step,
     and documents of another batch have other plans."""
     return RingPlan(mask, world_size, layout)
@@ -329,8 +329,8 @@ def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: i
     )
 
 
-def of_keys(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
-    """A step against some of its source's keys only (numbered as `Step.k_start`), with the rows that see any.
+def keys_of_step(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
+    """A step against some of its source's keys only (expand_index as `Step.k_start`), with the rows that see any.
 
     `keep`: make it once. All parts of a long sequence together have more bytes than its keys.
     """

@@ -1,34 +1,44 @@
-"""One call of ring attention on this rank: what forward and backward do at each step, whatever moves the keys."""
+"""Ring attention on one rank: what forward and backward do at each step, whatever moves the keys.
+
+The K/V of step t + 1 are on their way while those of step t are used. In the backward a step is cut into chunks: what a
+rank holds of other ranks' keys and their gradients is a few chunks, not a few shards. The terms of dK/dV go back to the
+owner of the keys, which adds them in the order of the chunks: the same bits in every run.
+(Liu et al., Ring Attention, arXiv:2310.01889.)
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionProvider
-from fused_tp.attention.plan import RingPlan, Rows, Step, number_in, numbered, of_keys
-from fused_tp.attention.scores import Scores
+from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
+from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, keys_of_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
+from fused_tp.attention.spec import Scores
 from fused_tp.runtime.tracing import span
 from fused_tp.transport.base import accumulate_dtype
 
-# In bf16 a part's gradients, in fp32, are three times under way, its keys twice: all as much as one shard's K/V.
-_MOST_PARTS = 8
-_FEWEST_ROWS_OF_A_PART = 2048
+OP = "ring_attention"
+# In bf16 a chunk's gradients, in fp32, are three times under way, its keys twice: all as much as one shard's K/V.
+_MOST_CHUNKS = 8
+_FEWEST_ROWS_OF_A_CHUNK = 2048
 
 
-class Round(NamedTuple):
-    """A part of step t: which of the source's keys this rank looks at, by their numbers among those that it is shown,
-    and the rows of this rank's keys that `reader(t)` looks at."""
+class Chunk(NamedTuple):
+    """A part of step t: the source's keys that this rank reads, by their indices in its view of them, and the rows of
+    this rank's keys that `consumer(t)` reads."""
 
     t: int
-    needs: range
-    gives: Rows
+    recv_rows: range
+    send_rows: Rows
 
 
 def _part(rows: range, part: int, size: int) -> range:
@@ -36,24 +46,28 @@ def _part(rows: range, part: int, size: int) -> range:
     return range(start, min(start + size, rows.stop))
 
 
-class Shown(Enum):
-    """What a rank has before it of another one's keys."""
+class KVView(Enum):
+    """Which of another rank's keys a rank can read."""
 
-    ALL = "all of them"
-    GIVEN = "those that any rank looks at"
-    NEEDED = "those that it looks at itself"
+    FULL = "all of them"
+    UNION = "those that any rank reads"
+    NEEDED = "those that it reads itself"
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """What all steps of a forward or a backward have in common."""
+    """What all steps of a forward or a backward have in common.
+
+    Attributes:
+        dims: at most eight numbers that all ranks must agree on.
+    """
 
     plan: RingPlan
     rank: int
-    provider: AttentionProvider
+    kernel: AttentionKernel
     scores: Scores
-    sinks: Tensor | None  # [H]
-    shown: Shown = Shown.ALL
+    dims: tuple[int, ...] = ()
+    view: KVView = KVView.FULL
 
     @property
     def steps(self) -> range:
@@ -61,77 +75,69 @@ class RingCall:
         return range(1, self.plan.world_size)
 
     def step(self, t: int) -> Step:
-        """What this rank computes in step t, with the keys that it is shown."""
-        shown = None if t == 0 else self._rows(self.rank, self.plan.source(self.rank, t))
-        return self.plan.step(self.rank, t, shown)
+        """What this rank computes in step t, with its view of the keys."""
+        view = None if t == 0 else self._rows(self.rank, self.plan.source(self.rank, t))
+        return self.plan.step(self.rank, t, view)
 
-    def needs(self, t: int) -> range:
-        """From the first to the last of the source's keys that this rank looks at in step t, by their numbers among
-        those that it is shown."""
-        return self.numbers(self.rank, self.plan.source(self.rank, t))
+    def recv_rows(self, t: int) -> range:
+        """From the first to the last of the source's keys that this rank reads in step t, by their indices in its view
+        of them."""
+        return self.local_index(self.rank, self.plan.source(self.rank, t))
 
-    def numbers(self, reader: int, source: int) -> range:
-        """`needs` of any rank and source."""
-        needed, shown = self.plan.needed(reader, source).ranges, self._rows(reader, source)
-        if not needed or shown is None:
+    def local_index(self, reader: int, source: int) -> range:
+        """`recv_rows` of any rank and source."""
+        needed, view = self.plan.needed(reader, source).ranges, self._rows(reader, source)
+        if not needed or view is None:
             return range(needed[0].start, needed[-1].stop) if needed else range(0)
-        return range(number_in(shown, needed[0].start), number_in(shown, needed[-1].stop))
+        return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
 
     def _rows(self, reader: int, source: int) -> Rows | None:
-        """What `reader` is shown of the keys of `source`; None: all of them."""
-        if self.shown is Shown.ALL:
+        """The view that `reader` has of the keys of `source`; None: all of them."""
+        if self.view is KVView.FULL:
             return None
-        return self.plan.given(source) if self.shown is Shown.GIVEN else self.plan.needed(reader, source)
+        return self.plan.given(source) if self.view is KVView.UNION else self.plan.needed(reader, source)
 
     @property
-    def rows_of_a_part(self) -> int:
-        """Rows of keys in a part at most; the same on all ranks."""
+    def chunk_rows(self) -> int:
+        """Rows of keys in a chunk at most; the same on all ranks."""
         longest = max(tokens.length for tokens in self.plan.keys)
-        return max(_FEWEST_ROWS_OF_A_PART, -(-longest // _MOST_PARTS))
+        return max(_FEWEST_ROWS_OF_A_CHUNK, -(-longest // _MOST_CHUNKS))
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
-        """The steps behind step 0, each in parts: what a backward keeps of other ranks' keys and their gradients is a
-        few parts, not a few shards. Every rank has the same number of them."""
-        longest, size = max(tokens.length for tokens in self.plan.keys), self.rows_of_a_part
+    def whole_steps(self) -> tuple[Chunk, ...]:
+        """The steps after step 0."""
+        longest = self.plan.keys[self.rank].length
+        return tuple(Chunk(t, self.recv_rows(t), self._send_rows(t, 0, longest)) for t in self.steps)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The same, cut into chunks. Every rank has the same number of them."""
+        longest, size = max(tokens.length for tokens in self.plan.keys), self.chunk_rows
         parts = max(1, -(-longest // size))
         return tuple(
-            Round(t, _part(self.needs(t), part, size), self._given(t, part, size))
+            Chunk(t, _part(self.recv_rows(t), part, size), self._send_rows(t, part, size))
             for t in self.steps
             for part in range(parts)
         )
 
-    def reader(self, t: int) -> int:
-        """Who looks at this rank's keys in step t."""
+    def consumer(self, t: int) -> int:
+        """Who reads this rank's keys in step t."""
         return (self.rank + t) % self.plan.world_size
 
-    def gives(self, t: int) -> Rows:
-        """Rows of this rank's keys that `reader(t)` looks at, and what lies between them in what it is shown."""
-        return self._given(t, 0, self.plan.keys[self.rank].length)
-
-    def _given(self, t: int, part: int, size: int) -> Rows:
-        reader = self.reader(t)
-        numbers, shown = _part(self.numbers(reader, self.rank), part, size), self._rows(reader, self.rank)
-        if shown is None:
-            return Rows((numbers,) if numbers else ())
-        return numbered(shown, numbers)
+    def _send_rows(self, t: int, part: int, size: int) -> Rows:
+        """Rows of this rank's keys in one part of what `consumer(t)` reads, and what lies between in its view."""
+        consumer = self.consumer(t)
+        indices, view = _part(self.local_index(consumer, self.rank), part, size), self._rows(consumer, self.rank)
+        if view is None:
+            return Rows((indices,) if indices else ())
+        return expand_index(view, indices)
 
     def of_heads(self, heads: slice) -> RingCall:
         """The same for some of the query heads."""
-        scores, sinks = self.scores, self.sinks
-        slopes, dropout = scores.alibi_slopes, scores.dropout
-        if dropout is not None:
-            dropout = replace(dropout, first_head=dropout.first_head + heads.start)
-        slopes = None if slopes is None else slopes[heads]
-        return replace(
-            self,
-            scores=replace(scores, alibi_slopes=slopes, dropout=dropout),
-            sinks=None if sinks is None else sinks[heads],
-        )
+        return replace(self, scores=self.scores.of_heads(heads))
 
 
-@dataclass(frozen=True)
-class Saved:
+class RingSaved(NamedTuple):
     """What a forward leaves for its backward, and what comes back for it. Tensors as in `fused_tp.ring_attention`."""
 
     q: Tensor
@@ -143,16 +149,15 @@ class Saved:
     grad_lse: Tensor | None
     kv_grad_dtype: torch.dtype | None = None  # None: that of k and v
 
-    def of_heads(self, heads: slice, kv_heads: slice) -> Saved:
+    def of_heads(self, heads: slice, kv_heads: slice) -> RingSaved:
         """The same for some of the query heads and their key heads."""
         q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
         k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
-        return Saved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse, self.kv_grad_dtype)
+        return RingSaved(q, k, v, out, self.lse[:, heads], grad_out, grad_lse, self.kv_grad_dtype)
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """dq, dk, dv in the shapes and dtypes of q, k, v; of this rank's queries alone those of slopes and sinks [H], in
     the dtype of sums and in that of the sinks."""
 
@@ -161,18 +166,6 @@ class Gradients:
     dv: Tensor
     d_slopes: Tensor | None
     d_sinks: Tensor | None
-
-
-class Ring(Protocol):
-    """How keys get to queries and their gradients back. `dims` is what all ranks must agree on."""
-
-    name: str
-
-    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(out [B, S, H, Dv], lse [B, H, S])."""
-        ...
-
-    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients: ...
 
 
 class Forward:
@@ -196,26 +189,27 @@ class Forward:
         with span("ring_attention step", t):
             state = self._state.rows(step.q_start, step.q_stop)
             q = self._q[:, step.q_start : step.q_stop]
-            call.provider.forward(step, call.scores, q, k[:, keys], v[:, keys], state, fresh=fresh)
+            call.kernel.forward(step, call.scores, q, k[:, keys], v[:, keys], state, fresh=fresh)
 
     def _begin(self) -> None:
         if self._fresh:
             self._state.clear()
 
     def result(self) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, Dv], lse [B, H, S])."""
         self._begin()
-        return self._state.result(self._q.dtype, self._call.sinks)
+        return self._state.result(self._q.dtype, self._call.scores.sinks)
 
 
 class Backward:
-    """dq, and what slopes get, summed over the steps so far; rounded once, in `result`."""
+    """dq, and the slopes' gradient, summed over the steps so far; rounded once, in `result`."""
 
-    def __init__(self, call: RingCall, saved: Saved) -> None:
+    def __init__(self, call: RingCall, saved: RingSaved) -> None:
         self._call, self._saved = call, saved
         # A row that sees nothing has no probabilities to take a gradient, whatever lse's own may be there.
         sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
-        self._sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
-        self._dq = zeros_like(saved.q)
+        self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
+        self._dq = fp32_accumulator(saved.q)
         slopes = call.scores.alibi_slopes
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
 
@@ -224,32 +218,20 @@ class Backward:
         source from `first` on."""
         call, saved = self._call, self._saved
         # A device keeps what it was given: copies to it take time, and graphs that were captured read them.
-        step = of_keys(call.step(t), first, first + k.shape[1], keep=k.is_cuda)
+        step = keys_of_step(call.step(t), first, first + k.shape[1], keep=k.is_cuda)
         if step.empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
         with span("ring_attention backward step", t):
-            call.provider.backward(
-                step,
-                call.scores,
-                saved.grad_out[:, rows],
-                saved.q[:, rows],
-                k[:, keys],
-                v[:, keys],
-                saved.lse[..., rows],
-                self._sums[..., rows],
-                self._dq[:, rows],
-                dk[:, keys],
-                dv[:, keys],
-                self._d_slopes,
-                saved.out[:, rows],
-            )
+            given = Saved(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
+            sums = Sums(self._dq, dk, dv, self._d_slopes)
+            call.kernel.backward(step, call.scores, given.part(rows, keys), sums.part(rows, keys))
 
     def result(self, own: list[Tensor]) -> Gradients:
         """With `own`, dk and dv of this rank's keys, all steps' terms in them. Ends all sums and empties `own`: each is
-        let go of once it is rounded, so that not all of them lie beside their rounded copies."""
-        saved, sinks = self._saved, self._call.sinks
-        d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._sums)
+        freed once it is rounded, so that not all of them lie beside their rounded copies."""
+        saved, sinks = self._saved, self._call.scores.sinks
+        d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
@@ -258,7 +240,115 @@ class Backward:
         return Gradients(dq, dk, dv, self._d_slopes, d_sinks)
 
 
-def zeros_like(x: Tensor) -> Tensor:
+class KVExchange(ABC):
+    """How other ranks' keys come to this rank in one call, and the terms of their gradients go back."""
+
+    @abstractmethod
+    def keys(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of the `recv_rows` of a chunk; called once for each chunk in order. Those of the chunk before are
+        used no more."""
+
+    @abstractmethod
+    def terms(self, index: int) -> tuple[Tensor, Tensor]:
+        """Zeros for the terms of dK and dV of a chunk."""
+
+    @abstractmethod
+    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+        """Start returning a chunk's terms; add to `own`, dK and dV of this rank's keys, what came back for the chunk
+        before."""
+
+    @abstractmethod
+    def finish(self, own: Sequence[Tensor]) -> None:
+        """Add what came back for the last chunk."""
+
+
+class Ring(ABC):
+    """How keys get to queries and their gradients back."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, Dv], lse [B, H, S])."""
+
+    @abstractmethod
+    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+        """The terms of all ranks in dk and dv, rounded once."""
+
+
+class SteppedRing(Ring):
+    """Step by step; `_exchange` is what transports differ in."""
+
+    view: ClassVar[KVView] = KVView.FULL
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        call = replace(call, view=self.view)
+        state, chunks = Forward(call, q, v), call.whole_steps
+        with self._exchange(OP, call, chunks, k, v, lambda: state.attend(0, k, v)) as exchange:
+            for index, chunk in enumerate(chunks):
+                state.attend(chunk.t, *exchange.keys(index), chunk.recv_rows.start)
+        del exchange  # and its buffers, before there is a result
+        return state.result()
+
+    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+        call = replace(call, view=self.view)
+        k, v, chunks = saved.k, saved.v, call.chunks
+        state, own = Backward(call, saved), [fp32_accumulator(k), fp32_accumulator(v)]
+        with self._exchange(
+            f"{OP}_backward", call, chunks, k, v, lambda: state.attend(0, k, v, own[0], own[1])
+        ) as exchange:
+            for index, chunk in enumerate(chunks):
+                state.attend(chunk.t, *exchange.keys(index), *exchange.terms(index), chunk.recv_rows.start)
+                exchange.return_terms(index, own)
+            exchange.finish(own)
+        del exchange
+        return state.result(own)
+
+    @abstractmethod
+    def _exchange(
+        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+    ) -> AbstractContextManager[KVExchange]:
+        """The scope of one call, in which other ranks' keys can be had; `attend_own`, step 0, is called once on the way
+        there, when it delays nobody."""
+
+
+class LocalRing(SteppedRing):
+    """Serves W = 1; nothing moves."""
+
+    name = "local"
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        step = call.plan.step(call.rank, 0)
+        if step.rows == q.shape[1] > 0:
+            keys = slice(step.k_start, step.k_stop)
+            result = call.kernel.forward_once(step, call.scores, q, k[:, keys], v[:, keys])
+            if result is not None:
+                return result
+        return super().forward(call, q, k, v)
+
+    def _exchange(
+        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+    ) -> AbstractContextManager[KVExchange]:
+        attend_own()
+        return nullcontext(_NoExchange())
+
+
+class _NoExchange(KVExchange):
+    """Of a rank that has no peers, so no chunks."""
+
+    def keys(self, index: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError("one rank has no chunks of others")
+
+    terms = keys
+
+    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+        pass
+
+    def finish(self, own: Sequence[Tensor]) -> None:
+        pass
+
+
+def fp32_accumulator(x: Tensor) -> Tensor:
     """A sum to be, dense: zeros in fp32 (fp64 for fp64)."""
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
@@ -266,13 +356,6 @@ def zeros_like(x: Tensor) -> Tensor:
 def parts_of(x: Tensor, rows: Rows) -> list[Tensor]:
     """Views of x [B, S, H, D], one of each range of rows."""
     return [x[:, r.start : r.stop] for r in rows.ranges]
-
-
-def to_wire(x: Tensor, rows: Rows) -> Tensor:
-    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; of one range and for B = 1 it is x itself, not a
-    copy."""
-    parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
@@ -284,8 +367,3 @@ def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
 def from_wire(x: Tensor) -> Tensor:
     """[rows, B, H, D] seen as [B, rows, H, D]."""
     return x.transpose(0, 1)
-
-
-def wire_buffer(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Room for `to_wire` of so many tokens of tensors like this one."""
-    return like.new_empty((rows, like.shape[0], *like.shape[2:]), dtype=dtype)

@@ -14,14 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.ring import Backward, Forward, Gradients, RingCall, Saved, zeros_like
+from fused_tp.attention.ring import (
+    OP,
+    Backward,
+    Forward,
+    Gradients,
+    Ring,
+    RingCall,
+    RingSaved,
+    fp32_accumulator,
+)
 from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 _BYTES_AT_A_TIME = 64 << 20
 
 
-class CollectiveRing:
+class AllGatherRing(Ring):
     """Works on every torch.distributed group; holds the K/V of all ranks, of two groups of heads."""
 
     name = "plain"
@@ -29,10 +38,10 @@ class CollectiveRing:
     def __init__(self, transport: TorchDist) -> None:
         self._transport = transport
 
-    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        self._transport.check("ring_attention", dims, q.dtype, q.device)
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._transport.check(OP, call.dims, q.dtype, q.device)
         groups, results = _head_groups(call, q, k, v), []
-        with self._transport.abort_scope("ring_attention"):
+        with self._transport.several(OP):
             for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
                 state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
@@ -42,11 +51,11 @@ class CollectiveRing:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
-    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
+    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
         k, v = saved.k, saved.v
-        self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
+        self._transport.check(f"{OP}_backward", call.dims, k.dtype, k.device)
         groups = _head_groups(call, saved.q, k, v)
-        with self._transport.abort_scope("ring_attention_backward"):
+        with self._transport.several(f"{OP}_backward"):
             parts = [
                 self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
                 for heads, kv_heads, everyone in self._gathered(call, groups, k, v)
@@ -64,10 +73,10 @@ class CollectiveRing:
                 arriving = self._gather(call, k, v, groups[index + 1][1])
             yield heads, kv_heads, everyone
 
-    def _gradients(self, call: RingCall, saved: Saved, everyone: Tensor) -> Gradients:
+    def _gradients(self, call: RingCall, saved: RingSaved, everyone: Tensor) -> Gradients:
         """Of one group of heads."""
         state, k = Backward(call, saved), saved.k
-        sums = zeros_like(everyone)
+        sums = fp32_accumulator(everyone)
         for t in range(call.plan.world_size):
             state.attend(t, *_keys_of(call, everyone, t, k), *_keys_of(call, sums, t, k))
         # Own terms too go through the sum over ranks: it adds all of them in the order of the ranks.

@@ -1,46 +1,57 @@
 """Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.attention.ring_forward`.
 
-Each rank lays its K/V out where others can read them; the copy engine pulls those that a rank looks at chunk by chunk,
+Each rank lays its K/V out where others can read them; the copy engine pulls those that a rank reads chunk by chunk,
 while the launch computes with what is there. It serves GPUs that write into each other's memory, ranks that are threads
 on one GPU, and, interpreted, processes of one host. The backward runs step by step, by messages.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from fused_tp.attention.chunks import chunks_of, most_rows
-from fused_tp.attention.kernels.triton import TRITON, terms_of
-from fused_tp.attention.plan import RingPlan
-from fused_tp.attention.ring import Gradients, RingCall, Saved
-from fused_tp.attention.ring_messages import SendRecvRing
+from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.select import forced_kernel
+from fused_tp.attention.kernels.triton import TRITON, launchable, terms_of
+from fused_tp.attention.plan import RingPlan, keys_of_step
+from fused_tp.attention.ring import OP, Gradients, Ring, RingCall, RingSaved
+from fused_tp.attention.ring_messages import MessageRing
 from fused_tp.runtime import settings
+from fused_tp.runtime.availability import Availability, unavailable
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.transport.store import agree
 
+_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, as they came
 _RELAYS = 1  # multiprocessors for the kernels between the copies
+_ROWS_OF_A_CHUNK = 16384  # at most, where that does not make too many of them
+_MOST_CHUNKS = 63
 
 
-class FusedRing:
-    """Serves what the Triton provider serves, over the memory of a `FusedKernel` schedule."""
+class FusedRing(Ring):
+    """Serves what the Triton kernel serves, over the memory of a `FusedKernel` schedule."""
 
     name = "fused_kernel"
 
     def __init__(self, kernels: FusedKernel) -> None:
         self._kernels = kernels
 
-    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
-        kernels, chunks = self._kernels, chunks_of(call.plan, call.rank)
-        kernels.check("ring_attention", dims, q)
+        kernels, chunks = self._kernels, kv_chunks(call.plan, call.rank)
+        kernels.check(OP, call.dims, q)
         layout = keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.abort_scope("ring_attention"),  # peers count on this call from its first launch on
-            kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), "ring_attention") as workspace,
+            kernels.abort_scope(OP),  # peers count on this call from its first launch on
+            kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), OP) as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
                 q,
@@ -51,19 +62,47 @@ class FusedRing:
                 layout,
                 workspace=workspace,
                 programs=self._programs(),
-                sinks=call.sinks,
+                sinks=call.scores.sinks,
                 precision=TRITON.precision,
             )
         return result
 
-    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
-        return SendRecvRing(self._kernels.messages).backward(call, saved, dims)
+    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+        return MessageRing(self._kernels.messages).backward(call, saved)
 
     def _programs(self) -> int:
         memory = self._kernels.memory
         if not memory.arch:  # interpreted
             return memory.sms
         return max(1, memory.sms - max(settings.sm_margin(), _RELAYS))
+
+
+def fused_ring_available(query: KernelQuery) -> Availability:
+    """Whether this rank's forwards, under schedule `fused_kernel`, are one launch; else they go by messages."""
+    forced = forced_kernel()
+    if forced not in (None, TRITON.name):
+        return unavailable(f"FUSED_TP_ATTENTION={forced} asks for other kernels")
+    return launchable(query)
+
+
+def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
+    """`fused_ring_available` on all ranks of `group`, whose devices and environments may differ: those that judged for
+    themselves would part ways. The first time, all ranks must ask together.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask, as where FUSED_TP_ATTENTION was changed on some ranks only.
+    """
+    # By index, since ranks can agree on nothing under names that are not the same everywhere.
+    values = _FORCED[group]
+    forced = forced_kernel()
+    if forced not in values:
+        values.append(forced)
+    what = (
+        f"{OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
+        f"{query.v_head_dim}, value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
+    )
+    reason = agree(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)).reason or None)
+    return unavailable(reason) if reason else fused_ring_available(query)
 
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
@@ -76,11 +115,117 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     return module.KeysLayout(
         rank=rank,
         rows=rows,
-        chunks=tuple(module.Chunk(source, rows.start, len(rows)) for _, source, rows in chunks_of(plan, rank).others),
-        most=most_rows(plan),
+        chunks=tuple(module.Chunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).others),
+        most=kv_chunks(plan, rank).most_rows,
         pairs=pairs,
         groups=module.groups_of(pairs, shard_bytes),
         head_dim=k.shape[3],
         v_head_dim=v.shape[3],
         dtype=k.dtype,
     )
+
+
+class KVChunk(NamedTuple):
+    """Rows of the keys of the source of step t."""
+
+    t: int
+    source: int
+    rows: range
+
+
+class KVChunks:
+    """What one rank looks at, in this order: its own keys, then source by source as the steps have them.
+
+    It is what `triton_kernels.attention.ring_forward` wants to know of a mask.
+
+    Attributes:
+        others: the chunks of other ranks' keys.
+    """
+
+    def __init__(self, plan: RingPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        own = KVChunk(0, rank, range(plan.keys[rank].length))
+        self.others = tuple(_chunks_of_others(plan, rank))
+        self._chunks = (own, *self.others)
+        self._tables: dict[Any, dict[str, Tensor]] = {}
+
+    def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
+        """The tables for that device and tiles of that size, made once."""
+        from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
+
+        if (device, rows, block) not in self._tables:
+            vectors = self._tables.get(device)
+            if vectors is None:
+                vectors = self._tables[device] = {name: _moved(x, device) for name, x in self._vectors.items()}
+            starts, stops = self._vectors["starts"], self._vectors["stops"]
+            tiles, bounds = tiles_of_chunks(
+                self._plan.seen(self._rank)[1:],
+                [int(b) for b in self._plan.queries[self._rank].breaks if b],
+                starts,
+                stops,
+                rows,
+                block,
+            )
+            tables = {"tiles": _moved(tiles, device), "bounds": _moved(bounds, device)}
+            self._tables[device, rows, block] = vectors | tables
+        return self._tables[device, rows, block]
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows of others' keys that the rank which needs most of them reads."""
+        ranks = range(self._plan.world_size)
+        return max(sum(len(chunk.rows) for chunk in _chunks_of_others(self._plan, rank)) for rank in ranks)
+
+    @cached_property
+    def _vectors(self) -> dict[str, np.ndarray[Any, Any]]:
+        plan, rank, chunks = self._plan, self._rank, self._chunks
+        queries = plan.queries[rank]
+        starts = np.zeros((len(chunks), queries.length), dtype=np.int32)
+        stops = np.zeros_like(starts)
+        for number, (t, _, rows) in enumerate(chunks):
+            step = keys_of_step(plan.step(rank, t), rows.start, rows.stop, keep=False)
+            if not step.empty:
+                seeing = slice(step.q_start, step.q_stop)
+                starts[number, seeing] = step.starts + np.int32(step.k_start - rows.start)
+                stops[number, seeing] = step.stops + np.int32(step.k_start - rows.start)
+        lengths = [len(rows) for _, _, rows in chunks]
+        begins = np.cumsum(lengths) - lengths
+        # Own keys and those of others lie in different places, each from 0 on.
+        places = np.where(np.arange(len(chunks)) > 0, begins - lengths[0], 0)
+        return {
+            "starts": starts,
+            "stops": stops,
+            "chunks": np.stack(([source for _, source, _ in chunks], places, begins), 1),
+            "places": plan.seen(rank)[0],
+            "q_indices": queries.indices,
+            "k_indices": np.concatenate([plan.keys[s].indices[rows.start : rows.stop] for _, s, rows in chunks]),
+        }
+
+
+def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
+    """The rows of others' keys that `rank` reads, step by step; long ones in several parts."""
+    sources = [(t, plan.source(rank, t)) for t in range(1, plan.world_size)]
+    seen = [KVChunk(t, s, rows) for t, s in sources for rows in plan.needed(rank, s).ranges]
+    parts = [
+        KVChunk(t, source, rows[first : first + _ROWS_OF_A_CHUNK])
+        for t, source, rows in seen
+        for first in range(0, len(rows), _ROWS_OF_A_CHUNK)
+    ]
+    if len(parts) <= _MOST_CHUNKS:
+        return parts
+    if len(seen) <= _MOST_CHUNKS:
+        return seen
+    whole = [(t, s, plan.needed(rank, s).ranges) for t, s in sources]
+    return [KVChunk(t, s, range(rows[0].start, rows[-1].stop)) for t, s, rows in whole if rows]
+
+
+def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
+    """The chunks of a rank, made once for a plan."""
+    known: KVChunks | None = plan.kv_chunks.get(rank)
+    if known is None:
+        known = plan.kv_chunks[rank] = KVChunks(plan, rank)
+    return known
+
+
+def _moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(device)

@@ -1,39 +1,23 @@
-"""Ring attention by messages: at step t every rank gets from rank r - t the keys that it looks at, and nothing else.
+"""Ring attention by messages: at step t every rank gets from rank r - t the keys that it reads, and nothing else.
 
 The keys of step t + 1 travel while those of step t are used, so at most three sets of K/V are on a rank: its own, those
-in use, those arriving. In the backward steps are cut into parts (`RingCall.rounds`), of which that holds; the terms of
-dK/dV go straight back to their owner, in fp32, while the next part computes. The owner adds them in the order of the
-rounds, so the bits are the same in every run. What comes and goes has memory that is made once a call and used in turn:
-asked for round by round, it would leave a heap in pieces, which is memory too.
+in use, those arriving. The terms of dK/dV return while the next chunk computes. Buffers are allocated once a call and
+used in turn: allocated chunk by chunk they would fragment the heap, which is memory too.
 
 Not passed on from neighbour to neighbour, as a ring is named for: with a window or documents most ranks need a part of
 most others' keys, or none, and would have to carry what they do not need. The bytes are the same where all need all.
-(Liu et al., Ring Attention, arXiv:2310.01889.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fused_tp.attention.plan import Rows
-from fused_tp.attention.ring import (
-    Backward,
-    Forward,
-    Gradients,
-    RingCall,
-    Round,
-    Saved,
-    Shown,
-    add_to,
-    from_wire,
-    to_wire,
-    wire_buffer,
-    zeros_like,
-)
+from fused_tp.attention.ring import Chunk, KVExchange, KVView, RingCall, SteppedRing, add_to, from_wire, parts_of
 from fused_tp.runtime import settings
 from fused_tp.transport.base import After, Done, Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
@@ -41,118 +25,124 @@ from fused_tp.transport.torch_dist import TorchDist
 Pair = tuple[Tensor, Tensor]
 
 
-class SendRecvRing:
+class MessageRing(SteppedRing):
     """Works on every torch.distributed group."""
 
     name = "pipelined"
+    view = KVView.NEEDED
 
     def __init__(self, transport: TorchDist) -> None:
         self._transport = transport
 
-    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> Pair:
-        self._transport.check("ring_attention", dims, q.dtype, q.device)
-        call = replace(call, shown=Shown.NEEDED)
-        with self._transport.abort_scope("ring_attention"):
-            rounds = [Round(t, call.needs(t), call.gives(t)) for t in call.steps]
-            keys = _Keys(self._transport, rounds, k, v)
-            state = Forward(call, q, v)
-            state.attend(0, k, v)
-            for index, one in enumerate(rounds):
-                state.attend(one.t, *keys.wait(index), one.needs.start)
-        del keys  # before there is a result
-        return state.result()
-
-    def backward(self, call: RingCall, saved: Saved, dims: tuple[int, ...]) -> Gradients:
-        k, v = saved.k, saved.v
-        self._transport.check("ring_attention_backward", dims, k.dtype, k.device)
-        call = replace(call, shown=Shown.NEEDED)
-        with self._transport.abort_scope("ring_attention_backward"):
-            keys = _Keys(self._transport, call.rounds, k, v)
-            state, own = Backward(call, saved), [zeros_like(k), zeros_like(v)]
-            state.attend(0, k, v, own[0], own[1])
-            terms = _Terms(self._transport, call.rounds, k, v)
-            for index, one in enumerate(call.rounds):
-                state.attend(one.t, *keys.wait(index), *terms.zeroed(index), one.needs.start)
-                terms.add_returned(own)
-                terms.give_back(index)
-            terms.add_returned(own)
-        del keys, terms
-        return state.result(own)
+    @contextmanager
+    def _exchange(
+        self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
+    ) -> Iterator[KVExchange]:
+        self._transport.check(op, call.dims, k.dtype, k.device)
+        with self._transport.several(op):
+            exchange = _Messages(self._transport, chunks, k, v)
+            attend_own()
+            yield exchange
 
 
-class _Slots:
-    """Room for parts of keys and values, or of their gradients: pairs [rows, B, H, D] that are used in turn."""
+class _Buffers:
+    """Pairs [rows, B, H, D], for parts of K and V or of their gradients, that are used in turn."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
         most = max(rows, default=0)
-        self._pairs = [(wire_buffer(k, most, dtype), wire_buffer(v, most, dtype)) for _ in range(count)]
+
+        def room(like: Tensor) -> Tensor:
+            return like.new_empty((most, like.shape[0], *like.shape[2:]), dtype=dtype)
+
+        self._pairs = [(room(k), room(v)) for _ in range(count)]
 
     def at(self, number: int, rows: int) -> Pair:
         first, second = self._pairs[number % len(self._pairs)]
         return first[:rows], second[:rows]
 
 
-class _Keys:
-    """Other ranks' keys and values, round after round; those of the next round are under way while one computes."""
-
-    def __init__(self, transport: TorchDist, rounds: Sequence[Round], k: Tensor, v: Tensor) -> None:
-        self._transport, self._rounds, self._own = transport, rounds, (k, v)
-        self._slots = _Slots(k, v, (len(one.needs) for one in rounds), k.dtype, min(2, len(rounds)))
+class _Messages(KVExchange):
+    def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
+        self._transport, self._chunks, self._own = transport, chunks, (k, v)
+        recv = (len(chunk.recv_rows) for chunk in chunks)
+        self._keys = _Buffers(k, v, recv, k.dtype, min(2, len(chunks)))
+        self._terms: _Terms | None = None
         self._arriving = self._start(0)
 
-    def wait(self, index: int) -> Pair:
-        """Those of a round, [B, rows, H, D]; those of the round before are used no more."""
-        held = self._arriving.wait()
+    def keys(self, index: int) -> Pair:
+        arrived = self._arriving.wait()
         self._arriving = self._start(index + 1)
-        return held
+        return arrived
 
     def _start(self, index: int) -> Pending[Pair]:
-        """Start getting those of a round, and giving ours to the rank that needs them; nothing behind the last."""
-        if index == len(self._rounds):
+        """Start receiving the keys of a chunk, and sending ours to the rank that reads them; nothing after the last."""
+        if index == len(self._chunks):
             return Done(self._own)
-        one = self._rounds[index]
+        chunk = self._chunks[index]
         return _both(
-            self._transport.shift("ring_attention K/V", to_wire(own, one.gives), room, one.t)
-            for own, room in zip(self._own, self._slots.at(index, len(one.needs)), strict=True)
+            self._transport.shift("ring_attention K/V", _to_wire(own, chunk.send_rows), room, chunk.t)
+            for own, room in zip(self._own, self._keys.at(index, len(chunk.recv_rows)), strict=True)
         )
+
+    def terms(self, index: int) -> Pair:
+        if self._terms is None:
+            self._terms = _Terms(self._transport, self._chunks, *self._own)
+        return self._terms.zeroed(index)
+
+    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+        assert self._terms is not None
+        self._terms.add_returned(own)
+        self._terms.send(index)
+
+    def finish(self, own: Sequence[Tensor]) -> None:
+        if self._terms is not None:
+            self._terms.add_returned(own)
 
 
 class _Terms:
-    """What rounds find of other ranks' dK/dV, and its way to the owners of the keys."""
+    """The terms of other ranks' dK/dV, and their way to the owners of the keys."""
 
-    def __init__(self, transport: TorchDist, rounds: Sequence[Round], k: Tensor, v: Tensor) -> None:
-        self._transport, self._rounds = transport, rounds
-        self._travels_in = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
+    def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
+        self._transport, self._chunks = transport, chunks
+        self._wire_dtype = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
         # One computes while the one before is on its way.
-        needs, gives = [len(one.needs) for one in rounds], [one.gives.length for one in rounds]
-        self._found = _Slots(k, v, needs, accumulate_dtype(k.dtype), min(2, len(rounds)))
-        self._returned = _Slots(k, v, gives, self._travels_in, min(1, len(rounds)))
+        recv, send = [len(chunk.recv_rows) for chunk in chunks], [chunk.send_rows.length for chunk in chunks]
+        self._found = _Buffers(k, v, recv, accumulate_dtype(k.dtype), min(2, len(chunks)))
+        self._returned = _Buffers(k, v, send, self._wire_dtype, min(1, len(chunks)))
         self._returning: tuple[Rows, Pending[Pair]] | None = None
 
     def zeroed(self, index: int) -> Pair:
-        """Sums for a round, [B, rows, H, D]."""
-        first, second = self._found.at(index, len(self._rounds[index].needs))
+        first, second = self._found.at(index, len(self._chunks[index].recv_rows))
         return from_wire(first.zero_()), from_wire(second.zero_())
 
-    def give_back(self, index: int) -> None:
-        """Start giving the sums of a round to the owner of the keys, and getting those for ours."""
-        one = self._rounds[index]
+    def send(self, index: int) -> None:
+        """Start returning the terms of a chunk to the owner of the keys, and receiving those for ours."""
+        chunk = self._chunks[index]
         moving = _both(
-            self._transport.shift("ring_attention dK/dV", found.to(self._travels_in), room, -one.t)
+            self._transport.shift("ring_attention dK/dV", found.to(self._wire_dtype), room, -chunk.t)
             for found, room in zip(
-                self._found.at(index, len(one.needs)), self._returned.at(index, one.gives.length), strict=True
+                self._found.at(index, len(chunk.recv_rows)),
+                self._returned.at(index, chunk.send_rows.length),
+                strict=True,
             )
         )
-        self._returning = one.gives, moving
+        self._returning = chunk.send_rows, moving
 
     def add_returned(self, own: Sequence[Tensor]) -> None:
-        """Add what was found for our keys in the round that was given back last."""
+        """Add what came back for our keys in the chunk that was sent last."""
         if self._returning is None:
             return
         rows, moving = self._returning
         for total, term in zip(own, moving.wait(), strict=True):
             add_to(total, rows, term)
         self._returning = None
+
+
+def _to_wire(x: Tensor, rows: Rows) -> Tensor:
+    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; of one range and for B = 1 it is x itself, not a
+    copy."""
+    parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:

@@ -1,8 +1,11 @@
-"""Who sees whom, in numbers of the whole sequence: causal, sliding window, packed documents, lengths that differ.
+"""What is computed, whoever computes it: mask, scores and token layout of one attention call.
 
-Every mask served here lets a query see one interval of keys, [start, stop), and both ends never go back from one query
-to the next. So a mask is two ascending vectors, on any part of the queries and any part of the keys; no mask of S x S
-is ever made, and what is empty or full is found by comparing ends.
+A mask says which keys a query sees, in indices of the whole sequence: causal, sliding window, packed documents, keys
+of another length.
+
+Every mask lets a query see one interval of keys, [start, stop), and both ends ascend from query to query. So a mask is
+two ascending vectors, for any subset of queries and keys; no mask of S x S is made, and empty or full tiles are found
+by comparing ends.
 
 A query stands at a *place* on the axis of the keys: the last query of a document at its last key, as in flash
 attention. Where queries and keys have the same lengths, a query's place is its own index.
@@ -11,11 +14,17 @@ attention. Where queries and keys have the same lengths, a query's place is its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from fused_tp.attention.layout import TokenLayout
+from fused_tp.transport.base import accumulate_dtype
 
 Ints = NDArray[np.int64]
 UNLIMITED = -1
@@ -97,6 +106,50 @@ class AttentionMask:
         return keys[:-1], keys[1:], keys[1:] - queries[1:]
 
 
+@dataclass(frozen=True)
+class Dropout:
+    """Probabilities are zeroed with probability p and the others divided by 1 - p.
+
+    Which ones follows from `seed` and the element's place in the whole: batch row, head (`first_head` + the local one),
+    index of query and of key. So the result does not depend on the number of ranks.
+    """
+
+    p: float
+    seed: int  # 63 bits
+    first_head: int = 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """score = cap(scale * q.k) - slope[head] * |place of q - index of k|, with cap(x) = softcap * tanh(x / softcap).
+
+    softcap 0.0: no cap. alibi_slopes [heads], fp32 (fp64 for fp64); None: no such term. sinks [heads]: the score of one
+    more key per head whose value is 0, which counts once in the softmax of the whole. (Press et al., ALiBi,
+    arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
+    """
+
+    scale: float
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    dropout: Dropout | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is scale * q.k and nothing is dropped."""
+        return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
+
+    def of_heads(self, heads: slice) -> Scores:
+        """The same for some of the query heads."""
+        slopes, sinks, dropout = self.alibi_slopes, self.sinks, self.dropout
+        return replace(
+            self,
+            alibi_slopes=None if slopes is None else slopes[heads],
+            sinks=None if sinks is None else sinks[heads],
+            dropout=None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start),
+        )
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Sequence[int], seq_len: int) -> None:
     """Raise ValueError unless these are the bounds of documents that make up `seq_len` tokens."""
     bounds = np.asarray(cu_seqlens, dtype=np.int64)
@@ -106,3 +159,101 @@ def check_cu_seqlens(name: str, cu_seqlens: Sequence[int], seq_len: int) -> None
             f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the whole "
             "sequence, those of all ranks. Padding behind the last document is one more document."
         )
+
+
+class AttentionArguments(NamedTuple):
+    """The checked arguments of one call behind q, k and v, in the order of SCHEMA: what travels through torch.library.
+
+    The tensors of documents are on the CPU; their values are read in the op, which a compiler does not look into.
+    """
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    seed: Tensor | None
+    causal: bool
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    dropout_p: float
+    first_head: int
+    layout: str
+    joined: int
+    strided: bool
+    seq_len: int
+    seq_len_kv: int
+
+    def __str__(self) -> str:
+        return (
+            f"causal={self.causal}, layout={str(self.token_layout)!r}, scale={self.scale!r}, "
+            f"window={(self.left, self.right)}, softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, "
+            f"seq_len_kv={self.seq_len_kv}"
+        )
+
+    @property
+    def token_layout(self) -> TokenLayout:
+        return TokenLayout(self.layout, self.joined, self.strided)
+
+    def mask(self) -> AttentionMask:
+        """With the documents' bounds, which are read and checked here.
+
+        Raises:
+            ValueError: cu_seqlens are not the bounds of the sequence.
+        """
+        bounds = read_bounds("cu_seqlens", self.cu_seqlens, self.seq_len)
+        bounds_kv = read_bounds("cu_seqlens_kv", self.cu_seqlens_kv, self.seq_len_kv)
+        if bounds and not bounds_kv:
+            if self.seq_len_kv != self.seq_len:
+                raise ValueError(
+                    f"cu_seqlens says how the {self.seq_len} queries belong to documents, but there are "
+                    f"{self.seq_len_kv} keys; pass cu_seqlens_kv, which says that of the keys."
+                )
+            bounds_kv = bounds
+        if len(bounds) != len(bounds_kv):
+            raise ValueError(
+                f"cu_seqlens has {max(0, len(bounds) - 1)} documents and cu_seqlens_kv {len(bounds_kv) - 1}; queries "
+                "and keys belong to the same documents."
+            )
+        return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (self.left, self.right), bounds, bounds_kv)
+
+    def spec(self, dtype: torch.dtype) -> AttentionSpec:
+        """What to compute, for q, k and v of this dtype."""
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
+        dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
+        return AttentionSpec(
+            self.mask(), Scores(self.scale, self.softcap, slopes, dropout, self.sinks), self.token_layout
+        )
+
+
+SCHEMA = (
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens, Tensor? cu_seqlens_kv, Tensor? seed, bool causal, "
+    "int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, int joined, "
+    "bool strided, SymInt seq_len, SymInt seq_len_kv"
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one call computes; the lengths are the mask's."""
+
+    mask: AttentionMask
+    scores: Scores
+    layout: TokenLayout
+
+
+def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...]:
+    """The values of `cu_seqlens`, which is on the CPU; () for None.
+
+    >>> read_bounds("cu_seqlens", torch.tensor([0, 3, 3, 8]), 8)
+    (0, 3, 3, 8)
+
+    Raises:
+        ValueError: they are not (0, ..., seq_len), never going back.
+    """
+    if cu_seqlens is None:
+        return ()
+    bounds = tuple(cu_seqlens.tolist())
+    check_cu_seqlens(name, bounds, seq_len)
+    return bounds

@@ -112,9 +112,9 @@ def _forced_schedule() -> str | None:
 
 def _forced_provider() -> str | None:
     # It loads NumPy and the native core, which the rest of doctor does without.
-    from fused_tp.attention.kernels.select import forced_provider
+    from fused_tp.attention.kernels.select import forced_kernel
 
-    return forced_provider()
+    return forced_kernel()
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:

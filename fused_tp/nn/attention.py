@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fused_tp.attention.layout import LAYOUTS, check_layout, local_length
+from fused_tp.attention.layout import check_layout, local_length
 from fused_tp.nn.context_cache import ContextCache, PagedContextKVCache
 from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import (
@@ -25,9 +25,8 @@ from fused_tp.nn.linear import (
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
-from fused_tp.ops.attention_arguments import checked_softcap, checked_window
+from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
 from fused_tp.ops.context_parallel_decode import decode_over
-from fused_tp.ops.cu_seqlens import on_host
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
@@ -112,8 +111,7 @@ class ParallelAttention(nn.Module):
         check_positive("head_dim", head_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
-        if cp_layout not in LAYOUTS:
-            check_layout(cp_layout)
+        check_layout(cp_layout, documents=True)
         checked_window(window)
         world_size = check_mesh(mesh).size()
         check_heads(num_heads, num_kv_heads, world_size)

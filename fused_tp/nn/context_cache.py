@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fused_tp.attention.cache_exchange import deal
-from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
-from fused_tp.attention.decode import alike
-from fused_tp.attention.layout import all_tokens, check_layout, local_length
+from fused_tp.attention.cache import scatter_new_tokens
+from fused_tp.attention.decode import equal_length_runs
+from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout, local_length
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import check_int, check_local, check_tensor
-from fused_tp.ops.attention_keywords import ScoreKeywords
+from fused_tp.ops.attention_arguments import ScoreKeywords
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import decode_over
 from fused_tp.runtime.group import GroupLike, group_identity, group_name, resolve_group
@@ -38,7 +37,7 @@ class ContextCache(ABC):
         self.group = group
         self.block = block
         _, size, rank = group_identity(group)
-        self._dealing = Dealing(size, rank, block)
+        self._layout = BlockCyclicLayout(size, rank, block)
 
     @property
     def lengths(self) -> list[int]:
@@ -85,12 +84,12 @@ class ContextCache(ABC):
         before = self._before(batch)
         after = [length + n for length, n in zip(before, added, strict=True)]
         self._reserve(k, v, after)
-        count = self._dealing.count
-        for texts, (first, last) in alike(list(zip(before, after, strict=True)), self.one_by_one):
+        count = self._layout.count
+        for texts, (first, last) in equal_length_runs(list(zip(before, after, strict=True)), self.one_by_one):
             start, stop = count(first), count(last)
             if start < stop:
                 # The new tokens end at the end of the text.
-                own = torch.from_numpy(self._dealing.indices(start, stop) - (last - new)).to(k.device)
+                own = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
                 self._write(texts, rows, k[texts].index_select(1, own), v[texts].index_select(1, own))
         self._set_lengths(after)
@@ -128,8 +127,10 @@ class ContextCache(ABC):
         self._reserve(k, v, after)
         both = torch.cat([k, v], -1).transpose(0, 1)
         words = f"layout={layout!r}, seq_len={seq_len}"
-        tokens, arrived = deal(group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words)
-        rows = torch.from_numpy(self._dealing.rows(tokens)).to(k.device)
+        tokens, arrived = scatter_new_tokens(
+            group, self.block, all_tokens(seq_len, group.size, layout), before[0], both, words
+        )
+        rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
         arrived = arrived.transpose(0, 1)
         for text in range(len(before)) if self.one_by_one else [slice(None)]:
             texts = slice(text, text + 1) if isinstance(text, int) else slice(0, len(before))
@@ -282,12 +283,12 @@ class ContextKVCache(ContextCache):
                 f"the ContextKVCache has room for max_length={self.max_length} tokens of a text and {longest} are "
                 "needed; make it longer, or leave max_length out to let it grow."
             )
-        needed = self._dealing.count(longest)
+        needed = self._layout.count(longest)
         self._keys = self._room("keys", self._keys, k, needed)
         self._values = self._room("values", self._values, v, needed)
 
     def _room(self, name: str, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
-        rows = max((self._dealing.count(length) for length in self._held), default=0)
+        rows = max((self._layout.count(length) for length in self._held), default=0)
         if held is not None:
             ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
             if ours != theirs:
@@ -301,7 +302,7 @@ class ContextKVCache(ContextCache):
                 return held
         capacity = max(needed, 2 * rows, 16)
         if self.max_length is not None:
-            capacity = self._dealing.count(self.max_length)
+            capacity = self._layout.count(self.max_length)
         room = new.new_empty((new.shape[0], capacity, *new.shape[2:]))
         if held is not None:
             room[:, :rows] = held[:, :rows]
@@ -358,7 +359,7 @@ class PagedContextKVCache:
         self.block = block
         # Rank 0 holds at least as much of every text as any other. All ranks count its pages, so that all of them find
         # alike that there are none left: were only one to find that, the others would wait for it.
-        self._most = Dealing(group_identity(group)[1], 0, block)
+        self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
         self._free = list(range(pages))  # a heap: the pages of a text are neighbours where they can be
         self._pages_of: dict[int, list[int]] = {}
         self._length_of: dict[int, int] = {}

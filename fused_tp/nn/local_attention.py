@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_tp.attention.dropout import kept
-from fused_tp.attention.scores import Dropout
+from fused_tp.attention.spec import Dropout
 
 
 def local_attention(

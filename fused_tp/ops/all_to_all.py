@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import AllToAll, Exchange, Share, shares
-from fused_tp.attention.all_to_all_select import select_all_to_all
+from fused_tp.attention.all_to_all import AllToAll, Exchange, Share, all_to_all_by, shares
 from fused_tp.attention.layout import all_tokens, local_length
-from fused_tp.ops.attention_arguments import HOW, Keywords, checksum, explained, in_words
+from fused_tp.attention.spec import SCHEMA, AttentionArguments
+from fused_tp.ops.attention_arguments import annotate_mismatch, checksum, describe
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime.group import group_by_name
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 OP = "ulysses_attention"
@@ -52,18 +53,6 @@ class Heads:
         return accumulate_dtype(dtype) if kind == "k" and self.repeated else dtype
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Which tokens the group's ranks hold: rank i of it is part first + i * stride of `count` of the layout."""
-
-    count: int
-    first: int
-    stride: int
-
-    def of(self, rank: int) -> int:
-        return self.first + rank * self.stride
-
-
 def check_shared(heads: int, ranks: int) -> None:
     """Raise ValueError unless `ranks` ranks can share the heads of q equally."""
     if heads % ranks:
@@ -79,23 +68,36 @@ def moved_columns(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
     return q[2] * q[3] + k[2] * (k[3] + v[3])
 
 
-def to_heads(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    """[B, this rank's tokens, all heads, D] -> [B, the group's tokens, this rank's heads, D]; see _REST."""
-    found: list[Tensor] = SEQUENCE_TO_HEADS(list(xs), *rest)
-    return found
+class HeadsArguments(NamedTuple):
+    """What the ops take behind the tensors and before the arguments of the attention, in the order of _SCHEMA.
+
+    Attributes:
+        kinds: "q" or "k" for each tensor: it has the tokens and heads of queries or of keys.
+        columns: elements of q, k and v for each token, by which all exchanges of one call are dispatched alike.
+        alibi_slopes, sinks, return_lse: whether the call has these.
+        parts, first_part, stride: rank i of the group holds part first_part + i * stride of `parts` of the layout.
+    """
+
+    kinds: str
+    heads: int
+    kv_heads: int
+    columns: int
+    alibi_slopes: bool
+    sinks: bool
+    return_lse: bool
+    parts: int
+    first_part: int
+    stride: int
+
+    def part(self, rank: int) -> int:
+        return self.first_part + rank * self.stride
 
 
-def to_sequence(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    """The way back of `to_heads`."""
-    found: list[Tensor] = HEADS_TO_SEQUENCE(list(xs), *rest)
-    return found
-
-
-# kinds: "q" or "k" for each tensor: it has the tokens and heads of queries or of keys. columns: elements of q, k and v
-# for each token, by which all exchanges of one call are dispatched alike. The bools: whether the call has these.
-_REST = (
-    "str kinds, int heads, int kv_heads, int columns, bool alibi_slopes, bool sinks, bool return_lse, "
-    f"Tensor? cu_seqlens, Tensor? cu_seqlens_kv, {HOW}, int parts, int first_part, int stride, str group"
+_COUNT = len(HeadsArguments._fields)
+_DOCUMENTS = slice(_COUNT + 2, _COUNT + 4)  # cu_seqlens and cu_seqlens_kv, the only tensors
+_SCHEMA = (
+    "Tensor[] xs, str kinds, int heads, int kv_heads, int columns, bool has_slopes, bool has_sinks, bool return_lse, "
+    f"int parts, int first_part, int stride, {SCHEMA}, str group"
 )
 
 
@@ -103,22 +105,22 @@ class _Call:
     """The arguments behind the tensors."""
 
     def __init__(self, rest: Sequence[Any]) -> None:
-        self.kinds, heads, kv_heads, self.columns, *given = rest[:7]
-        self.cu_seqlens, self.cu_seqlens_kv = rest[7:9]
-        self.given = dict(zip(("alibi_slopes", "sinks", "return_lse"), given, strict=True))
-        self.keywords = Keywords(*rest[9:-4])
-        self.parts = Parts(*rest[-4:-1])
+        self.given, self.arguments = HeadsArguments(*rest[:_COUNT]), AttentionArguments(*rest[_COUNT:-1])
         self.group = group_by_name(rest[-1])
-        self.heads = Heads(heads, kv_heads, self.group.size)
+        self.kinds = self.given.kinds
+        self.heads = Heads(self.given.heads, self.given.kv_heads, self.group.size)
 
     def select(self, xs: Sequence[Tensor]) -> AllToAll:
-        tokens = self.keywords.seq_len * xs[0].shape[0]
-        return select_all_to_all(self.group, xs[0].dtype, xs[0].device, tokens, self.columns)
+        """Raises ValueError where FUSED_TP_SCHEDULE names a schedule that cannot serve this group."""
+        tokens = self.arguments.seq_len * xs[0].shape[0]
+        return all_to_all_by(
+            select_schedule(ALL_TO_ALL, self.group, xs[0].dtype, xs[0].device, tokens, None, self.given.columns)
+        )
 
     def rows(self, kind: str, rank: int) -> int:
         """How many tokens a rank holds."""
-        length = self.keywords.seq_len if kind == "q" else self.keywords.seq_len_kv
-        return local_length(length, self.parts.count, self.parts.of(rank), self.keywords.layout)
+        length = self.arguments.seq_len if kind == "q" else self.arguments.seq_len_kv
+        return local_length(length, self.given.parts, self.given.part(rank), self.arguments.layout)
 
     def exchange(self, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Exchange, str]:
         """With what its checksum stands for.
@@ -126,23 +128,24 @@ class _Call:
         Raises:
             ValueError: cu_seqlens are not the bounds of the sequence.
         """
-        mask = self.keywords.mask(self.cu_seqlens, self.cu_seqlens_kv)
-        words = in_words(self.keywords, mask, **self.given)
+        given, mask = self.given, self.arguments.mask()
+        words = describe(
+            self.arguments, mask, alibi_slopes=given.alibi_slopes, sinks=given.sinks, return_lse=given.return_lse
+        )
         of_kind = {
             "q": self._share("q", mask.seq_len, mask.cu_seqlens),
             "k": self._share("k", mask.seq_len_kv, mask.cu_seqlens_kv or mask.cu_seqlens),
         }
-        heads = self.heads
-        dims = (xs[0].shape[0], mask.seq_len, heads.heads, heads.kv_heads, self.columns, len(xs), checksum(words))
+        dims = (xs[0].shape[0], mask.seq_len, given.heads, given.kv_heads, given.columns, len(xs), checksum(words))
         found = tuple(of_kind[kind] for kind in self.kinds)
         return Exchange(OP, dims, self.group.rank, found, tuple(dtypes)), words
 
     def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> Share:
-        tokens = all_tokens(length, self.parts.count, self.keywords.layout, bounds)
+        tokens = all_tokens(length, self.given.parts, self.arguments.layout, bounds)
         ranks = range(self.group.size)
         every = self.heads.heads if kind == "q" else self.heads.kv_heads
         return shares(
-            [tokens[self.parts.of(rank)] for rank in ranks], tuple(self.heads.of(kind, rank) for rank in ranks), every
+            [tokens[self.given.part(rank)] for rank in ranks], tuple(self.heads.of(kind, rank) for rank in ranks), every
         )
 
 
@@ -155,7 +158,7 @@ def _to_heads(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     way = call.select(xs)
     dtypes = [call.heads.dtype(kind, x.dtype) for kind, x in zip(call.kinds, xs, strict=True)]
     exchange, words = call.exchange(xs, dtypes)
-    with span(f"all_to_all to heads ({way.name})"), explained(OP, exchange.rank, words):
+    with span(f"all_to_all to heads ({way.name})"), annotate_mismatch(OP, exchange.rank, words):
         return way.to_heads(exchange, xs)
 
 
@@ -163,7 +166,7 @@ def _to_sequence(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     call = _Call(rest)
     way = call.select(xs)
     exchange, words = call.exchange(xs, _dtypes_by_sequence(xs, call.kinds))
-    with span(f"all_to_all to sequence ({way.name})"), explained(OP, exchange.rank, words):
+    with span(f"all_to_all to sequence ({way.name})"), annotate_mismatch(OP, exchange.rank, words):
         return way.to_sequence(exchange, xs)
 
 
@@ -193,8 +196,8 @@ def _to_sequence_fake(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, *rest = inputs
-    ctx.before, ctx.after = rest[:7], rest[9:]
-    ctx.save_for_backward(*rest[7:9])
+    ctx.before, ctx.after = rest[: _DOCUMENTS.start], rest[_DOCUMENTS.stop :]
+    ctx.save_for_backward(*rest[_DOCUMENTS])
     ctx.set_materialize_grads(False)
     ctx.results = [(x.shape, x.dtype, x.device) for x in output]
 
@@ -209,17 +212,18 @@ def _grads(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _to_heads_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    found = to_sequence(_grads(ctx, grads), *ctx.before, *ctx.saved_tensors, *ctx.after)
-    return found, *[None] * (len(ctx.before) + 2 + len(ctx.after))
+    rest = (*ctx.before, *ctx.saved_tensors, *ctx.after)
+    return HEADS_TO_SEQUENCE(_grads(ctx, grads), *rest), *[None] * len(rest)
 
 
 def _to_sequence_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    found = to_heads(_grads(ctx, grads), *ctx.before, *ctx.saved_tensors, *ctx.after)
-    return found, *[None] * (len(ctx.before) + 2 + len(ctx.after))
+    rest = (*ctx.before, *ctx.saved_tensors, *ctx.after)
+    return SEQUENCE_TO_HEADS(_grads(ctx, grads), *rest), *[None] * len(rest)
 
 
+# [B, this rank's tokens, all heads, D] -> [B, the group's tokens, this rank's heads, D] of each tensor.
 SEQUENCE_TO_HEADS = CustomOp(
-    f"sequence_to_heads(Tensor[] xs, {_REST}) -> Tensor[]",
+    f"sequence_to_heads({_SCHEMA}) -> Tensor[]",
     _to_heads,
     _to_heads_fake,
     _setup_context,
@@ -227,8 +231,9 @@ SEQUENCE_TO_HEADS = CustomOp(
     _select,
 )
 
+# The way back.
 HEADS_TO_SEQUENCE = CustomOp(
-    f"heads_to_sequence(Tensor[] xs, {_REST}) -> Tensor[]",
+    f"heads_to_sequence({_SCHEMA}) -> Tensor[]",
     _to_sequence,
     _to_sequence_fake,
     _setup_context,

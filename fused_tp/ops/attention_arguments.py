@@ -1,93 +1,136 @@
-"""What the ops of context parallel attention are called with: checked in one place, the same for all of them."""
+"""What the ops of context parallel attention are called with: checked in one place, the same for all of them.
+
+Plans are made of the values of cu_seqlens, on the host. A public function takes the tensor through `on_host`, which
+reads no value and so can be traced by a compiler; the op, which runs on real tensors only, reads them.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import LAYOUTS, check_layout, local_length
-from fused_tp.attention.scores import Dropout, Scores
-from fused_tp.attention.spec import UNLIMITED, AttentionMask
+from fused_tp.attention.layout import check_layout, local_length
+from fused_tp.attention.spec import UNLIMITED, AttentionArguments, AttentionMask
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor, is_int
-from fused_tp.ops.cu_seqlens import as_bounds, on_host
 from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.transport.base import accumulate_dtype
 
 
-@dataclass(frozen=True)
-class Keywords:
-    """The keywords of one call besides its tensors, as its op's schema has them: HOW."""
+class ScoreKeywords(TypedDict, total=False):
+    """Keywords of the scores, in training and over a cache, stated once for type checkers; see `ring_attention`."""
 
     causal: bool
-    left: int
-    right: int
-    scale: float
+    scale: float | None
+    window: tuple[int, int] | None
     softcap: float
-    dropout_p: float
-    first_head: int
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class AttentionKeywords(ScoreKeywords, total=False):
+    """Those of attention over a sequence that is cut over ranks."""
+
     layout: str
-    seq_len: int
-    seq_len_kv: int
+    dropout_p: float
+    cu_seqlens: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    seq_len: int | None
+    seq_len_kv: int | None
 
-    def as_tuple(self) -> tuple[Any, ...]:
-        """The fields in the order of the schema."""
-        # By name: torch.compile of torch 2.11 cannot look into the __dict__ of a frozen dataclass.
-        return tuple([getattr(self, name) for name in _KEYWORDS])
 
-    def mask(self, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> AttentionMask:
-        """With the documents' bounds, which are checked here: where their values are known."""
-        bounds = as_bounds("cu_seqlens", cu_seqlens, self.seq_len)
-        bounds_kv = as_bounds("cu_seqlens_kv", cu_seqlens_kv, self.seq_len_kv)
-        if bounds and not bounds_kv:
-            if self.seq_len_kv != self.seq_len:
-                raise ValueError(
-                    f"cu_seqlens says how the {self.seq_len} queries belong to documents, but there are "
-                    f"{self.seq_len_kv} keys; pass cu_seqlens_kv, which says that of the keys."
-                )
-            bounds_kv = bounds
-        if len(bounds) != len(bounds_kv):
-            raise ValueError(
-                f"cu_seqlens has {max(0, len(bounds) - 1)} documents and cu_seqlens_kv {len(bounds_kv) - 1}; queries "
-                "and keys belong to the same documents."
-            )
-        return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (self.left, self.right), bounds, bounds_kv)
+_DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "scale": None,
+    "layout": "zigzag",
+    "window": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "dropout_p": 0.0,
+    "cu_seqlens": None,
+    "cu_seqlens_kv": None,
+    "seq_len": None,
+    "seq_len_kv": None,
+}
 
-    def scores(self, q: Tensor, alibi_slopes: Tensor | None, seed: Tensor | None) -> Scores:
-        slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
-        dropout = None if seed is None else Dropout(self.dropout_p, int(seed.item()), self.first_head)
-        return Scores(self.scale, self.softcap, slopes, dropout)
 
-    def __str__(self) -> str:
-        return (
-            f"causal={self.causal}, layout={self.layout!r}, scale={self.scale!r}, window={(self.left, self.right)}, "
-            f"softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, seq_len_kv={self.seq_len_kv}"
+def checked_arguments(
+    q: Any, k: Any, v: Any, size: int, rank: int, *, first_head: int = 0, **keywords: Any
+) -> AttentionArguments:
+    """What the ops take behind q, k and v, of rank `rank` among `size` that share the sequence.
+
+    Args:
+        first_head: the number of q's first head in the whole.
+        keywords: any of AttentionKeywords.
+
+    Raises:
+        TypeError, ValueError: one of them does not fit.
+    """
+    given = {**_DEFAULTS, **keywords}
+    causal, layout, cu_seqlens, cu_seqlens_kv = (
+        given[name] for name in ("causal", "layout", "cu_seqlens", "cu_seqlens_kv")
+    )
+    check_heads(q, k, v)
+    check_bool("causal", causal)
+    bounds, bounds_kv = on_host("cu_seqlens", cu_seqlens), on_host("cu_seqlens_kv", cu_seqlens_kv)
+    check_layout(layout, documents=bounds is not None)
+    if bounds is None and bounds_kv is not None:
+        raise ValueError("cu_seqlens_kv was given without cu_seqlens; queries and keys belong to the same documents.")
+    seq_len_kv = given["seq_len_kv"]
+    crossed = seq_len_kv is not None or bounds_kv is not None
+    if not crossed and k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
+            "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
+            "of another sequence."
         )
+    total = total_kv = _total_length("seq_len", given["seq_len"], "q", q.shape[1], size, rank, layout)
+    if seq_len_kv is not None or k.shape[1] != q.shape[1]:
+        total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
+    for name, length in (("q", total), ("k", total_kv)):
+        if length >= 2**31:
+            raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
+    left, right = checked_window(given["window"])
+    scale, softcap = checked_scale(given["scale"], q.shape[3]), checked_softcap(given["softcap"])
+    dropout_p = _checked_dropout(given["dropout_p"])
+    for name in ("alibi_slopes", "sinks"):
+        check_per_head(name, given[name], q)
+    return AttentionArguments(
+        given["alibi_slopes"],
+        given["sinks"],
+        bounds,
+        bounds_kv,
+        # Of the CPU's generator, whatever the device: reading it on the host waits for nothing.
+        torch.randint(2**63 - 1, (1,)) if dropout_p else None,
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        dropout_p,
+        first_head,
+        layout,
+        1,
+        False,
+        total,
+        total_kv,
+    )
 
 
-_KEYWORDS = tuple(field.name for field in fields(Keywords))
-
-HOW = (
-    "bool causal, int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, "
-    "SymInt seq_len, SymInt seq_len_kv"
-)
-
-
-def in_words(keywords: Keywords, mask: AttentionMask, **given: bool) -> str:
+def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) -> str:
     """What ranks must agree on besides shapes; `given`: which other arguments there are.
 
-    What they compare are at most eight numbers (those of shared memory): all of this is one of them, its checksum.
+    Ranks compare at most eight numbers (those of shared memory): the checksum of all of this is one of them.
     """
     bounds = mask.cu_seqlens, mask.cu_seqlens_kv
     documents = f"checksum {zlib.crc32(repr(bounds).encode())}" if any(bounds) else "one length"
     return ", ".join(
-        [str(keywords), *(f"{name}={value}" for name, value in given.items()), f"documents of {documents}"]
+        [str(arguments), *(f"{name}={value}" for name, value in given.items()), f"documents of {documents}"]
     )
 
 
@@ -96,8 +139,8 @@ def checksum(words: str) -> int:
 
 
 @contextmanager
-def explained(op: str, rank: int, words: str) -> Iterator[None]:
-    """Each rank that hears of a disagreement says what its checksum stands for."""
+def annotate_mismatch(op: str, rank: int, words: str) -> Iterator[None]:
+    """Scope in which a RankMismatchError also says what this rank's checksum stands for."""
     try:
         yield
     except RankMismatchError as error:
@@ -107,93 +150,25 @@ def explained(op: str, rank: int, words: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class Call:
-    """Checked arguments of one call."""
-
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_kv: Tensor | None
-    seed: Tensor | None
-    keywords: Keywords
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """As the op takes them behind q, k and v."""
-        return self.alibi_slopes, self.sinks, self.cu_seqlens, self.cu_seqlens_kv, self.seed
-
-
-def checked_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    size: int,
-    rank: int,
-    causal: Any,
-    scale: Any,
-    layout: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    dropout_p: Any,
-    cu_seqlens: Any,
-    cu_seqlens_kv: Any,
-    seq_len: Any,
-    seq_len_kv: Any,
-    first_head: int = 0,
-) -> Call:
-    """All keywords of `ring_attention`, of rank `rank` among `size` that share the sequence.
+def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
+    """`cu_seqlens` on the CPU, None for None; copied there once if it is not, which waits for its device.
 
     Raises:
-        TypeError, ValueError: one of them does not fit.
+        TypeError, ValueError: it is not a 1-D tensor of int32 or int64.
     """
-    check_heads(q, k, v)
-    check_bool("causal", causal)
-    if layout not in LAYOUTS:
-        check_layout(layout)
-    bounds, bounds_kv = on_host("cu_seqlens", cu_seqlens), on_host("cu_seqlens_kv", cu_seqlens_kv)
-    if layout == "balanced" and bounds is None:
-        raise ValueError(
-            "layout 'balanced' shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
-            "balanced."
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"{name} must be a Tensor, not {type(cu_seqlens).__name__}; pass torch.tensor([0, ...]), in which each "
+            "number is where a document begins, and the last where the last ends."
         )
-    if bounds is None and bounds_kv is not None:
-        raise ValueError("cu_seqlens_kv was given without cu_seqlens; queries and keys belong to the same documents.")
-    crossed = seq_len_kv is not None or bounds_kv is not None
-    if not crossed and k.shape[1] != q.shape[1]:
-        raise ValueError(
-            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
-            "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
-            "of another sequence."
-        )
-    total = _total_length("seq_len", seq_len, "q", q.shape[1], size, rank, layout)
-    total_kv = total
-    if seq_len_kv is not None or k.shape[1] != q.shape[1]:
-        total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
-    for name, length in (("q", total), ("k", total_kv)):
-        if length >= 2**31:
-            raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
-    left, right = checked_window(window)
-    keywords = Keywords(
-        causal,
-        left,
-        right,
-        checked_scale(scale, q.shape[3]),
-        checked_softcap(softcap),
-        _checked_dropout(dropout_p),
-        first_head,
-        layout,
-        total,
-        total_kv,
-    )
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        check_per_head(name, per_head, q)
-    # Of the CPU's generator, whatever the device: reading it on the host waits for nothing.
-    seed = torch.randint(2**63 - 1, (1,)) if keywords.dropout_p else None
-    return Call(alibi_slopes, sinks, bounds, bounds_kv, seed, keywords)
+    check_local(name, cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64.")
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"{name} has shape {tuple(cu_seqlens.shape)}; it must be [documents + 1].")
+    return cu_seqlens.cpu()
 
 
 def check_heads(q: Any, k: Any, v: Any) -> None:

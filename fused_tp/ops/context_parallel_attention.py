@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.attention_keywords import AttentionKeywords
+from fused_tp.ops.attention_arguments import AttentionKeywords
 from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
 from fused_tp.runtime.group import group_identity
 

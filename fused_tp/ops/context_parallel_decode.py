@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
-from fused_tp.attention.dealing import DEFAULT_BLOCK, Dealing
 from fused_tp.attention.decode import CacheCall, attend, exchanged_numbers, merge
 from fused_tp.attention.kernels import triton_decode
-from fused_tp.attention.kernels.select import provider_for
-from fused_tp.attention.scores import Scores
+from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.select import kernel_for
+from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
+from fused_tp.attention.spec import Scores
 from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
-from fused_tp.ops.attention_arguments import check_per_head, checked_scale, checked_softcap, checked_window
-from fused_tp.ops.attention_keywords import ScoreKeywords
+from fused_tp.ops.attention_arguments import (
+    ScoreKeywords,
+    check_per_head,
+    checked_scale,
+    checked_softcap,
+    checked_window,
+)
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
@@ -267,7 +273,7 @@ def _decode(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     known = group_by_name(group)
-    dealing = Dealing(known.size, known.rank, block)
+    layout = BlockCyclicLayout(known.size, known.rank, block)
     lengths = cache_seqlens.tolist()
     if lengths and min(lengths) < 0:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
@@ -278,13 +284,14 @@ def _decode(
     # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
     at_once = _queries_at_once(known.size, q, v)
     schedule = _parts_schedule(q[:, :at_once], v, group)
-    keys, values = _rows(k, v, page_table, dealing, lengths)
+    keys, values = _rows(k, v, page_table, layout, lengths)
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
-    if triton_decode.serves(q.device, q.dtype, q.shape[1], q.shape[3], v.shape[3], scores):
-        mine = triton_decode.attend(dealing, scores, (left, right), q, lengths, k, v, page_table)
+    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=scale > 0)
+    if triton_decode.serves(query, q.shape[1]):
+        mine = triton_decode.attend(layout, scores, (left, right), q, lengths, k, v, page_table)
     else:
-        call = CacheCall(dealing, scores, (left, right), provider_for(q, v, scores), page_table is not None)
+        call = CacheCall(layout, scores, (left, right), kernel_for(q, v, scores), page_table is not None)
         mine = attend(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
@@ -302,15 +309,15 @@ def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
 
 
 def _rows(
-    k: Tensor, v: Tensor, page_table: Tensor | None, dealing: Dealing, lengths: Sequence[int]
+    k: Tensor, v: Tensor, page_table: Tensor | None, layout: BlockCyclicLayout, lengths: Sequence[int]
 ) -> tuple[CacheRows, CacheRows]:
-    held = [dealing.count(length) for length in lengths]
+    held = [layout.count(length) for length in lengths]
     if page_table is None:
         if held and max(held) > k.shape[1]:
             text = held.index(max(held))
             raise ValueError(
-                f"cache_seqlens gives text {text} {lengths[text]} tokens, of which rank {dealing.rank} of "
-                f"{dealing.world_size} holds {held[text]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
+                f"cache_seqlens gives text {text} {lengths[text]} tokens, of which rank {layout.rank} of "
+                f"{layout.world_size} holds {held[text]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
             )
         return DenseRows(k), DenseRows(v)
     pages_of = page_table.tolist()
@@ -318,12 +325,12 @@ def _rows(
         needed = -(-rows // k.shape[1])
         if needed > page_table.shape[1]:
             raise ValueError(
-                f"text {text} has {rows} tokens on rank {dealing.rank}, which are {needed} pages of {k.shape[1]}, but "
+                f"text {text} has {rows} tokens on rank {layout.rank}, which are {needed} pages of {k.shape[1]}, but "
                 f"page_table has room for {page_table.shape[1]} of a text."
             )
         if any(not 0 <= page < k.shape[0] for page in pages_of[text][:needed]):
             raise ValueError(
-                f"page_table has {pages_of[text][:needed]} for text {text} on rank {dealing.rank}; there are the pages "
+                f"page_table has {pages_of[text][:needed]} for text {text} on rank {layout.rank}; there are the pages "
                 f"0 to {k.shape[0] - 1}."
             )
     return PagedRows(k, pages_of), PagedRows(v, pages_of)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fused_tp.attention.decode import FEW
+from fused_tp.attention.decode import MAX_DECODE_QUERIES
 from fused_tp.attention.kernels import triton_decode
-from fused_tp.attention.kernels.select import Wanted, choose_provider
+from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.ring_fused import FusedRing
-from fused_tp.attention.ring_select import no_fused_ring, no_fused_ring_in
+from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
 from fused_tp.ops.queries import ARGUMENTS, Query, queries
 from fused_tp.runtime import dispatch, settings
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
 from fused_tp.transport.base import accumulate_dtype
@@ -98,10 +98,10 @@ def explain(
     def messages() -> str:
         return backend_of(resolved, where.type)
 
-    def no_launch(*call: Any) -> str | None:
-        return no_fused_ring_in(resolved, *call)
+    def fused_ring(query: KernelQuery) -> Availability:
+        return fused_ring_available_in(resolved, query)
 
-    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages, no_launch)
+    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages, fused_ring)
 
 
 def explain_for(
@@ -153,7 +153,7 @@ def explain_for(
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages, no_fused_ring)
+    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages, fused_ring_available)
 
 
 def _explain(
@@ -166,7 +166,7 @@ def _explain(
     size: int,
     ask: Callable[..., Decision],
     messages: Callable[[], str],
-    no_launch: Callable[[torch.device, torch.dtype, int, int, float], str | None],
+    fused_ring: Callable[[KernelQuery], Availability],
 ) -> Explanation:
     attends = op in ("ring_attention", "ulysses_attention")
     forward, backward = queries(op, shapes, dim, size)
@@ -182,10 +182,9 @@ def _explain(
     if attends:
         q, _, v = shapes
         single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
-        wanted = Wanted(torch.device(device_type), dtype, q[-1], v[-1], single=single)
+        wanted = KernelQuery(torch.device(device_type), dtype, q[-1], v[-1], single=single)
         if op == "ring_attention" and decisions[0] is not None and decisions[0].schedule == FusedRing.name:
-            why = no_launch(wanted.device, dtype, q[-1], v[-1], 1.0)
-            decisions = _of_fused_ring(decisions[0], why, messages())
+            decisions = _of_fused_ring(decisions[0], fused_ring(wanted), messages())
         if decisions[0] is not None and decisions[0].schedule == FusedRing.name:
             provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
         else:
@@ -204,26 +203,27 @@ def _explain(
     )
 
 
-def _of_fused_ring(decision: Decision, why_not: str | None, messages: str) -> tuple[Decision, Decision]:
-    """Forward and backward of a ring that goes by `decision`; `why_not` says that its forward cannot."""
-    note = why_not or "its backward goes step by step"
+def _of_fused_ring(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
+    """Forward and backward of a ring that goes by `decision`; `available` says whether its forward can."""
+    note = available.reason or "its backward goes step by step"
     by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
-    return (decision if why_not is None else by_messages), by_messages
+    return (decision if available else by_messages), by_messages
 
 
-def _of_steps(wanted: Wanted) -> Provider:
-    """By `wanted`, and whether that may be another for what `explain` is not told: scores and masks."""
-    chosen, reason = choose_provider(wanted)
+def _of_steps(query: KernelQuery) -> Provider:
+    """By `query`, and whether that may be another for what `explain` is not told: scores and masks."""
+    chosen, reason = choose_kernel(query)
     if chosen in (TORCH_CPU, TORCH_CUDA):
-        pieces = " in one piece" if wanted.single else ""
+        pieces = " in one piece" if query.single else ""
         reason += f"; this holds for plain scores{pieces}"
     return Provider(chosen.name, reason)
 
 
 def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
-    if triton_decode.serves(device, dtype, new, head_dim, v_head_dim):
-        return Provider("triton", "its split-KV kernel takes a few queries of all texts at once")
-    if new <= FEW:
-        return Provider("torch", f"for up to {FEW} queries matmuls read the cache once")
-    return _of_steps(Wanted(device, dtype, head_dim, v_head_dim))
+    query = KernelQuery(device, dtype, head_dim, v_head_dim)
+    if triton_decode.serves(query, new):
+        return Provider("triton", "its split-KV kernel takes a few queries of all sequences at once")
+    if new <= MAX_DECODE_QUERIES:
+        return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
+    return _of_steps(query)

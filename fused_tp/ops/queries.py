@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fused_tp.attention import ring_select
 from fused_tp.attention.decode import exchanged_numbers
 from fused_tp.ops.all_to_all import check_shared, moved_columns
 from fused_tp.ops.arguments import any_dim
 from fused_tp.ops.attention_arguments import check_heads
+from fused_tp.ops.ring_attention import kv_moved
 from fused_tp.schedules.registry import ALL_TO_ALL
 
 Shape = Sequence[int]
@@ -125,7 +125,7 @@ def _of_collective(op: str, x: Shape, dim: Any, size: int) -> Both:
 def _of_ring(shapes: Sequence[Shape], size: int) -> Both:
     check_heads(*_meta(ARGUMENTS["ring_attention"], shapes).values())
     q, k, v = shapes
-    query = (ring_select.OP, *ring_select.moved(k, v, q[1] * size))
+    query = ("ring_attention", *kv_moved(k, v, q[1] * size))
     return query, query
 
 

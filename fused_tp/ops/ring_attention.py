@@ -1,26 +1,40 @@
-"""Attention over a sequence that is cut over the ranks: keys and values come past the queries, step by step."""
+"""Attention over a sequence that is cut over the ranks: keys and values pass the queries, step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionProvider
-from fused_tp.attention.kernels.select import provider_for
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
+from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.plan import RingPlan, ring_plan
-from fused_tp.attention.ring import Ring, RingCall, Saved
-from fused_tp.attention.ring_fused import FusedRing
-from fused_tp.attention.ring_select import select_ring
-from fused_tp.ops.attention_arguments import HOW, Keywords, checked_call, checksum, explained, in_words
-from fused_tp.ops.attention_keywords import AttentionKeywords
+from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
+from fused_tp.attention.ring_all_gather import AllGatherRing
+from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
+from fused_tp.attention.ring_messages import MessageRing
+from fused_tp.attention.ring_shared_memory import SharedMemoryRing
+from fused_tp.attention.spec import SCHEMA, AttentionArguments
+from fused_tp.ops.attention_arguments import (
+    AttentionKeywords,
+    annotate_mismatch,
+    checked_arguments,
+    checksum,
+    describe,
+)
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.schedules.local import Local
+from fused_tp.schedules.plain import Plain
+from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.base import accumulate_dtype
 
 if TYPE_CHECKING:
@@ -149,38 +163,60 @@ def ring_attention(
 def attention_over(
     q: Tensor, k: Tensor, v: Tensor, group_name: str, size: int, rank: int, **keywords: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the ranks of the group of that name ("": this rank alone); the keywords of `checked_call`."""
+    """(out, lse) over the ranks of the group of that name ("": this rank alone); keywords: `checked_arguments`."""
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
-    call = checked_call(q, k, v, size=size, rank=rank, **keywords)
-    out, lse = RING_ATTENTION(q, k, v, *call.tensors, *call.keywords.as_tuple(), group_name)
+    out, lse = RING_ATTENTION(q, k, v, *checked_arguments(q, k, v, size, rank, **keywords), group_name)
     return out, lse
 
 
-_TENSORS = 5  # alibi_slopes, sinks, cu_seqlens, cu_seqlens_kv, seed
-_Rest = tuple[Any, ...]  # these, the keywords, and the name of the group
+_BY_HEAD = 2  # of the arguments behind q, k and v, those that have a gradient: alibi_slopes and sinks
+_TENSORS = 5  # and those that are tensors
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, rest: _Rest, grad_lse: bool = False
-) -> tuple[Ring, RingCall, tuple[int, ...], str]:
-    slopes, sinks, cu_seqlens, cu_seqlens_kv, seed, *how, group_name = rest
-    keywords, group = Keywords(*how), group_by_name(group_name)
-    mask, scores = keywords.mask(cu_seqlens, cu_seqlens_kv), keywords.scores(q, slopes, seed)
-    ring = select_ring(group, q, k, v, keywords.seq_len_kv, keywords.scale)
-    provider: AttentionProvider = TRITON
-    if ring.name != FusedRing.name:
-        provider = provider_for(q, v, scores, grad_lse=grad_lse, single=group.size == 1 and mask.is_one_piece)
-    plan = ring_plan(mask, group.size, keywords.layout)
+def kv_moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple[int, None, int]:
+    """(m, k, n) of a call, as dispatch wants them: all ranks' K/V, which is what a plain schedule would gather."""
+    batch, _, heads, head_dim = k_shape
+    return seq_len * batch, None, heads * (head_dim + v_shape[3])
+
+
+def _select(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
+    """The ring for one call, by the size of all K/V in the dtype of q.
+
+    Raises:
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
+    """
+    arguments, group = AttentionArguments(*rest[:-1]), group_by_name(rest[-1])
+    schedule = select_schedule(OP, group, q.dtype, k.device, *kv_moved(k.shape, v.shape, arguments.seq_len_kv))
+    if isinstance(schedule, Local):
+        return LocalRing()
+    if isinstance(schedule, SharedMemory):
+        return SharedMemoryRing(schedule.transport)
+    if isinstance(schedule, FusedKernel):
+        query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=arguments.scale > 0)
+        if fused_ring_available_in(group, query):
+            return FusedRing(schedule)
+    return (AllGatherRing if type(schedule) is Plain else MessageRing)(schedule.messages)
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], grad_lse: bool) -> tuple[Ring, RingCall, str]:
+    """What runs, and in words what all ranks must agree on."""
+    arguments, group = AttentionArguments(*rest[:-1]), group_by_name(rest[-1])
+    spec, ring = arguments.spec(q.dtype), _select(q, k, v, *rest)
+    kernel: AttentionKernel = TRITON
+    if not isinstance(ring, FusedRing):
+        single = group.size == 1 and spec.mask.is_one_piece
+        kernel = kernel_for(q, v, spec.scores, grad_lse=grad_lse, single=single)
+    plan = ring_plan(spec.mask, group.size, spec.layout)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        _check_capture(seed)
+        _check_capture(arguments.seed)
         _captured.add(plan)
-    call = RingCall(plan, group.rank, provider, scores, sinks)
-    given = {"alibi_slopes": slopes is not None, "sinks": sinks is not None}
-    words = f"{in_words(keywords, mask, **given, narrow_gradients=settings.narrow_gradients())}, ring {ring.name}"
-    dims = (q.shape[0], keywords.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
-    return ring, call, dims, words
+    given = {"alibi_slopes": arguments.alibi_slopes is not None, "sinks": arguments.sinks is not None}
+    given["narrow_gradients"] = settings.narrow_gradients()
+    words = f"{describe(arguments, spec.mask, **given)}, ring {ring.name}"
+    dims = (q.shape[0], arguments.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
+    return ring, RingCall(plan, group.rank, kernel, spec.scores, dims), words
 
 
 # Graphs read what a plan has on the device, and nothing tells when a graph goes: plans that were captured are kept for
@@ -196,12 +232,7 @@ def _check_capture(seed: Tensor | None) -> None:
         )
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
-    keywords = Keywords(*rest[_TENSORS:-1])
-    return select_ring(group_by_name(rest[-1]), q, k, v, keywords.seq_len_kv, keywords.scale)
-
-
-def _as_kernels_take_them(*tensors: Tensor) -> list[Tensor]:
+def _for_kernels(*tensors: Tensor) -> list[Tensor]:
     """Any strides but that of the last dim, and one dtype: that of the first.
 
     Callers inside of fused_tp may give k and v, rounded to the dtype of q, in fp32: so their gradients are not rounded.
@@ -211,10 +242,9 @@ def _as_kernels_take_them(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    ring, call, dims, words = _prepare(q, k, v, rest)
-    q, k, v = _as_kernels_take_them(q, k, v)
-    with span(f"ring_attention ({ring.name}, {call.provider.name})"), explained("ring_attention", call.rank, words):
-        return ring.forward(call, q, k, v, dims)
+    ring, call, words = _prepare(q, k, v, rest, grad_lse=False)
+    with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
+        return ring.forward(call, *_for_kernels(q, k, v))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -222,7 +252,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
-def _backward_op(
+def _grad_input(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -232,40 +262,27 @@ def _backward_op(
     lse: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    ring, call, dims, words = _prepare(q, k, v, rest, grad_lse=grad_lse is not None)
+    ring, call, words = _prepare(q, k, v, rest, grad_lse=grad_lse is not None)
     grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out
     kv_grad_dtype = k.dtype
-    q, k, v, grad_out = _as_kernels_take_them(q, k, v, grad_out)
-    saved = Saved(q, k, v, out, lse, grad_out, grad_lse, kv_grad_dtype)
-    with (
-        span(f"ring_attention backward ({ring.name}, {call.provider.name})"),
-        explained("ring_attention", call.rank, words),
-    ):
-        grads = ring.backward(call, saved, dims)
-    found = [grads.dq, grads.dk, grads.dv]
-    for given, gradient in zip(rest[:2], (grads.d_slopes, grads.d_sinks), strict=True):
+    q, k, v, grad_out = _for_kernels(q, k, v, grad_out)
+    saved = RingSaved(q, k, v, out, lse, grad_out, grad_lse, kv_grad_dtype)
+    with span(f"ring_attention backward ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
+        dq, dk, dv, *by_head = ring.backward(call, saved)
+    found = [dq, dk, dv]
+    for given, gradient in zip(rest[:_BY_HEAD], by_head, strict=True):
         if given is not None and gradient is not None:
             found.append(gradient.to(given.dtype))
     return found
 
 
-def _backward_ring(
-    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> Ring:
-    return _ring(q, k, v, *rest)
+def _select_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
+    return _select(q, k, v, *rest[2:])  # behind out and lse
 
 
-def _backward_fake(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, *rest[:2]) if x is not None]
+def _grad_input_fake(grad_out: Tensor | None, grad_lse: Tensor | None, *saved: Any) -> list[Tensor]:
+    q, k, v, _, _, *rest = saved
+    return [x.new_empty(x.shape) for x in (q, k, v, *rest[:_BY_HEAD]) if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -280,27 +297,23 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     # Computed together and for all: which of them need a gradient may differ between ranks, the messages may not.
     found = iter(RING_ATTENTION_BACKWARD(grad_out, grad_lse, *saved, *ctx.rest))
     # In the order of the op's arguments; slopes and sinks have one where they were given.
-    grads = [None if x is None else next(found) for x in (*saved[:3], *saved[5:7])]
-    return (*grads, *[None] * (_TENSORS - 2 + len(ctx.rest)))
+    grads = [None if x is None else next(found) for x in (*saved[:3], *saved[5 : 5 + _BY_HEAD])]
+    return (*grads, *[None] * (_TENSORS - _BY_HEAD + len(ctx.rest)))
 
-
-_REST = (
-    f"Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens, Tensor? cu_seqlens_kv, Tensor? seed, {HOW}, str group"
-)
 
 RING_ATTENTION_BACKWARD = CustomOp(
     "ring_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_REST}) -> Tensor[]",
-    _backward_op,
-    _backward_fake,
-    schedule=_backward_ring,
+    f"{SCHEMA}, str group) -> Tensor[]",
+    _grad_input,
+    _grad_input_fake,
+    schedule=_select_backward,
 )
 
 RING_ATTENTION = CustomOp(
-    f"ring_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)",
+    f"ring_attention(Tensor q, Tensor k, Tensor v, {SCHEMA}, str group) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
     _setup_context,
     _backward,
-    _ring,
+    _select,
 )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.spec import read_bounds
 from fused_tp.ops.arguments import any_dim, check_int, check_local
-from fused_tp.ops.cu_seqlens import as_bounds, on_host
+from fused_tp.ops.attention_arguments import on_host
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
@@ -156,7 +157,7 @@ def _checked_dim(x: Any, name: str, dim: Any) -> int:
 def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     """On the host. Their values are checked where they are read: in the op, which a compiler does not look into."""
     bounds = on_host("cu_seqlens", cu_seqlens)
-    check_layout(layout, () if bounds is None else (0,))
+    check_layout(layout, documents=bounds is not None)
     return bounds
 
 
@@ -180,7 +181,7 @@ def _total(seq_len: Any, length: int, world_size: int, rank: int, layout: str) -
 
 
 def _everyone(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:
-    return all_tokens(seq_len, world_size, layout, as_bounds("cu_seqlens", cu_seqlens, seq_len))
+    return all_tokens(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
 
 
 def _positions(cu_seqlens: Tensor, seq_len: int, layout: str, within_documents: bool, group_name: str) -> Tensor:

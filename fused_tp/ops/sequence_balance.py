@@ -9,10 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from fused_tp.attention.layout import all_tokens, check_layout
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, read_bounds
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.ops.attention_arguments import checked_window
-from fused_tp.ops.cu_seqlens import as_bounds, on_host
+from fused_tp.ops.attention_arguments import checked_window, on_host
 from fused_tp.runtime.group import GroupLike, group_identity
 
 
@@ -89,10 +88,10 @@ def sequence_balance(
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
     length = _length(seq_len if host is None else host[-1].item() if len(host) else 0)
-    bounds = as_bounds("cu_seqlens", host, length)
+    bounds = read_bounds("cu_seqlens", host, length)
     size = group_identity(group)[1] if world_size is None else _size(world_size, group)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
-    check_layout(layout, bounds)
+    check_layout(layout, documents=bool(bounds))
     left_right = checked_window(window)
     check_bool("causal", causal)
     mask = AttentionMask(length, length, causal, left_right, bounds, bounds)

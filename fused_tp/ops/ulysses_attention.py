@@ -7,17 +7,21 @@ the same work whatever the mask; but there can be no more ranks than heads.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import joint_layout
-from fused_tp.ops.all_to_all import Heads, check_shared, moved_columns, to_heads, to_sequence
-from fused_tp.ops.attention_arguments import checked_call
-from fused_tp.ops.attention_keywords import AttentionKeywords
+from fused_tp.ops.all_to_all import (
+    HEADS_TO_SEQUENCE,
+    SEQUENCE_TO_HEADS,
+    Heads,
+    HeadsArguments,
+    check_shared,
+    moved_columns,
+)
+from fused_tp.ops.attention_arguments import AttentionKeywords, checked_arguments
 from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
@@ -150,7 +154,7 @@ def attention_by_heads(
     return_lse: bool,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Heads shared out over `inner`, and of each share a ring over `ring`; the keywords of `checked_call`.
+    """Heads shared out over `inner`, and of each share a ring over `ring`; the keywords of `checked_arguments`.
 
     The rank of number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; where `strided`, part
     i * ring.size + r.
@@ -160,29 +164,29 @@ def attention_by_heads(
         q, k, v = cast(dtype, q, k, v)
     first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
     parts = inner.size * ring.size
-    call = checked_call(q, k, v, size=parts, rank=first + inner.rank * stride, **keywords)
+    arguments = checked_arguments(q, k, v, parts, first + inner.rank * stride, **keywords)
     check_shared(q.shape[2], inner.size)
     if inner.size == 1:
-        out, lse = RING_ATTENTION(q, k, v, *call.tensors, *call.keywords.as_tuple(), ring.name)
+        out, lse = RING_ATTENTION(q, k, v, *arguments, ring.name)
         return (out, lse) if return_lse else out
     heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
-    given = (call.alibi_slopes is not None, call.sinks is not None, bool(return_lse))
-    rest = (
-        *(heads.heads, heads.kv_heads, columns, *given, call.cu_seqlens, call.cu_seqlens_kv),
-        *call.keywords.as_tuple(),
-        *(parts, first, stride, inner.name),
-    )
-    q, k, v = to_heads((q, k, v), "qkk", *rest)
+    given = (arguments.alibi_slopes is not None, arguments.sinks is not None, bool(return_lse))
+    exchange = HeadsArguments("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
+    rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
+    q, k, v = SEQUENCE_TO_HEADS([q, k, v], *exchange, *rest)
     k, v = (_one_for_equally_many(x, heads, inner.rank) for x in (k, v))
     own = heads.of("q", inner.rank)
-    alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in (call.alibi_slopes, call.sinks))
-    layout = joint_layout(call.keywords.layout, inner.size, strided=strided) if ring.size > 1 else "contiguous"
-    how = replace(call.keywords, first_head=own.start, layout=layout)
-    bounds = (call.cu_seqlens, call.cu_seqlens_kv)
-    out, lse = RING_ATTENTION(q, k, v, alibi_slopes, sinks, *bounds, call.seed, *how.as_tuple(), ring.name)
+    alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in arguments[:2])
+    arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=own.start)
+    if ring.size > 1:
+        arguments = arguments._replace(joined=inner.size, strided=strided)
+    else:
+        arguments = arguments._replace(layout="contiguous")
+    out, lse = RING_ATTENTION(q, k, v, *arguments, ring.name)
     if not return_lse:
-        return to_sequence((out,), "q", *rest)[0]
-    out, lse = to_sequence((out, lse.transpose(1, 2).unsqueeze(-1)), "qq", *rest)
+        (out,) = HEADS_TO_SEQUENCE([out], *exchange._replace(kinds="q"), *rest)
+        return out
+    out, lse = HEADS_TO_SEQUENCE([out, lse.transpose(1, 2).unsqueeze(-1)], *exchange._replace(kinds="qq"), *rest)
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 

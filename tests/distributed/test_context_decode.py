@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.attention import decode
-from fused_tp.attention.dealing import Dealing
+from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
 from tests.attention_reference import dense_attention, dense_mask
@@ -83,7 +83,7 @@ def keywords(one: Case) -> dict[str, Any]:
     return found
 
 
-def held(x: Tensor, lengths: list[int], dealing: Dealing) -> Tensor:
+def held(x: Tensor, lengths: list[int], dealing: BlockCyclicLayout) -> Tensor:
     """This rank's shard, NaN where nothing is held."""
     rows = max(dealing.count(length) for length in lengths) + 3
     shard = x.new_full((x.shape[0], rows, *x.shape[2:]), torch.nan)
@@ -112,7 +112,7 @@ def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor]
 def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
     found = []
     for one in cases:
-        dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+        dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
         q, *both = whole(one)
         shards = [held(x, one["lengths"], dealing) for x in both]
         given: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_few_plans_are_kept() -> None:
 def test_tokens_are_dealt_in_blocks() -> None:
     for world_size in (1, 2, 3):
         for block in (1, 4):
-            ranks = [Dealing(world_size, rank, block) for rank in range(world_size)]
+            ranks = [BlockCyclicLayout(world_size, rank, block) for rank in range(world_size)]
             for length in range(30):
                 seen = 0
                 for one in ranks:
@@ -194,7 +194,7 @@ def disagreeing(group: dist.ProcessGroup) -> None:
 def some_at_a_time(group: dist.ProcessGroup) -> None:
     one = CASES["chunk, all scores"]
     q, k, v = whole(one)
-    dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
     shards = [held(x, one["lengths"], dealing) for x in (k, v)]
     given: dict[str, Any] = {
         "group": group,
@@ -244,7 +244,7 @@ def compiled(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
     one = CASES["all scores"]
     q, k, v = whole(one)
-    dealing = Dealing(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
     keys, values = (held(x, one["lengths"], dealing) for x in (k, v))
 
     given = keywords(one)
@@ -319,7 +319,7 @@ def caches(group: dist.ProcessGroup) -> None:
     one, other = pool.allocate(), pool.allocate()
     pool.batch([one]).append(k[:1, :40], v[:1, :40])
     used = 20 - pool.free_pages
-    assert used == -(-Dealing(group.size(), 0, 3).count(40) // 4)
+    assert used == -(-BlockCyclicLayout(group.size(), 0, 3).count(40) // 4)
     pool.batch([other]).append(k[1:, :11], v[1:, :11])
     pool.batch([other, one]).append(k[[1, 0], 50:51], v[[1, 0], 50:51])
     assert (pool.length_of(one), pool.length_of(other)) == (41, 12)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.attention import ring_shared_memory
+from fused_tp.attention import ring
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import shared_memory
@@ -111,9 +111,7 @@ def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
         run()
         if rank == 1:
             where = mock.patch.object(ShmTransport, "settled", settled)
-            broken = mock.patch.object(
-                ring_shared_memory.Forward, "attend", side_effect=MemoryError("no room for scores")
-            )
+            broken = mock.patch.object(ring.Forward, "attend", side_effect=MemoryError("no room for scores"))
             with where, broken, pytest.raises(MemoryError):
                 run()
         else:

@@ -15,7 +15,7 @@ from fused_tp.ops.ring_attention import RING_ATTENTION_BACKWARD, ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.errors import CollectiveTimeoutError, RankMismatchError
 from tests.reference import assert_within_dtype_error, attention64, seeded
-from tests.workers import fresh_ranks, on_ranks, run_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 ROUTES = {
     "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
@@ -183,10 +183,6 @@ DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
     "scale": (0.125, 0.25),
     "softcap": (0.0, 30.0),
 }
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(["window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv"]),
-    "dropout_p": 0.0,
-}
 
 
 def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
@@ -200,9 +196,9 @@ def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
         with pytest.raises(RankMismatchError) as error:
             ring_attention(q, q, q, group=group, **chosen)
         said[name] = str(error.value)
-        how = attention_arguments.checked_call(q, q, q, size=2, rank=rank, **DEFAULTS, **chosen)
+        arguments = attention_arguments.checked_arguments(q, q, q, 2, rank, **chosen)
         with pytest.raises(RankMismatchError) as error:
-            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *how.tensors, *how.keywords.as_tuple(), group.group_name)
+            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *arguments, group.group_name)
         said[f"{name} backward"] = str(error.value)
     ring_attention(q, q, q, group=group)  # the ranks are in step again
     return said
@@ -235,16 +231,18 @@ def late_rank(group: dist.ProcessGroup) -> None:
     ring_attention(q, q, q, group=group)
 
 
-@on_ranks(2, env=ROUTES["pipelined"])
-def test_lengths_that_are_not_those_of_the_layout(group: dist.ProcessGroup) -> None:
+def bad_lengths(group: dist.ProcessGroup) -> None:
     q = torch.zeros(1, 4, 2, 8)
     for seq_len in (6, 10, -1):
         with pytest.raises(ValueError, match=f"seq_len={seq_len} in layout 'zigzag' gives rank"):
             ring_attention(q, q, q, group=group, seq_len=seq_len)
 
 
-@on_ranks(2)
-def test_unequal_lengths_need_seq_len(group: dist.ProcessGroup) -> None:
+def test_lengths_that_are_not_those_of_the_layout() -> None:
+    run_ranks(2, bad_lengths, env=ROUTES["pipelined"])
+
+
+def unequal_lengths(group: dist.ProcessGroup) -> None:
     """The ranks hold 3 and 2 tokens, and each takes twice its own for the whole."""
     q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
@@ -252,3 +250,7 @@ def test_unequal_lengths_need_seq_len(group: dist.ProcessGroup) -> None:
     with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
         unshard_sequence(q, 1, group=group)
     assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
+
+
+def test_unequal_lengths_need_seq_len() -> None:
+    run_ranks(2, unequal_lengths)

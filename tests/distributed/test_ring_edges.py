@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from fused_tp import ring_attention, shard_sequence
 from fused_tp.attention.ring import Backward, Forward
-from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.ops.ring_attention import (
     RING_ATTENTION,
     RING_ATTENTION_BACKWARD,
-    _backward_fake,
     _forward_fake,
+    _grad_input_fake,
     attention_over,
 )
 from fused_tp.runtime.errors import FusedTPError
@@ -60,8 +60,8 @@ def with_a_late_reader(group: dist.ProcessGroup, late: int) -> float:
     """By how much this rank's gradients are off, where a rank adds what others found for it after all others."""
     seq_len, window = 64, (3, 0)
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_PART", 8)
-    patch.setattr("fused_tp.attention.ring._MOST_PARTS", 2)
+    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_CHUNK", 8)
+    patch.setattr("fused_tp.attention.ring._MOST_CHUNKS", 2)
     attend = Backward.attend
 
     def slowly(self: Backward, t: int, *tensors: Any) -> None:
@@ -179,12 +179,11 @@ def test_any_sign_of_the_scale(provider: str, monkeypatch: pytest.MonkeyPatch) -
 def ops_are_as_their_fakes(group: dist.ProcessGroup) -> None:
     q, k = (seeded(2, 6, heads, 8, dtype=torch.bfloat16, seed=heads) for heads in (4, 2))
     more = {"alibi_slopes": torch.rand(4, dtype=torch.bfloat16), "sinks": torch.rand(4, dtype=torch.bfloat16)}
-    call = checked_call(q, k, k, size=2, rank=dist.get_rank(group), **{**ALONE, **more})
-    rest = (*call.tensors, *call.keywords.as_tuple(), group.group_name)
+    rest = (*checked_arguments(q, k, k, 2, dist.get_rank(group), **more), group.group_name)
     out, lse = RING_ATTENTION(q, k, k, *rest)
     arguments = (out, None, q, k, k, out, lse, *rest)
     real = RING_ATTENTION_BACKWARD(*arguments)
-    fakes = _backward_fake(*arguments)
+    fakes = _grad_input_fake(*arguments)
     for one, fake in zip([out, lse, *real], [*_forward_fake(q, k, k, *rest), *fakes], strict=True):
         assert (one.dtype, one.shape, one.stride()) == (fake.dtype, fake.shape, fake.stride())
     assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)

@@ -46,8 +46,8 @@ def test_features_on_three_ranks(route: str) -> None:
 
 def on_ranks_in_parts(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_PART", 2)
-    patch.setattr("fused_tp.attention.ring._MOST_PARTS", 5)
+    patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_CHUNK", 2)
+    patch.setattr("fused_tp.attention.ring._MOST_CHUNKS", 5)
     try:
         return on_ranks(group, cases)
     finally:

@@ -18,7 +18,7 @@ SETTING = Setting(heads=16, head_dim=128)
 
 
 def mib(_: Any, way: str, world_size: int) -> float:
-    ring._FEWEST_ROWS_OF_A_PART = 64  # in eight parts, as longer shards are
+    ring._FEWEST_ROWS_OF_A_CHUNK = 64  # in eight parts, as longer shards are
     return peak_mib(way, TOKENS * world_size, world_size, SETTING)
 
 

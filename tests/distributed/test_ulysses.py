@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fused_tp.attention.all_to_all import Share, shares
-from fused_tp.attention.layout import all_tokens, joint_layout, local_length
+from fused_tp.attention.layout import TokenLayout, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
@@ -353,8 +353,8 @@ def test_compile_over_a_mesh() -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_ranks_that_have_their_tokens_together(strided: bool) -> None:
     """Every token once, and causal work as equal as that of zigzag over the ring alone."""
-    layout = joint_layout("zigzag", 4, strided=strided)
-    held = all_tokens(800, 3, layout)
+    layout = TokenLayout("zigzag", 4, strided)
+    held = layout.tokens(800, 3)
     assert sorted(int(i) for tokens in held for i in tokens.indices) == list(range(800))
     parts = all_tokens(800, 12, "zigzag")
     for rank, tokens in enumerate(held):

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.attention.scores import Scores
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Scores
 from tests.kernels.test_flash_attention import MASKS, SCORES, Case, case, check
 
 pytestmark = pytest.mark.gpu

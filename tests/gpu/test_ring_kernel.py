@@ -18,9 +18,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import prepare
-from fused_tp.attention.chunks import chunks_of
+from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
-from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask
 from fused_tp.transport.local import LocalRank, run_local
 from fused_tp.triton_kernels.attention import ring_forward, ring_keys
@@ -60,7 +60,7 @@ def make_call(
         {"causal": True, "window": (0, 0)},  # nobody's keys but its own
     )[number % 5]
     layout = how.pop("layout", "zigzag")
-    plan = ring_plan(AttentionMask(seq, seq, **how), world, layout)
+    plan = ring_plan(AttentionMask(seq, seq, **how), world, TokenLayout(layout))
     q, k, v = (
         seeded(2, seq, count, head_dim, dtype=dtype, seed=10 * number + i) for i, count in enumerate((heads, 2, 2))
     )
@@ -77,7 +77,7 @@ def make_call(
 
     def launch(workspace: Any) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = ring_forward.ring_forward(
-            *here, chunks_of(plan, rank), terms, keys, workspace=workspace, programs=programs
+            *here, kv_chunks(plan, rank), terms, keys, workspace=workspace, programs=programs
         )
         return result
 

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.attention.dropout import kept
-from fused_tp.attention.layout import Tokens
+from fused_tp.attention.layout import TokenLayout, Tokens
 from fused_tp.attention.plan import Step, make_step, ring_plan
-from fused_tp.attention.scores import Dropout, Scores
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
 
@@ -324,6 +323,7 @@ def test_dropout_draws_the_bits_of_philox() -> None:
 
 def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     """All ranks' steps, one after the other, through the provider: the state goes on, and the last one ends it."""
+    from fused_tp.attention.kernels.base import Saved, Sums
     from fused_tp.attention.kernels.triton import TritonFlash
 
     provider = TritonFlash()
@@ -335,7 +335,7 @@ def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None
             heads=(2, 1),
             sinks=True,
         )
-        plan = ring_plan(mask, world_size, "zigzag")
+        plan = ring_plan(mask, world_size, TokenLayout("zigzag"))
         dk, dv, d_slopes = torch.zeros(c.k.shape), torch.zeros(c.v.shape), torch.zeros(2)
         for rank in range(world_size):
             rows = torch.from_numpy(plan.queries[rank].indices)
@@ -352,7 +352,8 @@ def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None
                 last = (step, c.scores, q[:, step.q_start : step.q_stop], c.k[:, keys], c.v[:, keys])
                 provider.forward(*last, part)
                 # Ending at this step instead gives what the state gives after it.
-                provider.last(*last, SoftmaxState(*before), out, lse, c.sinks)
+                with_sinks = replace(c.scores, sinks=c.sinks)
+                provider.finish(last[0], with_sinks, *last[2:], SoftmaxState(*before), out, lse)
                 ended = SoftmaxState(part.weighted.clone(), part.highest, part.total).result(dtype, c.sinks)
                 torch.testing.assert_close((out, lse), ended, rtol=0.01, atol=1e-5)
             out, lse = state.result(dtype, c.sinks)
@@ -364,10 +365,10 @@ def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None
                 keys = torch.from_numpy(plan.keys[source].indices)[step.k_start : step.k_stop]
                 here = slice(step.q_start, step.q_stop)
                 dk_part, dv_part = torch.zeros(1, len(keys), 1, 16), torch.zeros(1, len(keys), 1, 16)
-                provider.backward(
-                    step, c.scores, grad_out[:, here], q[:, here], c.k[:, keys], c.v[:, keys], lse[..., here],
-                    sums[..., here], dq[:, here], dk_part, dv_part, d_slopes if name == "all" else None, out[:, here],
-                )  # fmt: skip
+                q_rows = (out[:, here], lse[..., here], grad_out[:, here], sums[..., here])
+                saved = Saved(q[:, here], c.k[:, keys], c.v[:, keys], *q_rows)
+                terms = Sums(dq[:, here], dk_part, dv_part, d_slopes if name == "all" else None)
+                provider.backward(step, c.scores, saved, terms)
                 dk[:, keys] += dk_part
                 dv[:, keys] += dv_part
             close(dq, c.gradients["q"][:, rows], dtype)
@@ -542,11 +543,12 @@ def errors(_group: dist.ProcessGroup) -> None:
     check_rows("q", c.q)
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
         check_rows("q", far)
-    from fused_tp.attention.kernels.triton import obstacle
+    from fused_tp.attention.kernels.base import KernelQuery
+    from fused_tp.attention.kernels.triton import launchable
 
     cpu = torch.device("cpu")
-    assert obstacle(cpu, torch.bfloat16, 64, 256) is None
-    assert "head dims go from 1 to 256" in str(obstacle(cpu, torch.bfloat16, 64, 320))
+    assert launchable(KernelQuery(cpu, torch.bfloat16, 64, 256))
+    assert "head dims go from 1 to 256" in launchable(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
 
 
 def test_errors() -> None:

@@ -53,10 +53,10 @@ CASES: dict[str, Case] = {
 @contextlib.contextmanager
 def small_chunks() -> Iterator[None]:
     """Heads go in as many groups, and keys in as many chunks, as if they were large."""
-    from fused_tp.attention import chunks
+    from fused_tp.attention import ring_fused
     from fused_tp.triton_kernels.attention import ring_keys
 
-    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(chunks, "_ROWS_OF_A_CHUNK", 9):
+    with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1), mock.patch.object(ring_fused, "_ROWS_OF_A_CHUNK", 9):
         yield
 
 
@@ -299,7 +299,7 @@ def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
 
 def of_two_minds(group: Any) -> tuple[str, str]:
     """What is explained where one rank asks for another provider, and what FUSED_TP_CHECK=1 says of two rings."""
-    from fused_tp.attention.ring_messages import SendRecvRing
+    from fused_tp.attention.ring_messages import MessageRing
 
     q, other = torch.ones(1, 4, 1, 8), own_group()
     forced = {"FUSED_TP_ATTENTION": "torch-blocks"} if group.rank() == 1 else {}
@@ -313,7 +313,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
 
     def by_messages(*args: Any) -> Any:
         ring = real(*args)
-        return SendRecvRing(ring._kernels.messages) if group.rank() == 1 else ring
+        return MessageRing(ring._kernels.messages) if group.rank() == 1 else ring
 
     checked = FUSED | {"FUSED_TP_CHECK": "1"}
     with (

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fused_tp.attention import chunks
-from fused_tp.attention.layout import LAYOUTS, Tokens, all_tokens, check_layout, local_length, tokens_of
-from fused_tp.attention.plan import RingPlan, Rows, Step, make_step, number_in, numbered, ring_plan
-from fused_tp.attention.spec import AttentionMask, check_cu_seqlens
-from fused_tp.ops.cu_seqlens import as_bounds
+from fused_tp.attention import ring_fused
+from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step, ring_plan
+from fused_tp.attention.ring_fused import kv_chunks
+from fused_tp.attention.spec import AttentionMask, check_cu_seqlens, read_bounds
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ layouts, world_sizes = st.sampled_from(LAYOUTS), st.integers(1, 5)
 
 
 def plan_of(case: Case, world_size: int, layout: str) -> RingPlan:
-    return RingPlan(case.mask(), world_size, layout if case.packed or layout != "balanced" else "zigzag")
+    layout = layout if case.packed or layout != "balanced" else "zigzag"
+    return RingPlan(case.mask(), world_size, TokenLayout(layout))
 
 
 @settings(max_examples=150, deadline=None)
@@ -105,7 +106,6 @@ def test_ranks_hold_every_token_once(documents: list[int], world_size: int, layo
     held = all_tokens(bounds[-1], world_size, layout, bounds)
     assert sorted(np.concatenate([tokens.indices for tokens in held])) == list(range(bounds[-1]))
     for rank, tokens in enumerate(held):
-        assert tokens == tokens_of(bounds[-1], world_size, rank, layout, bounds)
         assert tokens.length == len(tokens.indices) == local_length(bounds[-1], world_size, rank, layout)
         jumps = [i for i in range(tokens.length) if i == 0 or tokens.indices[i] != tokens.indices[i - 1] + 1]
         assert tokens.breaks.tolist() == jumps
@@ -144,7 +144,7 @@ def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], 
     assert step.on(torch.device("cpu")) is on
 
 
-def check_shown(
+def check_compact(
     found: Step,
     rows: Rows,
     step: Step,
@@ -156,12 +156,12 @@ def check_shown(
     if len(rows.ranges) < 2:
         assert found is step
         return
-    before = rows.ranges[0].start  # rows that are not shown, but counted
-    assert [number_in(rows, int(row)) for row in rows.indices] == list(range(before, before + rows.length))
+    before = rows.ranges[0].start  # rows that are not in the view, but counted
+    assert [compact_index(rows, int(row)) for row in rows.indices] == list(range(before, before + rows.length))
     shown = np.concatenate([keys[:before], keys[rows.indices]])
     check_step(found, queries, shown, dense & np.isin(np.arange(dense.shape[1]), keys[rows.indices]))
     assert found.work == step.work
-    parts = [numbered(rows, range(before + i, before + i + 3)).indices for i in range(0, rows.length, 3)]
+    parts = [expand_index(rows, range(before + i, before + i + 3)).indices for i in range(0, rows.length, 3)]
     assert np.array_equal(np.concatenate(parts), rows.indices)
 
 
@@ -190,7 +190,7 @@ def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: 
             if case.own_keys:
                 assert set(seen) == set(needed.indices)  # nothing travels for nothing
             for rows in (needed, plan.given(source)) if source != rank else ():
-                check_shown(plan.step(rank, t, rows), rows, step, queries, keys, dense)
+                check_compact(plan.step(rank, t, rows), rows, step, queries, keys, dense)
             j = np.arange(step.keys)
             whole[np.ix_(step.q_indices, step.k_indices)] += (j >= step.starts[:, None]) & (j < step.stops[:, None])
     assert np.array_equal(whole, dense)
@@ -211,31 +211,31 @@ def test_a_part_of_a_step_is_a_part_of_its_mask(case: Case, data: st.DataObject)
 
 
 def test_zigzag_shares_a_causal_mask_out_evenly() -> None:
-    plan = RingPlan(AttentionMask(64, 64, causal=True), 4, "zigzag")
+    plan = RingPlan(AttentionMask(64, 64, causal=True), 4, TokenLayout("zigzag"))
     assert len({sum(plan.step(rank, t).work for t in range(4)) for rank in range(4)}) == 1
     assert plan.step(1, 0).is_triangle and plan.step(1, 2).is_full
 
 
 def test_a_window_does_not_go_round_the_ring() -> None:
-    plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, "contiguous")
+    plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, TokenLayout("contiguous"))
     assert [plan.needed(3, source).length for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
     assert [plan.step(3, t).empty for t in range(8)] == [False, False] + [True] * 6
 
 
 def test_a_window_to_both_sides_leaves_holes() -> None:
     """Rank 0 of 2 looks at the begin of its neighbour's shard and at the end of it, and at nothing between."""
-    plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, "zigzag")
+    plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, TokenLayout("zigzag"))
     assert plan.needed(0, 1).ranges == plan.given(1).ranges == (range(30), range(1998, 2048))
-    assert sum(len(chunk.rows) for chunk in chunks.chunks_of_others(plan, 0)) == chunks.most_rows(plan) == 80
+    assert sum(len(chunk.rows) for chunk in kv_chunks(plan, 0).others) == kv_chunks(plan, 0).most_rows == 80
     assert plan.needed(1, 0).ranges == (range(974, 1054),)
-    many = RingPlan(AttentionMask(4096, 4096, window=(3, 2)), 2, "zigzag%32")
+    many = RingPlan(AttentionMask(4096, 4096, window=(3, 2)), 2, TokenLayout("zigzag", 32, strided=True))
     assert len(many.queries[0].ranges) > len(many.needed(0, 1).ranges) == 8  # one rank for many: few messages
 
 
 def test_plans_are_made_once() -> None:
     mask = AttentionMask(8, 8, cu_seqlens=(0, 3, 8), cu_seqlens_kv=(0, 3, 8))
     again = AttentionMask(8, 8, cu_seqlens=(0, 3, 8), cu_seqlens_kv=(0, 3, 8))
-    assert ring_plan(mask, 2, "balanced") is ring_plan(again, 2, "balanced")
+    assert ring_plan(mask, 2, TokenLayout("balanced")) is ring_plan(again, 2, TokenLayout("balanced"))
 
 
 def test_what_is_no_layout_and_what_are_no_documents() -> None:
@@ -243,13 +243,13 @@ def test_what_is_no_layout_and_what_are_no_documents() -> None:
         check_layout("stripe")
     with pytest.raises(ValueError, match="needs their cu_seqlens"):
         check_layout("balanced")
-    check_layout("balanced", (0, 4))
+    check_layout("balanced", documents=True)
     for bounds in ((), (0,), (1, 4), (0, 3), (0, 5, 4), (0, 2, 5)):
         with pytest.raises(ValueError, match=r"cu_seqlens is \(.*\); it must begin with 0, .* the 4 tokens"):
             check_cu_seqlens("cu_seqlens", bounds, 4)
     check_cu_seqlens("cu_seqlens", (0, 0, 4, 4), 4)
-    assert as_bounds("cu_seqlens", None, 4) == ()
-    assert as_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
+    assert read_bounds("cu_seqlens", None, 4) == ()
+    assert read_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -273,13 +273,13 @@ def test_chunks_of_a_launch_have_what_each_query_sees(
     bounds = tuple(int(b) for b in np.cumsum([0, *lengths]))
     seq_len = max(1, bounds[-1])
     mask = AttentionMask(seq_len, seq_len, causal, window, bounds if bounds[-1] else ())
-    plan = ring_plan(mask, world_size, layout)
+    plan = ring_plan(mask, world_size, TokenLayout(layout))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_ROWS_OF_A_CHUNK", 7)
+        patch.setattr(ring_fused, "_ROWS_OF_A_CHUNK", 7)
         for rank in range(world_size):
-            everything = chunks.Chunks(plan, rank)
+            everything = kv_chunks(plan, rank)
             tables = {name: t.numpy() for name, t in everything.on(torch.device("cpu"), *size).items()}
-            assert sum(len(chunk.rows) for chunk in everything.others) <= chunks.most_rows(plan)
+            assert sum(len(chunk.rows) for chunk in everything.others) <= everything.most_rows
             _, starts, stops = plan.seen(rank)
             found: list[list[int]] = [[] for _ in range(plan.queries[rank].length)]
             covered = np.zeros(len(found), int)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from fused_tp.attention.kernels import triton as attention
+from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.triton_kernels.interpreter import interpreter_obstacle
 
 pytestmark = pytest.mark.full
@@ -32,5 +33,5 @@ def test_attention_goes_without_kernels_that_cannot_be_loaded(monkeypatch: pytes
         raise ImportError("of two versions")
 
     monkeypatch.setattr(attention, "_kernels", broken)
-    why = attention.obstacle(torch.device("cpu"), torch.bfloat16, 64, 64)
-    assert why == "the Triton kernels cannot be loaded (of two versions)"
+    available = attention.launchable(KernelQuery(torch.device("cpu"), torch.bfloat16, 64, 64))
+    assert available.reason == "the Triton kernels cannot be loaded (of two versions)"

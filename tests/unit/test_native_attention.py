@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.cuda_resources import native_build
 from fused_tp.attention.dropout import kept
+from fused_tp.attention.kernels.base import KernelQuery, Saved, Sums
 from fused_tp.attention.kernels.native import NativeCpu
 from fused_tp.attention.layout import Tokens, all_tokens
 from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.scores import Dropout, Scores
 from fused_tp.attention.softmax import SoftmaxState, row_sums
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.transport.base import accumulate_dtype
 from tests.native_build import REPOSITORY, build_program, require_sanitizer
 from tests.reference import assert_within_dtype_error, seeded
@@ -112,20 +112,9 @@ def backward(
     d_slopes = torch.full((x.q.shape[2],), start, dtype=wide)
     if not step.empty:
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        provider.backward(
-            step,
-            scores,
-            x.grad_out[:, rows],
-            x.q[:, rows],
-            x.k[:, seen],
-            x.v[:, seen],
-            lse[..., rows].to(wide),
-            sums[..., rows].to(wide),
-            made[0][:, rows],
-            made[1][:, seen],
-            made[2][:, seen],
-            d_slopes if scores.alibi_slopes is not None else None,
-        )
+        saved = Saved(x.q, x.k, x.v, x.q, lse.to(wide), x.grad_out, sums.to(wide))
+        slopes = d_slopes if scores.alibi_slopes is not None else None
+        provider.backward(step, scores, saved.part(rows, seen), Sums(*made, slopes).part(rows, seen))
     return Gradients(made[0], made[1], made[2], d_slopes)
 
 
@@ -276,7 +265,7 @@ def test_strided_tensors(isa: str, dtype: torch.dtype) -> None:
     dense = backward(provider, step, scores, x, lse, sums)
     sparse = [spread(torch.zeros_like(t, dtype=wide)) for t in (x.q, x.k, x.v)]
     lse, sums = (t.mT.contiguous().mT for t in (lse, sums))
-    provider.backward(step, scores, y.grad_out, y.q, y.k, y.v, lse, sums, sparse[0], sparse[1], sparse[2], None)
+    provider.backward(step, scores, Saved(y.q, y.k, y.v, y.q, lse, y.grad_out, sums), Sums(*sparse[:3], None))
     assert all(torch.equal(a, b) for a, b in zip(sparse, (dense.dq, dense.dk, dense.dv), strict=True))
 
 
@@ -528,15 +517,11 @@ def test_blocks_that_are_visited(name: str) -> None:
             torch.testing.assert_close(getattr(made, of), getattr(grads, of), rtol=1e-9, atol=1e-9)
 
 
-def test_obstacles_are_sentences() -> None:
-    provider, scores = NativeCpu(), Scores(1.0)
-    q = torch.zeros(1, 4, 2, 8)
-    assert provider.obstacle(q, q, q, scores) is None
-    assert "meta" in str(provider.obstacle(q.to("meta"), q, q, scores))
-    assert "torch.int32" in str(provider.obstacle(q.int(), q.int(), q.int(), scores))
-    assert "torch.float64" in str(provider.obstacle(q, q.double(), q, scores))
-    assert "dense" in str(provider.obstacle(q, q.mT.contiguous().mT, q, scores))
-    assert provider.is_faster(torch.float32)
+def test_what_it_cannot_compute_is_said() -> None:
+    query = KernelQuery(torch.device("cpu"), torch.float32, 8, 8)
+    assert NativeCpu().available(query) and NativeCpu().is_faster(torch.float32)
+    assert "meta" in NativeCpu().available(replace(query, device=torch.device("meta"))).reason
+    assert "not int32" in NativeCpu().available(replace(query, dtype=torch.int32)).reason
 
 
 def test_an_instruction_set_is_named(isa: str) -> None:

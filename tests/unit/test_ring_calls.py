@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.attention.chunks import chunks_of
-from fused_tp.attention.dealing import Dealing
 from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
 from fused_tp.attention.plan import ring_plan
-from fused_tp.attention.ring_fused import keys_layout
-from fused_tp.attention.scores import Scores
-from fused_tp.attention.spec import AttentionMask
-from fused_tp.ops.attention_arguments import checked_call
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.ops.attention_arguments import checked_arguments
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")
@@ -31,7 +29,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     from fused_tp.triton_kernels.attention.launch import Terms
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
-    plan = ring_plan(AttentionMask(seq, seq, **how), 2, "contiguous")
+    plan = ring_plan(AttentionMask(seq, seq, **how), 2, TokenLayout("contiguous"))
     layout = keys_layout(plan, 0, q, q)
     words = torch.zeros(8, dtype=torch.int64)
     workspace: Any = SimpleNamespace(
@@ -45,7 +43,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
         q,
         q,
         q.new_empty((1, 4, seq // 2), dtype=torch.float32),
-        chunks_of(plan, 0),
+        kv_chunks(plan, 0),
         Terms(0.25, softcap),
         layout,
         workspace,
@@ -90,13 +88,9 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(ring_attention, "_captured", type(ring_attention._captured)())
     q = torch.ones(1, 4, 1, 8)
-    how: dict[str, Any] = dict.fromkeys(
-        ("scale", "window", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv")
-    )
-    how |= {"causal": True, "layout": "zigzag", "softcap": 0.0, "dropout_p": 0.0}
-    call = checked_call(q, q, q, size=1, rank=0, **how)
+    rest = (*checked_arguments(q, q, q, 1, 0, causal=True), "")
     for _ in range(3):
-        ring_attention._prepare(q.as_subclass(OnGpu), q, q, (*call.tensors, *call.keywords.as_tuple(), ""))
+        ring_attention._prepare(q.as_subclass(OnGpu), q, q, rest, False)
     assert len(ring_attention._captured) == 1
 
 
@@ -120,7 +114,7 @@ def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: p
     monkeypatch.setattr(triton_decode, "_captured", set())
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
     monkeypatch.setattr(triton_decode.triton, "terms_of", lambda _: None)
-    dealing, scores, q = Dealing(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
+    dealing, scores, q = BlockCyclicLayout(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
 
     def attend(length: int) -> None:
         triton_decode.attend(dealing, scores, (-1, -1), q, [length], q, q, None)

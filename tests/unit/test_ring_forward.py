@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.reference import Blocks
+from fused_tp.attention.kernels.reference import Reference
+from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import Step, ring_plan
 from fused_tp.attention.ring import Forward, RingCall
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Scores
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
 
-class Told(Blocks):
+class Told(Reference):
     """Keeps what it is told of each state, and writes NaN to fresh ones."""
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Told(Blocks):
     ],
 )
 def test_the_first_step_of_all_rows_has_a_fresh_state(mask: AttentionMask, rank: int, fresh: list[bool]) -> None:
-    provider, plan = Told(), ring_plan(mask, 2, "contiguous")
+    provider, plan = Told(), ring_plan(mask, 2, TokenLayout("contiguous"))
     whole = [seeded(1, n, 2, 8, seed=i) for i, n in enumerate((mask.seq_len, mask.seq_len_kv, mask.seq_len_kv))]
     rows = torch.from_numpy(plan.queries[rank].indices)
-    state = Forward(RingCall(plan, rank, provider, Scores(0.3), None), whole[0][:, rows], whole[2])
+    state = Forward(RingCall(plan, rank, provider, Scores(0.3)), whole[0][:, rows], whole[2])
     for t in range(2):
         keys = torch.from_numpy(plan.keys[plan.source(rank, t)].indices)
         state.attend(t, whole[1][:, keys], whole[2][:, keys])

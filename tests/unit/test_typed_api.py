@@ -16,7 +16,7 @@ from typing_extensions import assert_type
 
 import fused_tp
 from fused_tp.nn import ContextKVCache
-from fused_tp.ops.attention_keywords import AttentionKeywords, ScoreKeywords
+from fused_tp.ops.attention_arguments import AttentionKeywords, ScoreKeywords
 
 X, W, B = torch.ones(4, 3), torch.ones(2, 3), torch.ones(2)
 

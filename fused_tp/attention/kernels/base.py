@@ -1,71 +1,114 @@
-"""Who computes one step: the seam between what moves keys and what computes with them."""
+"""The interface of what computes one step of attention, and what its availability is decided by."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fused_tp.attention.plan import Step
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import Scores
+from fused_tp.runtime.availability import AVAILABLE, Availability
 
 
-class AttentionProvider(Protocol):
-    """Computes one step that is not empty, on its rows alone: q, state, ... are those of queries [q_start, q_stop), k
-    and v those of keys [k_start, k_stop).
+@dataclass(frozen=True)
+class KernelQuery:
+    """What a kernel is asked for.
+
+    Attributes:
+        plain: scores are scale * q.k, and nothing is dropped.
+        grad_lse: the log-sum-exp has a gradient.
+        single: there is one step only, in one tile, so that what torch's kernels round is rounded once.
+        positive_scale: scale is above 0.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    plain: bool = True
+    grad_lse: bool = False
+    single: bool = True
+    positive_scale: bool = True
+
+
+class Saved(NamedTuple):
+    """What the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
+    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out are those of the whole
+    softmax."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    row_sums: Tensor
+
+    def part(self, rows: slice, keys: slice) -> Saved:
+        """Views of some rows of queries and of keys."""
+        q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
+        return Saved(q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows])
+
+
+class Sums(NamedTuple):
+    """Sums of gradients in fp32 (fp64 for fp64), shaped like q, k, v and the slopes."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_slopes: Tensor | None
+
+    def part(self, rows: slice, keys: slice) -> Sums:
+        """Views of some rows of queries and of keys."""
+        return Sums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
+
+
+class AttentionKernel(ABC):
+    """Computes one step that is not empty, on its rows alone: q and state are those of queries [q_start, q_stop), k and
+    v those of keys [k_start, k_stop).
 
     q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: any strides, last dim dense; query head h reads key head
-    h // (H / Hkv), and K/V are never repeated in memory. Sums (state, dq, dk, dv, d_slopes) are fp32, or fp64 for
-    fp64; those of S rows may be views of larger ones.
+    h // (H / Hkv), and K/V are never repeated in memory. State and sums may be views of larger ones.
+
+    Attributes:
+        name: as FUSED_TP_ATTENTION has it.
+        reason: why it is chosen, for `explain`.
+        devices: types of devices that somebody would look for it on.
     """
 
     name: str
+    reason: str
+    devices: tuple[str, ...] = ()
 
+    def available(self, query: KernelQuery) -> Availability:
+        """Whether it can compute such steps."""
+        return AVAILABLE
+
+    def deprioritized(self, query: KernelQuery) -> str:
+        """Why another one that can is better; empty where none is."""
+        return ""
+
+    @abstractmethod
     def forward(
-        self,
-        step: Step,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SoftmaxState,
-        *,
-        fresh: bool = False,
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         """Fold these keys into `state`; `fresh`: it holds nothing yet, and need not be initialised."""
-        ...
 
-    def alone(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """(out, lse) as `SoftmaxState.result` gives them, of a call that is this step and no other; None where the
-        provider has no faster way than a state."""
-        ...
+    def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) as `SoftmaxState.result` gives them, of a call that is this step and no other; None where there is
+        no faster way than through a state."""
+        return None
 
-    def backward(
-        self,
-        step: Step,
-        scores: Scores,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        sums: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        d_slopes: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Add this step's terms to dq [B, Sq, H, D], dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv] and d_slopes [H].
+    @abstractmethod
+    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+        """Add this step's terms to `sums`: with p = exp(score - lse) over these keys and p' = p after dropout,
 
-        `lse`, `sums` [B, H, Sq] and `out` [B, Sq, H, Dv] are those of the whole (`state.row_sums`): with
-        p = exp(score - lse) over these keys and p' = p after dropout,
-
-            dv = p'^T grad_out,  dscore = p' * (grad_out v^T) - p * sums,  dq = scale * dcap * dscore k, and so on.
+            dv = p'^T grad_out,  dscore = p' * (grad_out v^T) - p * row_sums,  dq = scale * dcap * dscore k, and so on.
 
         (Dao et al., FlashAttention, arXiv:2205.14135, section 3.1; Liu et al., Ring Attention, arXiv:2310.01889.)
         """
-        ...

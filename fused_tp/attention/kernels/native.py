@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.dropout import threshold
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.torch_flash import plain_enough
 from fused_tp.attention.plan import Step
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import Scores
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport.base import accumulate_dtype
 
 try:
@@ -27,8 +30,8 @@ except ImportError:  # a pure Python install
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
 
-class NativeCpu:
-    """`AttentionProvider` for CPU tensors, on torch's number of threads; the result has the same bits for any number.
+class NativeCpu(AttentionKernel):
+    """For CPU tensors, on torch's number of threads; the result has the same bits for any number.
 
     Args:
         isa: at most this instruction set (plain, avx2, avx512). Empty: as FUSED_TP_ISA says, else the best there is.
@@ -37,24 +40,26 @@ class NativeCpu:
     """
 
     name = "native-cpu"
+    reason = "the native kernels have every mask and score"
+    devices = ("cpu",)
 
     def __init__(self, isa: str = "") -> None:
         self.isa = isa
 
-    def obstacle(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
-        """Why it cannot compute with such tensors, in a sentence; None: it can."""
+    def available(self, query: KernelQuery) -> Availability:
         if not _BUILT:
-            return "The native core is not built."
-        if q.device.type != "cpu":
-            return f"The native CPU kernels take CPU tensors, not tensors on {q.device}."
-        if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-            kinds = ", ".join(dict.fromkeys(str(t.dtype) for t in (q, k, v)))
-            return f"The native CPU kernels take float32, bfloat16, float16 or float64, one for all, not {kinds}."
-        if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (q, k, v)):
-            return "The native CPU kernels take tensors whose last dim is dense."
-        if max(q.shape[1], k.shape[1]) >= 2**31:
-            return "The native CPU kernels number the tokens of a rank with 31 bits."
-        return None
+            return unavailable("the native core is not built")
+        if query.device.type != "cpu":
+            return unavailable(f"it takes CPU tensors, not tensors on {query.device}")
+        if query.dtype not in _DTYPES:
+            kind = str(query.dtype).removeprefix("torch.")
+            return unavailable(f"it takes float32, bfloat16, float16 or float64, not {kind}")
+        return AVAILABLE
+
+    def deprioritized(self, query: KernelQuery) -> str:
+        if query.single and plain_enough(query) and not self.is_faster(query.dtype):
+            return "torch's kernels use this CPU's matrix tiles (AMX)"
+        return ""
 
     def is_faster(self, dtype: torch.dtype) -> bool:
         """Whether it is faster here than torch's kernels, which use matrix tiles (AMX) where the CPU has them."""
@@ -62,15 +67,7 @@ class NativeCpu:
         return not (dtype == torch.bfloat16 and tiles)
 
     def forward(
-        self,
-        step: Step,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SoftmaxState,
-        *,
-        fresh: bool = False,
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         if fresh:
             state.clear()
@@ -84,49 +81,28 @@ class NativeCpu:
             self.isa,
         )
 
-    def alone(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        return None
-
-    def backward(
-        self,
-        step: Step,
-        scores: Scores,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        sums: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        d_slopes: Tensor | None,
-        out: Tensor | None = None,
-    ) -> None:
+    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+        q = saved.q
         # Autograd may give gradients that are expanded, or of another dtype.
-        grad_out = grad_out.to(q.dtype)
+        grad_out = saved.grad_out.to(q.dtype)
         if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
-        lse, sums = lse.to(wide), sums.to(wide)
+        lse, row_sums = saved.lse.to(wide), saved.row_sums.to(wide)
         slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
-        slope_terms = None if d_slopes is None else d_slopes.new_zeros(d_slopes.shape, dtype=wide)
+        slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            *_common(vectors, scores, slopes, q, k, v),
+            *_common(vectors, scores, slopes, q, saved.k, saved.v),
             _rows_first(grad_out),
             _heads_first(lse),
-            _heads_first(sums),
-            _rows_first(dq),
-            _rows_first(dk),
-            _rows_first(dv),
+            _heads_first(row_sums),
+            *map(_rows_first, (sums.dq, sums.dk, sums.dv)),
             _address(slope_terms),
             torch.get_num_threads(),
             self.isa,
         )
-        if d_slopes is not None and slope_terms is not None:
-            d_slopes.add_(slope_terms)
+        if sums.d_slopes is not None and slope_terms is not None:
+            sums.d_slopes.add_(slope_terms)
 
 
 def _vectors(step: Step, scores: Scores, q: Tensor) -> list[Tensor | None]:
@@ -179,3 +155,6 @@ def _rows_first(x: Tensor) -> tuple[int, int, int, int]:
 def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
     """The same of [batch, heads, rows]."""
     return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
+
+
+NATIVE = NativeCpu()

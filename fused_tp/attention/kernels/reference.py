@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.dropout import kept
+from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
 from fused_tp.attention.plan import Step
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import Scores
 
 _MOST_SCORES = 1 << 22  # that are held at a time, but for 16 rows: a few times 16 MB in fp32; with dropout 16 times
 _KEYS = 1024
@@ -63,21 +64,14 @@ class _Probabilities:
     distance: Tensor | None  # [rows, keys]
 
 
-class Blocks:
+class Reference(AttentionKernel):
     """Serves everything."""
 
     name = "torch-blocks"
+    reason = "plain torch serves every device, dtype and score"
 
     def forward(
-        self,
-        step: Step,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SoftmaxState,
-        *,
-        fresh: bool = False,
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         if fresh:
             state.clear()
@@ -93,27 +87,9 @@ class Blocks:
             weighted = (p if of_block.kept is None else p * of_block.kept) @ _keys_first(v[:, block.keys], p.dtype)
             rows.weighted.mul_(_heads_last(before.unsqueeze(-1))).add_(_heads_last(weighted))
 
-    def alone(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        return None
-
-    def backward(
-        self,
-        step: Step,
-        scores: Scores,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        sums: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        d_slopes: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+        q, k, v, _, lse, grad_out, row_sums = saved
+        dq, dk, dv, d_slopes = sums
         for block in self._blocks(step, q):
             rows, keys = block.rows, block.keys
             of_block = _probabilities(step, scores, block, q, k, dq.dtype)
@@ -122,7 +98,7 @@ class Blocks:
             left = p if of_block.kept is None else p * of_block.kept
             g, q_block = _rows_first(grad_out[:, rows], k, p.dtype), _rows_first(q[:, rows], k, p.dtype)
             d_scores = left * (g @ _keys_first(v[:, keys], p.dtype).mT)
-            d_scores -= p * _by_kv_head(sums[..., rows], k).unsqueeze(-1)
+            d_scores -= p * _by_kv_head(row_sums[..., rows], k).unsqueeze(-1)
             if d_slopes is not None and of_block.distance is not None:
                 d_slopes -= (d_scores * of_block.distance).sum((0, 3, 4)).flatten()
             if of_block.d_cap is not None:
@@ -179,4 +155,4 @@ def _heads_last(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-BLOCKS = Blocks()
+REFERENCE = Reference()

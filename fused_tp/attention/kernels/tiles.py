@@ -1,4 +1,4 @@
-"""A step cut into pieces that kernels without general masks can compute: rectangles and triangles, and what is left.
+"""A step cut into tiles that kernels without general masks can compute: rectangles, triangles, and the rest.
 
 Where the ends of the intervals stand still or go up by one from row to row, n rows of a band are
 
@@ -20,13 +20,13 @@ import numpy as np
 
 from fused_tp.attention.plan import Step
 
-# Fewer rows are not worth calls of their own; with their neighbours they are one masked block.
+# Fewer rows are not worth calls of their own; with their neighbours they are one masked tile.
 _FEWEST_ROWS = 64
 _MOST_ROWS = 2048  # of a band whose both ends go up: its triangles are half wasted by kernels that cannot skip
 
 
 class Shape(Enum):
-    """What of a piece is seen: all; by row i the keys up to i; by row i the keys from i on; any."""
+    """What of a tile is seen: all; by row i the keys up to i; by row i the keys from i on; any."""
 
     FULL = "full"
     LOWER = "lower"
@@ -35,7 +35,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Tile:
     """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step."""
 
     shape: Shape
@@ -44,21 +44,29 @@ class Piece:
     k_start: int
     k_stop: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.q_start, self.q_stop)
 
-_known: WeakKeyDictionary[Step, tuple[Piece, ...]] = WeakKeyDictionary()
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.k_stop)
 
 
-def pieces(step: Step) -> tuple[Piece, ...]:
+_known: WeakKeyDictionary[Step, tuple[Tile, ...]] = WeakKeyDictionary()
+
+
+def tiles(step: Step) -> tuple[Tile, ...]:
     """Disjoint, and together all that is seen; made once."""
     found = _known.get(step)
     if found is None:
-        found = _known[step] = tuple(_pieces(step))
+        found = _known[step] = tuple(_tiles(step))
     return found
 
 
-def _pieces(step: Step) -> Iterator[Piece]:
+def _tiles(step: Step) -> Iterator[Tile]:
     if step.is_full:
-        yield Piece(Shape.FULL, 0, step.rows, 0, step.keys)
+        yield Tile(Shape.FULL, 0, step.rows, 0, step.keys)
         return
     waiting = 0  # the first row of short runs that are not served yet
     for start, stop in _runs(step):
@@ -71,7 +79,7 @@ def _pieces(step: Step) -> Iterator[Piece]:
 
 
 def _runs(step: Step) -> Iterator[tuple[int, int]]:
-    """Rows between which both ends stand still or go up by one, alike all along."""
+    """Maximal runs of rows whose interval ends both advance by 0 or by 1 per row."""
     slopes = np.stack([np.diff(step.starts), np.diff(step.stops)])
     regular = ((slopes == 0) | (slopes == 1)).all(0)
     # Behind a step that is not regular a run begins; where a regular one is followed by another, the row between them
@@ -82,7 +90,7 @@ def _runs(step: Step) -> Iterator[tuple[int, int]]:
     yield from itertools.pairwise(bounds)
 
 
-def _band(step: Step, start: int, stop: int) -> Iterator[Piece]:
+def _band(step: Step, start: int, stop: int) -> Iterator[Tile]:
     starts, stops = step.starts, step.stops
     width = int((stops[start:stop] - starts[start:stop]).min())
     rising = bool(starts[stop - 1] > starts[start])
@@ -94,19 +102,19 @@ def _band(step: Step, start: int, stop: int) -> Iterator[Piece]:
         yield from _trapezoid(step, first, min(first + rows, stop))
 
 
-def _trapezoid(step: Step, start: int, stop: int) -> Iterator[Piece]:
+def _trapezoid(step: Step, start: int, stop: int) -> Iterator[Tile]:
     low, lowest_end = int(step.starts[stop - 1]), int(step.stops[start])
     if step.starts[start] < low:
-        yield Piece(Shape.UPPER, start, stop - 1, int(step.starts[start]), low)
+        yield Tile(Shape.UPPER, start, stop - 1, int(step.starts[start]), low)
     if step.stops[stop - 1] > lowest_end:
         lowest_end -= 1
-        yield Piece(Shape.LOWER, start, stop, lowest_end, int(step.stops[stop - 1]))
+        yield Tile(Shape.LOWER, start, stop, lowest_end, int(step.stops[stop - 1]))
     if lowest_end > low:
-        yield Piece(Shape.FULL, start, stop, low, lowest_end)
+        yield Tile(Shape.FULL, start, stop, low, lowest_end)
 
 
-def _masked(step: Step, start: int, stop: int) -> Iterator[Piece]:
+def _masked(step: Step, start: int, stop: int) -> Iterator[Tile]:
     seeing = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
     if len(seeing):
         first, last = start + int(seeing[0]), start + int(seeing[-1])
-        yield Piece(Shape.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
+        yield Tile(Shape.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))

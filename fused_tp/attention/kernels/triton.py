@@ -8,56 +8,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.torch_flash import TORCH_CUDA
 from fused_tp.attention.plan import Step
-from fused_tp.attention.scores import Scores
 from fused_tp.attention.softmax import SoftmaxState
+from fused_tp.attention.spec import Scores
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport.kernels import has_triton
 
 
-def obstacle(
-    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, scores: Scores | None = None
-) -> str | None:
-    """Why `TritonFlash` cannot compute steps of such tensors and scores, or None.
-
-    >>> obstacle(torch.device("cuda"), torch.float64, 64, 64)  # doctest: +SKIP
-    'the Triton kernels of attention compute in bf16, fp16 and fp32, not in torch.float64'
-    """
+def launchable(query: KernelQuery) -> Availability:
+    """Whether `TritonFlash` can compute such steps; `plain` and `grad_lse` make no difference."""
     if not has_triton():
-        return "Triton is not installed"
-
-    here = None if device.type == "cuda" and not torch.cuda.is_available() else device
+        return unavailable("Triton is not installed")
+    here = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
     try:
         kernels = _kernels()
     except ImportError as error:
-        return f"the Triton kernels cannot be loaded ({error})"
-    why: str | None = kernels.obstacle(dtype, head_dim, v_head_dim, terms_of(scores or Scores(1.0)), here)
-    return why
+        return unavailable(f"the Triton kernels cannot be loaded ({error})")
+    if not query.positive_scale:
+        return unavailable("the Triton kernels of attention take a scale above 0")
+    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, kernels.Terms(1.0), here)
+    return AVAILABLE if reason is None else unavailable(reason)
 
 
-class TritonFlash:
-    """Serves what has no `obstacle`. `precision` is of products of fp32: "ieee", or "tf32" (10-bit mantissas)."""
+class TritonFlash(AttentionKernel):
+    """Serves what is `launchable`. `precision` is of products of fp32: "ieee", or "tf32" (10-bit mantissas)."""
 
     name = "triton"
+    reason = "the Triton kernels round once in all steps"
+    devices = ("cuda",)
 
     def __init__(self, precision: str = "ieee") -> None:
         self.precision = precision
 
+    def available(self, query: KernelQuery) -> Availability:
+        return launchable(query)
+
+    def deprioritized(self, query: KernelQuery) -> str:
+        if query.device.type != "cuda":
+            return "interpreted kernels are for tests"
+        if query.single and TORCH_CUDA.available(query):
+            return "torch's FlashAttention serves what is a single step"
+        if query.dtype == torch.float32:
+            return "in float32, exact, its kernels multiply without tensor cores in small tiles"
+        return ""
+
     def forward(
-        self,
-        step: Step,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SoftmaxState,
-        *,
-        fresh: bool = False,
+        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
-        """Fold these keys into `state`; where it is `fresh` it is not read."""
         sums = (state.weighted, state.highest, state.total)
         _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
 
-    def last(
+    def finish(
         self,
         step: Step,
         scores: Scores,
@@ -67,66 +70,45 @@ class TritonFlash:
         state: SoftmaxState | None,
         out: Tensor,
         lse: Tensor,
-        sinks: Tensor | None = None,
     ) -> None:
         """Fold these keys in, and write what `state.result` would give for the rows of the step to `out` and `lse`.
 
         `state` is read only; None: nothing was seen before. Saves a call of one step all of the state.
         """
-        sums = None if state is None else (state.weighted, state.highest, state.total)
         _kernels().flash_attention(
             q,
             k,
             v,
             step,
             terms_of(scores),
-            sinks=sinks,
-            state=sums,
+            sinks=scores.sinks,
+            state=None if state is None else (state.weighted, state.highest, state.total),
             out=out,
             lse=lse,
             precision=self.precision,
         )
 
-    def alone(
-        self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = (
-            q.new_empty((*q.shape[:3], v.shape[3])),
-            q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
-        )
-        self.last(step, scores, q, k, v, None, out, lse, sinks)
+    def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        self.finish(step, scores, q, k, v, None, out, lse)
         return out, lse
 
-    def backward(
-        self,
-        step: Step,
-        scores: Scores,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        sums: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        d_slopes: Tensor | None,
-        out: Tensor | None = None,
-    ) -> None:
-        """Add this step's terms; every run gives the same bits. `out` is not needed."""
+    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+        """Add this step's terms; every run gives the same bits."""
         _kernels().flash_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            lse,
-            sums,
-            dq,
-            dk,
-            dv,
+            saved.grad_out,
+            saved.q,
+            saved.k,
+            saved.v,
+            saved.lse,
+            saved.row_sums,
+            sums.dq,
+            sums.dk,
+            sums.dv,
             step,
             terms_of(scores),
-            d_slopes=d_slopes,
+            d_slopes=sums.d_slopes,
             precision=self.precision,
         )
 

@@ -1,4 +1,4 @@
-"""A few queries over this rank's part of a cache by one launch of a Triton kernel for all texts: see `decode`."""
+"""Decoding over this rank's part of a cache by one launch of a Triton kernel for all sequences: see `decode`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.dealing import Dealing
-from fused_tp.attention.decode import FEW, rows_seen
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, rows_seen
 from fused_tp.attention.kernels import triton
-from fused_tp.attention.kernels.select import forced_provider
-from fused_tp.attention.scores import Scores
+from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.select import forced_kernel
+from fused_tp.attention.layout import BlockCyclicLayout
+from fused_tp.attention.spec import Scores
 from fused_tp.transport.symm_mem import is_capturing
 
 
-def serves(
-    device: torch.device, dtype: torch.dtype, new: int, head_dim: int, v_head_dim: int, scores: Scores | None = None
-) -> bool:
-    """Whether the kernel computes it: on GPUs, unless FUSED_TP_ATTENTION names another provider."""
-    forced = forced_provider()
-    wanted = forced == "triton" or (forced is None and device.type == "cuda")
-    return 0 < new <= FEW and wanted and triton.obstacle(device, dtype, head_dim, v_head_dim, scores) is None
+def serves(query: KernelQuery, new: int) -> bool:
+    """Whether the kernel computes it: on GPUs, unless FUSED_TP_ATTENTION names another one."""
+    forced = forced_kernel()
+    wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
+    return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(triton.launchable(query))
 
 
 def attend(
-    dealing: Dealing,
+    layout: BlockCyclicLayout,
     scores: Scores,
     limits: tuple[int, int],
     q: Tensor,
@@ -39,10 +38,10 @@ def attend(
 ) -> Tensor:
     """What `decode.attend` gives, of caches that are as `context_parallel_decode` takes them; `limits` is that of
     `CacheCall`."""
-    starts, stops, places, most = _seen(dealing, limits, q.shape[1], tuple(lengths), q.device)
+    starts, stops, places, most = _seen(layout, limits, q.shape[1], tuple(lengths), q.device)
     k_indices = None
     if scores.alibi_slopes is not None:
-        k_indices = _indices(dealing, max(map(dealing.count, lengths)), q.device)
+        k_indices = _indices(layout, max(map(layout.count, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
@@ -82,14 +81,14 @@ def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
 
 @lru_cache(maxsize=4)  # each layer of a model asks for the same
 def _seen(
-    dealing: Dealing, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
+    layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a text at
     most."""
     places = [[length - new + i for i in range(new)] for length in lengths]
     intervals = np.array(
         [
-            [rows_seen(dealing, limits, place, length) if place >= 0 else (0, 0) for place in text]
+            [rows_seen(layout, limits, place, length) if place >= 0 else (0, 0) for place in text]
             for text, length in zip(places, lengths, strict=True)
         ],
         dtype=np.int32,
@@ -102,7 +101,7 @@ def _seen(
 
 
 @lru_cache(maxsize=2)
-def _indices(dealing: Dealing, rows: int, device: torch.device) -> Tensor:
+def _indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
     """int32 [rows, up to 1024 more]: which token lies in each row."""
     rows = -(-rows // 1024) * 1024
-    return _on(device, dealing.indices(0, rows).astype(np.int32))
+    return _on(device, layout.indices(0, rows).astype(np.int32))

@@ -14,23 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_tp.attention.kernels import select as providers
-from fused_tp.attention.kernels.base import AttentionProvider
-from fused_tp.attention.kernels.reference import BLOCKS, Blocks, blocks
-from fused_tp.attention.kernels.select import NATIVE, Wanted, choose_provider, provider_for
-from fused_tp.attention.kernels.tiles import Piece, Shape, pieces
+from fused_tp.attention.kernels import select, triton
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.native import NATIVE
+from fused_tp.attention.kernels.reference import REFERENCE, Reference, blocks
+from fused_tp.attention.kernels.select import choose_kernel, kernel_for
+from fused_tp.attention.kernels.tiles import Shape, Tile, tiles
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU
 from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.scores import Dropout, Scores
 from fused_tp.attention.softmax import SoftmaxState, row_sums
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.runtime.availability import AVAILABLE, unavailable
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
 SCALE = 0.3
 PLAIN = Scores(SCALE)
-PROVIDERS = pytest.mark.parametrize("provider", [NATIVE, TORCH_CPU, BLOCKS], ids=lambda provider: provider.name)
+KERNEL = pytest.mark.parametrize("kernel", [NATIVE, TORCH_CPU, REFERENCE], ids=lambda kernel: kernel.name)
 MASKS = {
     "full": AttentionMask(37, 37),
     "causal": AttentionMask(37, 37, causal=True),
@@ -69,37 +70,33 @@ def made(mask: AttentionMask, dtype: torch.dtype, heads: int, kv_heads: int, wid
     return [seeded(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def run(
-    provider: AttentionProvider, steps: list[Step], scores: Scores, q: Tensor, k: Tensor, v: Tensor, grad: Tensor
+def attend(
+    kernel: AttentionKernel,
+    steps: list[tuple[Step, int]],
+    scores: Scores,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
 ) -> list[Tensor]:
-    """[out, lse, dq, dk, dv] by these steps, one after the other."""
+    """[out, lse, dq, dk, dv] by these steps, one after the other, each with the row its keys begin at."""
     state = SoftmaxState.empty(q, v.shape[3])
-    for step in steps:
-        rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        if not step.empty:
-            provider.forward(step, scores, q[:, rows], k[:, keys], v[:, keys], state.rows(step.q_start, step.q_stop))
+    steps = [(step, first) for step, first in steps if not step.empty]
+    for step, first in steps:
+        rows, keys = slice(step.q_start, step.q_stop), slice(first + step.k_start, first + step.k_stop)
+        kernel.forward(step, scores, q[:, rows], k[:, keys], v[:, keys], state.rows(step.q_start, step.q_stop))
     out, lse = state.result(q.dtype)
-    sums = row_sums(grad, out, None)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=lse.dtype) for t in (q, k, v))
-    for step in steps:
-        rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        if not step.empty:
-            provider.backward(
-                step,
-                scores,
-                grad[:, rows],
-                q[:, rows],
-                k[:, keys],
-                v[:, keys],
-                lse[..., rows],
-                sums[..., rows],
-                dq[:, rows],
-                dk[:, keys],
-                dv[:, keys],
-                None,
-                out[:, rows],
-            )
-    return [out, lse, dq, dk, dv]
+    saved = Saved(q, k, v, out, lse, grad, row_sums(grad, out, None))
+    sums = Sums(*(torch.zeros(t.shape, dtype=lse.dtype) for t in (q, k, v)), None)
+    for step, first in steps:
+        rows, keys = slice(step.q_start, step.q_stop), slice(first + step.k_start, first + step.k_stop)
+        kernel.backward(step, scores, saved.part(rows, keys), sums.part(rows, keys))
+    return [out, lse, *sums[:3]]
+
+
+def run(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, *tensors: Tensor) -> list[Tensor]:
+    """By one step of everything."""
+    return attend(kernel, [(everything(mask), 0)], scores, *tensors)
 
 
 def wanted(mask: AttentionMask, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, **scores: Any) -> list[Tensor]:
@@ -118,57 +115,31 @@ def close(got: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> Non
         assert float((one.double() - other)[finite].abs().max()) <= limit, name
 
 
-@PROVIDERS
+@KERNEL
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_masks(provider: AttentionProvider, dtype: torch.dtype) -> None:
+def test_masks(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     for name, mask in MASKS.items():
         heads, kv_heads, width, v_width = (4, 2, 16, 16) if name != "window" else (3, 1, 5, 12)
         tensors = made(mask, dtype, heads, kv_heads, width, v_width)
-        close(run(provider, [everything(mask)], PLAIN, *tensors), wanted(mask, *tensors), dtype)
+        close(run(kernel, mask, PLAIN, *tensors), wanted(mask, *tensors), dtype)
 
 
-@PROVIDERS
-def test_steps_add_up(provider: AttentionProvider) -> None:
+@KERNEL
+def test_steps_add_up(kernel: AttentionKernel) -> None:
     """Queries of a zigzag rank, and keys in three parts."""
     mask = AttentionMask(300, 300, causal=True, window=(90, -1))
-    tensors = made(mask, torch.float64, 2, 2, 8, 8)
-    queries = Tokens((range(300),))
+    q, k, v, grad = made(mask, torch.float64, 2, 2, 8, 8)
+    reference = wanted(mask, q, k, v, grad)
     parts = [Tokens((range(40), range(260, 300))), Tokens((range(40, 41),)), Tokens((range(41, 260),))]
-    q, k, v, grad = tensors
-    reference = wanted(mask, *tensors)
     order = torch.from_numpy(np.concatenate([part.indices for part in parts]))
-    ks, vs = k[:, order], v[:, order]
-    state = SoftmaxState.empty(q, 8)
-    bounds = [0, *itertools.accumulate(part.length for part in parts)]
-    steps = [make_step(mask, queries, part) for part in parts]
-    for step, first in zip(steps, bounds, strict=False):
-        keys = slice(first + step.k_start, first + step.k_stop)
-        rows = slice(step.q_start, step.q_stop)
-        provider.forward(step, PLAIN, q[:, rows], ks[:, keys], vs[:, keys], state.rows(step.q_start, step.q_stop))
-    out, lse = state.result(q.dtype)
-    sums, (dq, dk, dv) = row_sums(grad, out, None), (torch.zeros_like(t) for t in (q, ks, vs))
-    for step, first in zip(steps, bounds, strict=False):
-        keys, rows = slice(first + step.k_start, first + step.k_stop), slice(step.q_start, step.q_stop)
-        provider.backward(
-            step,
-            PLAIN,
-            grad[:, rows],
-            q[:, rows],
-            ks[:, keys],
-            vs[:, keys],
-            lse[..., rows],
-            sums[..., rows],
-            dq[:, rows],
-            dk[:, keys],
-            dv[:, keys],
-            None,
-            out[:, rows],
-        )
-    close([out, lse, dq, dk, dv], [*reference[:3], *(t[:, order] for t in reference[3:])], torch.float64)
+    bounds = itertools.accumulate((part.length for part in parts), initial=0)
+    steps = [(make_step(mask, Tokens((range(300),)), part), first) for part, first in zip(parts, bounds, strict=False)]
+    got = attend(kernel, steps, PLAIN, q, k[:, order], v[:, order], grad)
+    close(got, [*reference[:3], *(t[:, order] for t in reference[3:])], torch.float64)
 
 
-@PROVIDERS
-def test_a_fresh_state_may_hold_anything(provider: AttentionProvider) -> None:
+@KERNEL
+def test_a_fresh_state_may_hold_anything(kernel: AttentionKernel) -> None:
     """And a ring whose first step has but some of the rows does not read what it never wrote."""
     mask = AttentionMask(100, 100, causal=True)
     q, k, v, _ = made(mask, torch.float32, 2, 2, 8, 8)
@@ -176,7 +147,7 @@ def test_a_fresh_state_may_hold_anything(provider: AttentionProvider) -> None:
     for x in (states[1].weighted, states[1].highest, states[1].total):
         x.fill_(torch.nan)
     for state, fresh in zip(states, (False, True), strict=True):
-        provider.forward(everything(mask), PLAIN, q, k, v, state, fresh=fresh)
+        kernel.forward(everything(mask), PLAIN, q, k, v, state, fresh=fresh)
     for one, other in zip(*(state.result(q.dtype) for state in states), strict=True):
         assert torch.equal(one, other)
 
@@ -188,7 +159,7 @@ def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch)
     tensors = made(mask, torch.float64, 4, 2, 8, 8)
     slopes, dropout = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), Dropout(0.3, 12345678901234567)
     how: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": slopes, "dropout": dropout}
-    got = run(Blocks(), [everything(mask)], Scores(SCALE, 2.0, slopes, dropout), *tensors)
+    got = run(Reference(), mask, Scores(SCALE, 2.0, slopes, dropout), *tensors)
     close(got, wanted(mask, *tensors, **how), torch.float64)
 
 
@@ -199,15 +170,15 @@ def covered(parts: list[tuple[int, int, Any]], step: Step) -> np.ndarray[Any, An
     return found
 
 
-def of_piece(piece: Piece, seen: Any) -> Any:
-    rows, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
-    if piece.shape is Shape.MASKED:
-        return seen[piece.q_start : piece.q_stop, piece.k_start : piece.k_stop]
+def of_tile(tile: Tile, seen: Any) -> Any:
+    rows, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    if tile.shape is Shape.MASKED:
+        return seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop]
     ones = np.ones((rows, keys), dtype=int)
-    if piece.shape is Shape.FULL:
+    if tile.shape is Shape.FULL:
         return ones
     assert rows == keys
-    return np.tril(ones) if piece.shape is Shape.LOWER else np.triu(ones)
+    return np.tril(ones) if tile.shape is Shape.LOWER else np.triu(ones)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -231,8 +202,8 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
             return
         columns = np.arange(step.keys)
         seen = ((columns >= step.starts[:, None]) & (columns < step.stops[:, None])).astype(int)
-        by_pieces = covered([(p.q_start, p.k_start, of_piece(p, seen)) for p in pieces(step)], step)
-        assert (by_pieces == seen).all()
+        by_tiles = covered([(p.q_start, p.k_start, of_tile(p, seen)) for p in tiles(step)], step)
+        assert (by_tiles == seen).all()
         found = list(blocks(step, rows, keys))
         by_blocks = covered([(b.q_start, b.k_start, seen[b.rows, b.keys]) for b in found], step)
         assert (by_blocks == seen).all()
@@ -241,13 +212,13 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    native = provider_for(q, q, Scores(1.0, softcap=2.0))
-    assert native.name == "native-cpu" and provider_for(q, q, PLAIN, grad_lse=True, single=False) is native
-    assert provider_for(q.to("meta"), q.to("meta"), PLAIN) is BLOCKS
+    native = kernel_for(q, q, Scores(1.0, softcap=2.0))
+    assert native.name == "native-cpu" and kernel_for(q, q, PLAIN, grad_lse=True, single=False) is native
+    assert kernel_for(q.to("meta"), q.to("meta"), PLAIN) is REFERENCE
 
-    cuda = partial(Wanted, torch.device("cuda"), torch.bfloat16, 128, 128)
-    monkeypatch.setattr(providers.triton, "obstacle", lambda *wanted: None)
-    providers._choose.cache_clear()
+    cuda = partial(KernelQuery, torch.device("cuda"), torch.bfloat16, 128, 128)
+    monkeypatch.setattr(triton, "launchable", lambda query: AVAILABLE)
+    select._choose.cache_clear()
     for wanted, name in (
         (cuda(), "torch-cuda"),  # one step: nothing is rounded twice
         (cuda(single=False), "triton"),
@@ -255,42 +226,40 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
         (cuda(grad_lse=True), "triton"),
         (replace(cuda(single=False), dtype=torch.float32), "torch-blocks"),
     ):
-        assert choose_provider(wanted)[0].name == name
-    monkeypatch.setattr(providers.triton, "obstacle", lambda *wanted: "it is not installed")
-    providers._choose.cache_clear()
-    provider, reason = choose_provider(cuda(single=False))
+        assert choose_kernel(wanted)[0].name == name
+    monkeypatch.setattr(triton, "launchable", lambda query: unavailable("it is not installed"))
+    select._choose.cache_clear()
+    provider, reason = choose_kernel(cuda(single=False))
     assert provider.name == "torch-cuda" and "; no triton: it is not installed" in reason
-    assert choose_provider(cuda(plain=False))[0] is BLOCKS
-    providers._choose.cache_clear()
+    assert choose_kernel(cuda(plain=False))[0] is REFERENCE
+    select._choose.cache_clear()
 
 
 def test_torch_serves_single_plain_steps_where_the_cpu_has_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers.NATIVE, "is_faster", lambda dtype: False)
-    providers._choose.cache_clear()
+    monkeypatch.setattr(NATIVE, "is_faster", lambda dtype: False)
+    select._choose.cache_clear()
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
-    assert provider_for(q, q, PLAIN) is TORCH_CPU
-    assert provider_for(q, q, PLAIN, single=False).name == "native-cpu"
-    assert provider_for(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
-    providers._choose.cache_clear()
+    assert kernel_for(q, q, PLAIN) is TORCH_CPU
+    assert kernel_for(q, q, PLAIN, single=False).name == "native-cpu"
+    assert kernel_for(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
+    select._choose.cache_clear()
 
 
 def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 8)
     monkeypatch.setenv("FUSED_TP_ATTENTION", "torch-cpu")
-    assert provider_for(q, q, PLAIN) is TORCH_CPU
+    assert kernel_for(q, q, PLAIN) is TORCH_CPU
     with pytest.raises(ValueError, match="ATTENTION=torch-cpu cannot serve this call: torch's kernels know no"):
-        provider_for(q, q, Scores(1.0, softcap=2.0))
+        kernel_for(q, q, Scores(1.0, softcap=2.0))
     monkeypatch.setenv("FUSED_TP_ATTENTION", "magic")
     with pytest.raises(ValueError, match="FUSED_TP_ATTENTION names 'magic'; there are native-cpu, triton, torch-cuda"):
-        provider_for(q, q, PLAIN)
+        kernel_for(q, q, PLAIN)
 
 
 @pytest.mark.gpu
 def test_cuda_flash_agrees_with_blocks() -> None:
     for mask in MASKS.values():
         tensors = [t.cuda() for t in made(mask, torch.bfloat16, 4, 2, 20, 12)]
-        provider = provider_for(tensors[0], tensors[2], PLAIN)
-        got, reference = (
-            [t.cpu().double() for t in run(one, [everything(mask)], PLAIN, *tensors)] for one in (provider, BLOCKS)
-        )
+        kernel = kernel_for(tensors[0], tensors[2], PLAIN)
+        got, reference = ([t.cpu().double() for t in run(one, mask, PLAIN, *tensors)] for one in (kernel, REFERENCE))
         close([t.to(torch.bfloat16) for t in got], reference, torch.bfloat16)
