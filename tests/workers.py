@@ -2,8 +2,6 @@
 
 A start that imports torch costs seconds, so four workers are started at the first call and reused by every test:
 
-    from tests.workers import run_ranks
-
     def sum_of_ranks(group, scale):                      # a module-level function of the test file
         t = torch.full((1,), scale * (dist.get_rank(group) + 1.0))
         dist.all_reduce(t, group=group)
@@ -11,6 +9,10 @@ A start that imports torch costs seconds, so four workers are started at the fir
 
     def test_sum():
         assert run_ranks(3, sum_of_ranks, 2.0) == [12.0, 12.0, 12.0]
+
+    @on_ranks(2, 3)                                      # a test that each rank runs whole
+    def test_equal_sums(group):
+        assert sum_of_ranks(group, 2.0) == group.size() * (group.size() + 1.0)
 
 `group` is a gloo ProcessGroup of ranks 0..world_size-1. The default process group of a pool worker always has all four
 ranks: use `device_mesh(group)` for a mesh of exactly the group, and `fresh_ranks` (new processes, default group of
@@ -37,6 +39,7 @@ import faulthandler
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import pickle
 import shutil
@@ -52,6 +55,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -127,6 +131,32 @@ def run_ranks(
         raise
     _raise_first_error(outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def on_ranks(*world_sizes: int | Callable[..., int], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of `fn(group, ...)`: it runs on the ranks of the pool, once for each of these sizes.
+
+    Its other parameters are the test's, whose values must pickle. In place of sizes, a function of some of them that
+    returns the size. `options` are those of `run_ranks`.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        parameters = list(inspect.signature(fn).parameters.values())[1:]
+
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            size = given.get("world_size", world_sizes[0])
+            if callable(size):
+                size = size(**{name: given[name] for name in inspect.signature(size).parameters})
+            run_ranks(size, test, *(given[parameter.name] for parameter in parameters), **options)
+
+        test.rank_function = fn  # type: ignore[attr-defined]
+        several = len(world_sizes) > 1
+        added = [inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)] if several else []
+        test.__signature__ = inspect.Signature(parameters + added)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if several else test
+
+    return decorate
 
 
 def fresh_ranks(
@@ -429,7 +459,9 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
         if not name:
             return None
         with _environment(env):
-            return getattr(loaded, name)(groups[size], *pickle.loads(pickled_args))
+            function = getattr(loaded, name)
+            function = getattr(function, "rank_function", function)  # of `on_ranks`
+            return function(groups[size], *pickle.loads(pickled_args))
 
     _report(pipe, join, 0)
     while True:

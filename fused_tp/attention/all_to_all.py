@@ -260,7 +260,7 @@ class MessageAllToAll(AllToAll):
         send = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
         recv = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
         self.check(op, exchange, xs)
-        with self._transport.several(op):
+        with self._transport.abort_scope(op):
             flat = send.room(xs[0].device)
             for peer in exchange.peers:
                 for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
@@ -280,7 +280,7 @@ class MessageAllToAll(AllToAll):
         send = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
         recv = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
         self.check(op, exchange, xs)
-        with self._transport.several(op):
+        with self._transport.abort_scope(op):
             flat = send.room(xs[0].device)
             for peer in exchange.peers:
                 for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):

@@ -41,7 +41,7 @@ class AllGatherRing(Ring):
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self._transport.check(OP, call.dims, q.dtype, q.device)
         groups, results = _head_groups(call, q, k, v), []
-        with self._transport.several(OP):
+        with self._transport.abort_scope(OP):
             for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
                 state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
                 for t in range(call.plan.world_size):
@@ -55,7 +55,7 @@ class AllGatherRing(Ring):
         k, v = saved.k, saved.v
         self._transport.check(f"{OP}_backward", call.dims, k.dtype, k.device)
         groups = _head_groups(call, saved.q, k, v)
-        with self._transport.several(f"{OP}_backward"):
+        with self._transport.abort_scope(f"{OP}_backward"):
             parts = [
                 self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
                 for heads, kv_heads, everyone in self._gathered(call, groups, k, v)

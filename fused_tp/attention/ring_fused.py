@@ -101,8 +101,8 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
         f"{OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
         f"{query.v_head_dim}, value {values.index(forced) + 1} of FUSED_TP_ATTENTION)"
     )
-    reason = agree(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)).reason or None)
-    return unavailable(reason) if reason else fused_ring_available(query)
+    on_all = agree(group, what, lambda: fused_ring_available(replace(query, positive_scale=True)))
+    return fused_ring_available(query) if on_all else on_all
 
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:

@@ -39,7 +39,7 @@ class MessageRing(SteppedRing):
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> Iterator[KVExchange]:
         self._transport.check(op, call.dims, k.dtype, k.device)
-        with self._transport.several(op):
+        with self._transport.abort_scope(op):
             exchange = _Messages(self._transport, chunks, k, v)
             attend_own()
             yield exchange

@@ -1,6 +1,6 @@
 """transformers models: what of them can be cut, the names of their arguments, their padding and documents, their loss.
 
-A model's attention is switched by its config, not patched: see `hf_attention`. The Ring travels to the attention
+A model's attention is switched by its config, not patched: see `hf_attention`. The CpContext travels to the attention
 function as a keyword argument, which transformers' models hand down unread.
 """
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.call import Call
 from fused_tp.integrations.documents import check_documents, take_documents
+from fused_tp.integrations.forward_shard import ForwardShard
+from fused_tp.integrations.global_loss import GlobalLoss
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
-from fused_tp.integrations.loss import GlobalLoss
 from fused_tp.integrations.plan import COLUMN, Style
-from fused_tp.integrations.saving import save_whole
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
+from fused_tp.integrations.state_dict import save_whole
 from fused_tp.nn import ColumnParallelLinear
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     kind = type(model).__name__
     is_base = model.base_model is model
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
-    if parallelism.cuts_sequence:
+    if parallelism.shards_sequence:
         if not model._supports_attention_backend:
             raise ValueError(
                 f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs."
@@ -110,7 +110,7 @@ class TransformersSequence(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
         save_whole(model)
-        if parallelism.cuts_sequence:
+        if parallelism.shards_sequence:
             _own_config(model)
             model.config._attn_implementation = register_attention(model.config._attn_implementation)
         if parallelism.computes_loss and not self.is_base:
@@ -125,7 +125,7 @@ class TransformersSequence(SequenceSharding):
         return super().is_cached(arguments) or arguments.get("use_cache") is True
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
-        if not self.parallelism.cuts_sequence:
+        if not self.parallelism.shards_sequence:
             return Rows()
         for name in EXTRA_OUTPUTS:
             if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
@@ -153,7 +153,7 @@ class TransformersSequence(SequenceSharding):
         arguments["use_cache"] = False
         return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
 
-    def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
+    def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
         documents = take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
         if not documents:
             return
@@ -220,18 +220,18 @@ class TransformersSequence(SequenceSharding):
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
         )
 
-    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
-        if not self.parallelism.cuts_sequence:
+    def extra_arguments(self, shard: ForwardShard | None, cache: object | None) -> dict[str, Any]:
+        if not self.parallelism.shards_sequence:
             return {}
-        if call is None or call.ring is None:
+        if shard is None or shard.cp is None:
             return {RING: cache}
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
-        ones = torch.ones((call.batch, call.local_len), dtype=torch.bool, device=call.ring.mesh.device_type)
-        return {RING: call.ring, "attention_mask": ones}
+        ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
+        return {RING: shard.cp, "attention_mask": ones}
 
-    def put_together(self, output: Any, call: Call) -> Any:
-        if not self.parallelism.cuts_sequence:
+    def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
+        if not self.parallelism.shards_sequence:
             return output
         key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
         others = enumerate(output) if isinstance(output, tuple) else output.items()
@@ -242,8 +242,8 @@ class TransformersSequence(SequenceSharding):
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-        t = self.whole(output[key], call, tp_sharded=self.is_base and self.parallelism.sequence_parallel)
-        keep = call.logits_to_keep
+        t = self.whole(output[key], shard, tp_sharded=self.is_base and self.parallelism.sequence_parallel)
+        keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
         if isinstance(output, tuple):

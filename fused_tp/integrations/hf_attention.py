@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.call import Ring, current_frame
-from fused_tp.integrations.layers import holds_cut_heads
+from fused_tp.integrations.forward_shard import CpContext, running_forward
+from fused_tp.integrations.layers import holds_sharded_heads
 
 if TYPE_CHECKING:
     from fused_tp.integrations.hf_cache import CachedPass
 
-# The keyword argument that carries the Ring, or the CachedPass, or None, to the attention function.
+# The keyword argument that carries the CpContext, or the CachedPass, or None, to the attention function.
 RING = "context_parallel"
 PREFIX = "fused_tp_"
 EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
@@ -84,14 +84,14 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
     kind = type(module).__name__
-    if current_frame() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
+    if running_forward() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
         return own(module, query, key, value, attention_mask, **kwargs)
     if RING not in kwargs:
         raise ValueError(
             f"{kind} does not pass keyword arguments on to its attention function, so attention over context or "
             "sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
         )
-    over: Ring | CachedPass | None = kwargs.pop(RING)
+    over: CpContext | CachedPass | None = kwargs.pop(RING)
     if over is None:
         return own(module, query, key, value, attention_mask, **kwargs)
     for name in UNSERVED:
@@ -111,7 +111,7 @@ def _attention(
         "softcap": kwargs.get("softcap") or 0.0,
         "sinks": kwargs.get("s_aux"),
     }
-    if not isinstance(over, Ring):
+    if not isinstance(over, CpContext):
         layer_idx: Any = module.layer_idx
         return over.attention(layer_idx, query, **how).contiguous(), None
     if over.padded and not causal:
@@ -120,7 +120,7 @@ def _attention(
             "parallel ranks do not mask. Use rows of equal length, or no cp_dim."
         )
     dropout = kwargs.get("dropout", 0.0)
-    out = over.attention(query, key, value, dropout_p=dropout, heads_cut=holds_cut_heads(module), **how)
+    out = over.attention(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **how)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -137,10 +137,10 @@ def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tu
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' mask function, called with keywords: a Window or nothing for a ring, else `own` for the whole
     sequence."""
-    frame = current_frame()
-    call, cache = (None, None) if frame is None else (frame.call, cast("CachedPass | None", frame.cache))
+    frame = running_forward()
+    shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
     # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
-    ours = cache if cache is not None else None if call is None else call.ring
+    ours = cache if cache is not None else None if shard is None else shard.cp
     if ours is not None:
         # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
         if kwargs.get("use_vmap") or not (
@@ -151,10 +151,10 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             )
         size = kwargs.get("local_size")
         return None if size is None or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
-    if call is None:
+    if shard is None:
         return own(*args, **kwargs)
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
-    kwargs["q_length"] = kwargs["kv_length"] = call.seq_len
+    kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
     return own(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.integrations.call import current_frame
+from fused_tp.integrations.forward_shard import running_forward
 from fused_tp.nn.context_cache import ContextKVCache
 from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
 
@@ -43,7 +43,7 @@ class ContextLayer:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Returns the new ones only: attention finds the others here."""
-        frame = current_frame()
+        frame = running_forward()
         running = None if frame is None else frame.cache
         if not isinstance(running, CachedPass) or self not in running.layers:
             raise ValueError(

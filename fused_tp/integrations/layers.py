@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fused_tp.integrations.call import LayerState
+from fused_tp.integrations.forward_shard import LayerState
 from fused_tp.integrations.plan import (
     COLUMN,
     EMBEDDING,
@@ -96,7 +96,7 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
         )
 
 
-def cut_layers(
+def shard_layers(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo
 ) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
@@ -133,7 +133,7 @@ def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor)
     return output * torch.tensor(scale, dtype=output.dtype).item()  # rounded as transformers rounds it
 
 
-def holds_cut_heads(attention: nn.Module) -> bool:
+def holds_sharded_heads(attention: nn.Module) -> bool:
     """Whether the TP ranks hold different heads of that attention module."""
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.children())
 
@@ -146,14 +146,14 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[key] = new
 
 
-Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
+HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
 _PART = "_fused_tp_part"
 
 
 def _show_whole_length(
     sequence: SequenceState, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call | None:
+) -> HookArguments | None:
     """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
 
     Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Gathering that
@@ -174,7 +174,7 @@ def _show_whole_length(
 
 def _take_part(
     sequence: SequenceState, attention_projection: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call | None:
+) -> HookArguments | None:
     state = sequence.state_now()
     if not state.tp_sharded:
         return None

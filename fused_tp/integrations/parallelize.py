@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
-from fused_tp.integrations.layers import check_layers, cut_layers, replicate_parameters
-from fused_tp.integrations.loading import check_buffers, materialize
+from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import Style, check_head_counts, resolve_plan
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.integrations.state_dict import check_buffers, materialize
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -128,11 +128,11 @@ def parallelize(
 
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
-        cut_layers(model, tp_mesh, resolved, sequence, memo)
+        shard_layers(model, tp_mesh, resolved, sequence, memo)
         replicate_parameters(model, tp_mesh, resolved, sequence, memo)
     materialize(model, mesh.device_type, hf=hf)
     sequence.adapt(model)
-    if parallelism.cuts_sequence or parallelism.computes_loss:
+    if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
     setattr(model, _DONE, parallelism)
     return model

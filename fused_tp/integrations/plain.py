@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fused_tp.integrations.call import Call, Ring
-from fused_tp.integrations.layers import holds_cut_heads, wrap_forward
-from fused_tp.integrations.loss import GlobalLoss
+from fused_tp.integrations.forward_shard import CpContext, ForwardShard
+from fused_tp.integrations.global_loss import GlobalLoss
+from fused_tp.integrations.layers import holds_sharded_heads, wrap_forward
 from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
@@ -47,7 +47,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
     """
     kind = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
-    if parallelism.cuts_sequence and not any(name in parameters for name in POSITIONS):
+    if parallelism.shards_sequence and not any(name in parameters for name in POSITIONS):
         asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
             f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
@@ -90,7 +90,7 @@ class PlainSequence(SequenceSharding):
             # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
             # it.
             for module in _modules_around_attention(model, self.plan):
-                wrap_forward(module, _with_ring_attention, self, holds_cut_heads(module))
+                wrap_forward(module, _with_ring_attention, self, holds_sharded_heads(module))
         if parallelism.computes_loss and self.has_loss:
             own: Any = model.loss_function
             loss = GlobalLoss(
@@ -116,13 +116,13 @@ class PlainSequence(SequenceSharding):
             )
         return Rows()
 
-    def put_together(self, output: Any, call: Call) -> Any:
-        if call.ring is None:
+    def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
+        if shard.cp is None:
             return output  # the head has gathered what the TP ranks had
-        mine = call.local_len
+        mine = shard.local_len
 
         def whole(t: Tensor) -> Tensor:
-            return self.whole(t, call) if t.ndim >= 2 and t.shape[1] == mine else t
+            return self.whole(t, shard) if t.ndim >= 2 and t.shape[1] == mine else t
 
         return map_tensors(whole, output)
 
@@ -137,15 +137,15 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
 
 
 def _with_ring_attention(
-    sequence: SequenceSharding, heads_cut: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    sequence: SequenceSharding, heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    ring = sequence.state_now().ring
+    cp = sequence.state_now().cp
     # One mode at a time: the ring's own attention calls would be seen by a mode further out.
-    if ring is None or getattr(_inside, "mode", False):
+    if cp is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
     _inside.mode = True
     try:
-        with RingAttentionMode(ring, heads_cut):
+        with RingAttentionMode(cp, heads_sharded):
             return forward(*args, **kwargs)
     finally:
         _inside.mode = False
@@ -165,10 +165,10 @@ _inside = threading.local()  # .mode: whether this thread is in a RingAttentionM
 class RingAttentionMode(TorchFunctionMode):
     """Within it, F.scaled_dot_product_attention is attention over the ring."""
 
-    def __init__(self, ring: Ring, heads_cut: bool) -> None:
+    def __init__(self, cp: CpContext, heads_sharded: bool) -> None:
         super().__init__()
-        self.ring = ring
-        self.heads_cut = heads_cut
+        self.cp = cp
+        self.heads_sharded = heads_sharded
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,6 +213,6 @@ class RingAttentionMode(TorchFunctionMode):
                 f"scaled_dot_product_attention was called with q of shape {tuple(query.shape)}; over context parallel "
                 "ranks it must be [batch, heads, seq, head_dim]."
             )
-        return self.ring.attention(
-            query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_cut=self.heads_cut
+        return self.cp.attention(
+            query, key, value, causal=is_causal, scale=scale, dropout_p=dropout_p, heads_sharded=self.heads_sharded
         )

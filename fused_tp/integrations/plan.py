@@ -6,8 +6,8 @@ transformers' `tp_plan` and in `parallelize_module`. Styles are transformers' wo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -70,11 +70,10 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
     modules = dict(model.named_modules())
     resolved: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        names = [name for name in modules if expression.fullmatch(name)]
+        names = [name for name in modules if _matches(name, pattern)]
         # A model's own plan may name layers that only some of its configurations have; a plan that somebody wrote
         # for this call and that matches nothing is a mistake.
-        if not names and any(expression.fullmatch(name) for name, _ in model.named_parameters()):
+        if not names and any(_matches(name, pattern) for name, _ in model.named_parameters()):
             raise ValueError(
                 f"The plan gives the parameter {pattern!r} the style {style!r}; only whole modules can be cut. "
                 "Leave it out of the plan."
@@ -85,6 +84,11 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
             check_style(name, modules[name], style)
             resolved[name] = style
     return resolved
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def check_style(name: str, module: nn.Module, style: Style) -> None:

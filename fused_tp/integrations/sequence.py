@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.call import (
-    UNCUT,
-    Call,
+from fused_tp.integrations.forward_shard import (
+    UNSHARDED,
+    CpContext,
+    ForwardShard,
     LayerState,
-    Ring,
     StateHistory,
-    current_frame,
-    enter_call,
-    leave_call,
+    enter_forward,
+    leave_forward,
+    running_forward,
     running_node,
 )
-from fused_tp.integrations.grad_sync import GradientSync, scale_gradient
-from fused_tp.integrations.loss import shift
+from fused_tp.integrations.global_loss import GradientSync, scale_gradient, shift
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 
@@ -41,7 +40,7 @@ class Parallelism:
     grad_sync: bool
 
     @property
-    def cuts_sequence(self) -> bool:
+    def shards_sequence(self) -> bool:
         return self.sequence_parallel or self.cp_mesh is not None
 
     @property
@@ -56,7 +55,7 @@ class Rows:
 
     Attributes:
         padded: a mask was taken out that had padding.
-        documents: where packed documents begin, and the end; () for one document. See `Ring`.
+        documents: where packed documents begin, and the end; () for one document. See `CpContext`.
     """
 
     padded: bool = False
@@ -80,8 +79,8 @@ class SequenceSharding:
         self.head: ColumnParallelLinear | None = None
         self._history = StateHistory()
         self._noted = True  # the forward pass that runs, or ran last, is in the history
-        self._state = UNCUT  # of the forward pass that runs
-        self._switched_to = UNCUT  # what the layers are set to
+        self._state = UNSHARDED  # of the forward pass that runs
+        self._switched_to = UNSHARDED  # what the layers are set to
         cp_mesh = parallelism.cp_mesh
         self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
@@ -116,7 +115,7 @@ class SequenceSharding:
         """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
         return Rows()
 
-    def check_uncut(self, arguments: dict[str, Any], seq_len: int) -> None:
+    def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
         """Make arguments mean in a forward pass that is too short to be cut what they mean in one that is cut."""
 
     def default_positions(self, positions: Tensor) -> Tensor:
@@ -127,11 +126,11 @@ class SequenceSharding:
         """The cache of this forward pass of `new` tokens, which is not cut, if each CP rank holds a part of it."""
         return None
 
-    def extra_arguments(self, call: Call | None, cache: object | None) -> dict[str, Any]:
+    def extra_arguments(self, shard: ForwardShard | None, cache: object | None) -> dict[str, Any]:
         """More keyword arguments for the model's forward."""
         return {}
 
-    def put_together(self, output: Any, call: Call) -> Any:
+    def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         """The model's output for the whole sequence."""
         raise TypeError(f"{type(self).__name__} must define put_together.")
 
@@ -148,26 +147,26 @@ class SequenceSharding:
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
         cached = self.is_cached(arguments)
         if too_short and not cached:
-            self.check_uncut(arguments, tokens.shape[1])
-        call = None if cached or too_short else self._cut(arguments, source, tokens, own)
-        cache = self.open_cache(model, arguments, tokens.shape[1]) if call is None and cp_mesh is not None else None
-        self._computed_alike = call is None and cp_mesh is not None
+            self.check_unsharded(arguments, tokens.shape[1])
+        shard = None if cached or too_short else self._shard(arguments, source, tokens, own)
+        cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
+        self._computed_alike = shard is None and cp_mesh is not None
         if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
             assert cp_mesh is not None
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
-        self._state = UNCUT if call is None else self._state_of(call)
+        self._state = UNSHARDED if shard is None else self._state_of(shard)
         self._noted = not torch.compiler.is_compiling()
         if self._noted:
             self._history.note(self._state)
         self._switch_layers(self._state)
-        enter_call(self, call, cache)
-        return (), {**arguments, **self.extra_arguments(call, cache)}
+        enter_forward(self, shard, cache)
+        return (), {**arguments, **self.extra_arguments(shard, cache)}
 
-    def _state_of(self, call: Call) -> LayerState:
-        logits_cut = self.parallelism.loss_parallel and call.targets is not None
-        return LayerState(self.parallelism.sequence_parallel, call.local_len, call.ring, logits_cut)
+    def _state_of(self, shard: ForwardShard) -> LayerState:
+        logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
+        return LayerState(self.parallelism.sequence_parallel, shard.local_len, shard.cp, logits_sharded)
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """The tokens, or their embeddings, and which argument holds them."""
@@ -187,22 +186,22 @@ class SequenceSharding:
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _cut(self, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool) -> Call:
+    def _shard(self, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
         rows = self.check(arguments, seq_len, targets)
-        ring = self._ring(seq_len, rows)
-        if self.parallelism.cuts_sequence and self.positions is not None:
-            self._set_positions(arguments, tokens, self.positions, ring)
+        cp = self._ring(seq_len, rows)
+        if self.parallelism.shards_sequence and self.positions is not None:
+            self._set_positions(arguments, tokens, self.positions, cp)
         count = None
         if targets is not None:
             count = arguments.get("num_items_in_batch")
             count = (targets != ignore_index).sum() if count is None else count
-        if ring is not None:
+        if cp is not None:
             self._refuse_other_tensors(arguments, source)
-            tokens = self._cut_tokens(tokens, ring, own)
-            targets = None if targets is None else ring.shard(targets, 1)
+            tokens = self._shard_tokens(tokens, cp, own)
+            targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point():
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
@@ -211,26 +210,26 @@ class SequenceSharding:
             arguments[self.labels] = targets
             arguments.pop("shift_labels", None)
         keep: int | Tensor = 0
-        if self.parallelism.cuts_sequence and "logits_to_keep" in arguments:
+        if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
             keep = arguments["logits_to_keep"]  # of the whole sequence
             arguments["logits_to_keep"] = 0
-        return Call(
+        return ForwardShard(
             tokens.shape[0],
             seq_len,
             local_len,
-            ring=ring,
+            cp=cp,
             targets=targets,
             target_count=count,
             ignore_index=ignore_index,
             logits_to_keep=keep,
         )
 
-    def _ring(self, seq_len: int, rows: Rows) -> Ring | None:
+    def _ring(self, seq_len: int, rows: Rows) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
         if cp_mesh is None:
             return None
         tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
-        return Ring(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank)
+        return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         """Shifted labels of the whole sequence where we compute the loss."""
@@ -247,27 +246,27 @@ class SequenceSharding:
             )
         return targets
 
-    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, ring: Ring | None) -> None:
+    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> None:
         """Positions of the tokens on this CP rank. The default of a model would count its own part from 0."""
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
-            mine = torch.arange(seq_len, device=tokens.device) if ring is None else ring.positions(tokens.device)
+            mine = torch.arange(seq_len, device=tokens.device) if cp is None else cp.positions(tokens.device)
             arguments[name] = self.default_positions(mine)
             return
         if given.shape[-1] != seq_len:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
-        if ring is not None:
-            arguments[name] = ring.shard(given, given.ndim - 1)
+        if cp is not None:
+            arguments[name] = cp.shard(given, given.ndim - 1)
 
-    def _cut_tokens(self, tokens: Tensor, ring: Ring, own: bool) -> Tensor:
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
         if own:
             # Backward sums the gradients of what they come from over the ranks: here it stays with a rank's own tokens.
-            return tokens.index_select(1, ring.positions(tokens.device))
+            return tokens.index_select(1, cp.positions(tokens.device))
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
             # Embeddings of the caller's making: their gradient is gathered, so it is complete on every rank already.
-            tokens = scale_gradient(tokens, 1 / ring.mesh.size())
-        return ring.shard(tokens, 1)
+            tokens = scale_gradient(tokens, 1 / cp.mesh.size())
+        return cp.shard(tokens, 1)
 
     def _refuse_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
         served = {source, self.positions, self.labels, *self.known}
@@ -290,11 +289,11 @@ class SequenceSharding:
 
     def state_now(self) -> LayerState:
         """The state to run a layer in. Every layer that is run on its own asks before it does anything."""
-        if not (self.parallelism.cuts_sequence or self.parallelism.loss_parallel):
-            return UNCUT
+        if not (self.parallelism.shards_sequence or self.parallelism.loss_parallel):
+            return UNSHARDED
         if torch.compiler.is_compiling():
             return self._state  # what runs again is a part of the compiled program then
-        frame, node = current_frame(), running_node()
+        frame, node = running_forward(), running_node()
         if frame is not None and frame.owner is self and frame.node == node:
             state = self._state
         elif node is not None:
@@ -316,7 +315,7 @@ class SequenceSharding:
                 "sums its gradients is the model that parallelize returned. Call that one, parallelize the inner "
                 "module instead, or call it under torch.no_grad(), where each rank computes all of it."
             )
-        return UNCUT
+        return UNSHARDED
 
     def _ask(self, layer: nn.Module, args: Any) -> None:
         self.state_now()
@@ -326,36 +325,36 @@ class SequenceSharding:
         for layer in self._layers:
             layer.sequence_parallel = state.tp_sharded
         if self.parallelism.loss_parallel and self.head is not None:
-            self.head.gather_output = not state.logits_cut
+            self.head.gather_output = not state.logits_sharded
 
     # ---- after forward ----
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        call = leave_call(self)
+        shard = leave_forward(self)
         if output is None:  # forward raised
             return None
-        return self._joined(output, call)
+        return self._joined(output, shard)
 
-    def _joined(self, output: Any, call: Call | None) -> Any:
+    def _joined(self, output: Any, shard: ForwardShard | None) -> Any:
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = partial(_scale_if_differentiable, 1 / self.parallelism.cp_mesh.size())
             return map_tensors(share, output)
-        if call is None or call.targets is not None:
+        if shard is None or shard.targets is not None:
             return output
-        return self.put_together(output, call)
+        return self.unshard_output(output, shard)
 
-    def whole(self, t: Tensor, call: Call, *, tp_sharded: bool = False) -> Tensor:
+    def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
         """`t`, a part of the sequence along dim 1, for the whole sequence and on every rank; differentiable."""
         parallelism = self.parallelism
         if tp_sharded:
-            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=call.local_len)
-        if call.ring is None:
+            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=shard.local_len)
+        if shard.cp is None:
             return t
-        t = call.ring.unshard(t, 1)
+        t = shard.cp.unshard(t, 1)
         # Every rank computes the same from the whole output, so the gradient that comes back is counted once.
-        return t if parallelism.grad_sync else scale_gradient(t, call.ring.mesh.size())
+        return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
 
 
 def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:

@@ -27,7 +27,6 @@ from torch import Tensor
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.gemm import Product, sum_of_products
-from fused_tp.schedules.half_way import gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import (
     as_rows,
     gathered_shape,
@@ -41,6 +40,7 @@ from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
 from fused_tp.transport.device_collectives import sum_into
+from fused_tp.transport.failure import abort_on_partial_failure, check_usable
 
 CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
 MAX_CHUNKS = 4
@@ -68,7 +68,7 @@ class CopyEngineSchedule(KernelSchedule):
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return gives_up_half_way(op, lambda: self.engine.calls, self.engine.abort, self._plain)
+        return abort_on_partial_failure(op, lambda: self.engine.calls, self.engine.abort, self._transport)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -251,9 +251,9 @@ class CopyEngineSchedule(KernelSchedule):
         return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
-        refuse_broken(self._plain)
-        if self._plain is not None:
-            self._plain.transport.check(op, dims, x.dtype, x.device)
+        check_usable(self._transport)
+        if self._transport is not None:
+            self._transport.check(op, dims, x.dtype, x.device)
 
 
 def _most_bytes(tensors: Sequence[Tensor]) -> int:

@@ -20,19 +20,19 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
-from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
+from fused_tp.transport.failure import abort_hook, abort_on_partial_failure, check_usable
 from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 
 
 def device_collectives(memory: KernelMemory, plain: Plain | None) -> DeviceCollectives:
     """The device kernels of a group. Once they have failed, its plain collectives refuse too."""
-    return DeviceCollectives(memory, ends_messages(plain))
+    return DeviceCollectives(memory, abort_hook(None if plain is None else plain.transport))
 
 
 class DeviceSchedule(KernelSchedule):
@@ -59,7 +59,7 @@ class DeviceSchedule(KernelSchedule):
         self._gathers: torch.cuda.Stream | None = None
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return gives_up_half_way(op, lambda: self.device.calls, self.device.give_up, self._plain)
+        return abort_on_partial_failure(op, lambda: self.device.calls, self.device.give_up, self._transport)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -216,9 +216,9 @@ class DeviceSchedule(KernelSchedule):
 
     def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """With FUSED_TP_CHECK=1 compares what the ranks are about to do, the margin too: blocks are counted by it."""
-        refuse_broken(self._plain)
-        if self._plain is not None and settings.check_ranks():
-            self._plain.transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
+        check_usable(self._transport)
+        if self._transport is not None and settings.check_ranks():
+            self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
 
 def _has_kernel(x: Tensor, shape: Sequence[int]) -> bool:

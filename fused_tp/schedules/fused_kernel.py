@@ -25,11 +25,11 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product
-from fused_tp.schedules.half_way import ends_messages, gives_up_half_way, refuse_broken
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Done, Pending
+from fused_tp.transport.failure import abort_hook, abort_on_partial_failure, check_usable
 from fused_tp.transport.symm_mem import KernelMemory
 from fused_tp.transport.workspace import Workspaces
 
@@ -74,7 +74,7 @@ class FusedKernel(KernelSchedule):
         self._arch = kernels_of(memory.arch)
         self._most_rows_of_tiles = COUNTERS
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
-        self.workspaces = Workspaces(memory, kinds, ends_messages(plain))
+        self.workspaces = Workspaces(memory, kinds, abort_hook(self._transport))
 
     @staticmethod
     def load() -> None:
@@ -83,7 +83,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return gives_up_half_way(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._plain)
+        return abort_on_partial_failure(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._transport)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -265,13 +265,13 @@ class FusedKernel(KernelSchedule):
         Raises:
             FusedTPError: messages of the group have failed.
         """
-        if self._plain is None:
+        if self._transport is None:
             return
-        refuse_broken(self._plain)
+        check_usable(self._transport)
         if launch is not None:
             dims = (*dims, launch.programs, launch.block_m, launch.block_n)
             op = f"{op} in {launch.precision}"
-        self._plain.transport.check(op, dims, x.dtype, x.device)
+        self._transport.check(op, dims, x.dtype, x.device)
 
 
 def _few(products: Sequence[Product]) -> list[Product]:

@@ -33,7 +33,7 @@ from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
 from fused_tp.transport.torch_dist import TorchDist
-from fused_tp.transport.two_level import Hosts, Levels, Part
+from fused_tp.transport.two_level import Hosts, LevelScope, TwoLevelGroup
 
 # Sums of at least two such parts are cut: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
@@ -59,7 +59,7 @@ class Hierarchical(Schedule):
         self._inside = inside
         self._across = across
         self._flat = flat
-        self._levels = Levels(hosts, flat.transport)
+        self._levels = TwoLevelGroup(hosts, flat.transport)
         self.rank, self.world_size = flat.rank, flat.world_size
 
     @property
@@ -67,7 +67,7 @@ class Hierarchical(Schedule):
         return self._flat.transport
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return self._levels.several(op)
+        return self._levels.abort_scope(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -249,14 +249,14 @@ class Hierarchical(Schedule):
         cuts = [shard_range(n, chunks, i) for i in range(chunks)]
         return [cut for cut in cuts if cut[0] < cut[1]]
 
-    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> Part:
+    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)
         with self._levels.flat_call():
             self._flat.transport.check(op, dims, x.dtype, x.device)
         return call
 
 
-def _wait(part: Part, moving: Pending[Tensor]) -> Tensor:
+def _wait(part: LevelScope, moving: Pending[Tensor]) -> Tensor:
     with part:
         return moving.wait()
 

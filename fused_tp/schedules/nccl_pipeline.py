@@ -71,7 +71,7 @@ class NcclPipeline(Plain):
         sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
         last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
         counts = tuple(row_sizes(last.shape, scatter_dim, sizes))
-        with self.transport.several("reduce_scatter"):
+        with self.transport.abort_scope("reduce_scatter"):
             moving, terms = self._swap_terms("reduce_scatter", to_rank_major(last, scatter_dim, sizes), counts)
             moving.wait()
             shape = list(partial.shape)
@@ -83,7 +83,7 @@ class NcclPipeline(Plain):
     def all_reduce(self, partial: Tensor) -> Tensor:
         self._check("all_reduce", partial.shape, partial)
         partial = partial.contiguous()
-        with self.transport.several("all_reduce"):
+        with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
             if out.nbytes <= ONE_SHOT_BYTES:
                 return self._terms_of_all("all_reduce", partial, out, None)()
@@ -105,7 +105,7 @@ class NcclPipeline(Plain):
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        with self.transport.several("all_gather_matmul"):
+        with self.transport.abort_scope("all_gather_matmul"):
             counts = tuple(row_sizes(shape, gather_dim, sizes))
             own = as_rows(x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
@@ -147,7 +147,7 @@ class NcclPipeline(Plain):
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
         moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.several("matmul_reduce_scatter"), self._beside(beside, x.device):
+        with self.transport.abort_scope("matmul_reduce_scatter"), self._beside(beside, x.device):
             for i, ranges in enumerate(plan.ranges):
                 with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
                     for begin, end in ranges:
@@ -177,7 +177,7 @@ class NcclPipeline(Plain):
         rows = [(as_rows(x), w) for x, w in products]
         out = x.new_empty((prod(shape[:-1]), shape[-1]))
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.several("matmul_all_reduce"), self._beside(beside, x.device):
+        with self.transport.abort_scope("matmul_all_reduce"), self._beside(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
                     moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)

@@ -42,7 +42,7 @@ class Pipelined(Plain):
         sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
         shape = gathered_shape(x_shard, gather_dim, sizes)
         self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        with self.transport.several("all_gather_matmul"):
+        with self.transport.abort_scope("all_gather_matmul"):
             x_shard = x_shard.contiguous()
             in_order = prod(shape[:gather_dim]) == 1
             # Where the gathered dim leads, shards arrive in their place; else each has a buffer, for the outputs too.
@@ -75,7 +75,7 @@ class Pipelined(Plain):
     ) -> Tensor:
         rows, counts, shape = self._scattered_rows(products, scatter_dim)
         columns = self._columns(sum(counts), shape[-1], rows[0][0])
-        with self.transport.several("matmul_reduce_scatter"):
+        with self.transport.abort_scope("matmul_reduce_scatter"):
             moving: list[Pending[Tensor]] = []
             for cut in columns:
                 with span("chunk of columns", cut):
@@ -93,7 +93,7 @@ class Pipelined(Plain):
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self._check("matmul_all_reduce", shape, x)
-        with self.transport.several("matmul_all_reduce"):
+        with self.transport.abort_scope("matmul_all_reduce"):
             first: list[Pending[Pending[Tensor]]] = []
             second: list[Pending[Tensor]] = []
             for cut in self._columns(prod(shape[:-1]), shape[-1], x):

@@ -35,7 +35,7 @@ class Plain(Schedule):
         return self.transport
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return self.transport.several(op)
+        return self.transport.abort_scope(op)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Plain(Schedule):
         shape = list(partial.shape)
         shape[scatter_dim] = sizes[self.rank]
         counts = row_sizes(last.shape, scatter_dim, sizes)
-        with self.transport.several("reduce_scatter"):
+        with self.transport.abort_scope("reduce_scatter"):
             return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), counts).wait().view(shape)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Plain(Schedule):
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()
-        with self.transport.several("all_reduce"):
+        with self.transport.abort_scope("all_reduce"):
             return self.transport.all_reduce("all_reduce", x).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Plain(Schedule):
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         rows, counts, shape = self._scattered_rows(products, scatter_dim)
-        with self.transport.several("matmul_reduce_scatter"):
+        with self.transport.abort_scope("matmul_reduce_scatter"):
             moving = self.transport.reduce_scatter("matmul_reduce_scatter", sum_of_products(rows), counts, bias)
             if meanwhile is not None:
                 meanwhile()
@@ -86,7 +86,7 @@ class Plain(Schedule):
     ) -> Tensor:
         x, w = products[0]
         self._check("matmul_all_reduce", (*x.shape[:-1], w.shape[0]), x)
-        with self.transport.several("matmul_all_reduce"):
+        with self.transport.abort_scope("matmul_all_reduce"):
             moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
             if meanwhile is not None:
                 meanwhile()
@@ -121,6 +121,7 @@ class KernelSchedule(Schedule):
 
     def __init__(self, plain: Plain | None, without: str) -> None:
         self._plain = plain
+        self._transport = None if plain is None else plain.transport
         self._without = without
 
     @property

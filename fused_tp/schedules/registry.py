@@ -16,7 +16,6 @@ from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.schedules.half_way import ends_messages
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
@@ -26,6 +25,7 @@ from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
+from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.nccl import NcclDist, nccl_dist
@@ -33,7 +33,7 @@ from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
 from fused_tp.transport.store import agree, exchange
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
-from fused_tp.transport.two_level import Hosts, hosts_of, speaking_of
+from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
 
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
@@ -221,11 +221,6 @@ def _unless(reason: str | None) -> Availability:
     return AVAILABLE if reason is None else unavailable(reason)
 
 
-def _on_all_ranks(group: Group, what: str, here: Callable[[], Availability]) -> Availability:
-    """`here` of all ranks: the first reason of one, where one has any."""
-    return _unless(agree(group, what, lambda: here().reason or None))
-
-
 def _has_shared_memory(group: Group, device: torch.device) -> bool:
     return device.type == "cpu" and settings.shared_memory_allowed() and shm_transport(group) is not None
 
@@ -289,12 +284,12 @@ def _in_symmetric_memory(
     def available(group: Group, device: torch.device) -> Availability:
         if group.size > MAX_RANKS:
             return unavailable(f"a kernel's slots serve up to {MAX_RANKS} ranks, and the group has {group.size}")
-        on_all = _on_all_ranks(group, f"{what} on {device.type}", lambda: on_device(device))
+        on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
         if not on_all:
             return on_all
         memory = group_memory(group, device)
-        if isinstance(memory, str):
-            return unavailable(memory)
+        if isinstance(memory, Availability):
+            return memory
         if multicast and not memory.multicast:
             return unavailable("its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)")
         return AVAILABLE
@@ -304,7 +299,7 @@ def _in_symmetric_memory(
 
 def _nccl_available(group: Group, device: torch.device) -> Availability:
     transport = nccl_dist(group, device)
-    return unavailable(transport) if isinstance(transport, str) else AVAILABLE
+    return transport if isinstance(transport, Availability) else AVAILABLE
 
 
 # The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
@@ -313,14 +308,14 @@ INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 def _two_levels_available(group: Group, device: torch.device) -> Availability:
     hosts = hosts_of(group)
-    if isinstance(hosts, str):
-        return unavailable(hosts)
-    with speaking_of(group, hosts.inside):
+    if isinstance(hosts, Availability):
+        return hosts
+    with errors_of_group(group, hosts.inside):
         found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
     reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
     mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
     what = f"fast links inside of hosts on {device.type}"
-    return _on_all_ranks(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+    return agree(group, what, lambda: AVAILABLE if any(found.values()) else mine)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -369,7 +364,7 @@ def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Sche
     plain = _plain(group, device)
     made = _ENGINES[group]
     if device not in made:
-        made[device] = CopyEngine(_memory(group, device), driver_of(device), on_failure=ends_messages(plain))
+        made[device] = CopyEngine(_memory(group, device), driver_of(device), on_failure=abort_hook(plain.transport))
     return CopyEngineSchedule(made[device], plain, chunks)
 
 
@@ -388,7 +383,7 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
         key = op, dtype, settings.shared_memory_allowed()  # which may be turned off at any time
         if key not in inside:
-            with speaking_of(group, hosts.inside):
+            with errors_of_group(group, hosts.inside):
                 specs = (SCHEDULES[name] for name in INSIDE)
                 usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
                 spec = next(usable, SCHEDULES["plain"])
@@ -397,9 +392,9 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
             inside[key] = made[spec.name]
         return inside[key]
 
-    with speaking_of(group, hosts.across):
+    with errors_of_group(group, hosts.across):
         own = nccl_dist(hosts.across, device)
-        across = torch_dist(hosts.across, device.type) if isinstance(own, str) else own
+        across = torch_dist(hosts.across, device.type) if isinstance(own, Availability) else own
     return Hierarchical(hosts, among_host, across, _plain(group, device))
 
 

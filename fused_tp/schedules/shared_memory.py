@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from fused_tp.runtime.errors import FusedTPError, raised_half_way
+from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
@@ -60,7 +60,7 @@ class SharedMemory(Schedule):
             yield
         except BaseException as error:
             if core_group.calls != before and not isinstance(error, FusedTPError):
-                core_group.give_up(f"{op} {raised_half_way(error)}")
+                core_group.give_up(f"{op} {raised_midway(error)}")
             # Whoever keeps an exception keeps what it has interrupted, and 16 calls later peers wait for its end.
             for workspace in list(self._gathers):
                 workspace.abandon()

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.failure import PeerWatch
+from fused_tp.transport.peer_watch import PeerWatch
 from fused_tp.transport.symm_mem import KernelMemory
 
 _LOG = logging.getLogger("fused_tp")

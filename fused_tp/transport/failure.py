@@ -1,27 +1,29 @@
-"""The calls of one group, numbered, and how they fail: soon, on all ranks, and with one reason.
+"""How a group of ranks fails: soon, on all ranks, and with one reason.
 
-A rank that can no longer take part says why on the group's noticeboard and leaves: whoever waits for it, now or later,
-raises what it has said. This is what all transports of messages have in common; how one leaves (`_depart`), and
-what it knows of peers that are gone (`closed_peers`), is its own.
+A rank that fails publishes its status with the error on the group's status board, which is in the group's store, and
+leaves: it ends its part of whatever its peers wait in. A rank that waits for it notices one of these:
+
+    what it notices                         what it raises
+    a status with an error                  `abort_following_peer`: what that rank has said
+    a closed connection, an ended process   the same where there is such a status, else `abort_peer_lost`
+    nothing, until the deadline             `abort_timed_out`: names the ranks that had not arrived
+
+torch.distributed does not say for which ranks a wait was in vain. So a rank that waits long publishes its status too,
+and an error names the ranks without one, or with an earlier call. Nothing is written while all goes well: a round trip
+to the store costs more than many an op.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import os
-import select
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
@@ -30,245 +32,30 @@ from fused_tp.runtime.errors import (
     FusedTPError,
     PeerLostError,
     RankMismatchError,
-    raised_half_way,
+    listed,
+    raised_midway,
 )
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.store import ANSWER_SECONDS, BoundedStore
 
-LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has given up
-REASON_SECONDS = 0.5  # how long a rank that was left alone looks for a reason other than a peer's death
-
-
-@dataclass(frozen=True)
-class Call:
-    """A movement that has been started: its op, its number in the group, and when (time.perf_counter)."""
-
-    op: str
-    number: int
-    started: float
-
-
-class GroupCalls:
-    """What this rank has called in its group, and whether the group still works.
-
-    Args:
-        group: of the ranks; of torch.distributed.
-        backend: what moves the bytes, as sentences name it.
-        board: name of this group's notices in its store.
-
-    Attributes:
-        calls: how many have been started.
-        broken: why the group is unusable, in a sentence; None while it is not.
-    """
-
-    def __init__(self, group: Group, backend: str, board: str) -> None:
-        if group.process_group is None:
-            raise ValueError("torch.distributed is not initialised: there is no group to communicate in.")
-        self.group = group
-        self.process_group = group.process_group
-        self.rank = group.rank
-        self.world_size = group.size
-        self.backend = backend
-        self.calls = 0
-        self.broken: str | None = None
-        self._ops: deque[str] = deque(maxlen=16)
-        store = dist.distributed_c10d._get_process_group_store(group.process_group)
-        self.board = Noticeboard(store, board, group.rank, group.size)
-        _CALLS[group].append(self)
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    def begin(self, op: str) -> Call:
-        """One more call.
-
-        Raises:
-            FusedTPError: the group is unusable.
-        """
-        if self.broken is not None:
-            raise self.unusable()
-        return self._count(op)
-
-    def _count(self, op: str) -> Call:
-        self.calls += 1
-        self._ops.append(op)
-        return Call(op, self.calls, time.perf_counter())
-
-    @contextmanager
-    def several(self, op: str) -> Iterator[None]:
-        """Around all of an op that takes several exchanges: what is raised half-way gives the group up.
-
-        Half-way is after the first exchange has been started. Peers have then had a part of the op, and cannot tell
-        this rank's next call, or a second try, from what they wait for: they would take the one's data for the other's.
-        So they are told at once and raise PeerLostError, which says what was raised here; here the error goes on as it
-        is, and later calls say that the group is unusable. Before the first exchange nothing has happened: the error
-        goes on, and the op may be called again. So it does with a RankMismatchError, which all ranks raise together.
-        May be nested. On torch's own NCCL peers cannot be told: they raise at the deadline of its watchdog.
-
-        Example:
-            transport.check(op, dims, x.dtype, x.device)
-            with transport.several(op):
-                arriving = transport.shift(op, x, buffer, 1)
-                partial = x @ w                                 # may raise, out of memory say
-                return partial + arriving.wait() @ w
-        """
-        before, started = self._started(), time.perf_counter()
-        try:
-            yield
-        except RankMismatchError:
-            raise
-        except BaseException as error:
-            if self.broken is None and self._started() != before:
-                self.raised_half_way(Call(op, self.calls, started), error)
-            raise
-
-    def _started(self) -> int:
-        """Counts the exchanges that peers may have had a part of."""
-        return self.calls
-
-    # -- failing ------------------------------------------------------------------------------------------------------
-
-    def raised_half_way(self, call: Call, error: BaseException) -> None:
-        """Give the group up because of an error that is no peer's doing."""
-        self.give_up(FusedTPError, call, f"{self.where(call)} {raised_half_way(error)}")
-
-    def give_up(self, kind: type[FusedTPError], call: Call, sentence: str) -> FusedTPError:
-        """The error to raise, and what peers are to raise too. From here on the group is unusable, and they know."""
-        self.broken = sentence
-        self.leave(call, error=kind.__name__, at=call.number, sentence=sentence)
-        return kind(sentence)
-
-    def end(self, why: str) -> None:
-        """Leave the group for a reason outside of it. Without effect where it is broken."""
-        if self.broken is None:
-            call = Call("a call", self.calls, time.perf_counter())
-            self.give_up(FusedTPError, call, f"{self.where(call)} failed: {why}")
-
-    def followed(self, call: Call) -> FusedTPError:
-        """What a peer has raised that gave the group up, as an error of this rank."""
-        self.broken = f"{self.where(call)}: a peer has given the group up."
-        self.leave(call)
-        cause = who_gave_up(self.board.read())
-        kind: type[FusedTPError] = PeerLostError
-        if cause is not None:
-            rank, notice = cause
-            said = notice.sentence
-            if notice.error == CollectiveTimeoutError.__name__:
-                kind = CollectiveTimeoutError
-                said += self.missing(notice.at, notice.op(notice.at) or "another op", rank)
-            self.broken = f"{self.where(call)}: rank {rank} has given the group up. It said: {said}"
-        return kind(self.broken)
-
-    def said_by_peer(self) -> str | None:
-        """What another rank has said that gave the group up, as a sentence; None where none has."""
-        cause = who_gave_up(self.board.read())
-        return (
-            None
-            if cause is None or cause[0] == self.rank
-            else f"Rank {cause[0]} has given the group up. It said: {cause[1].sentence}"
-        )
-
-    def lost(self, call: Call, reason: str = "") -> FusedTPError:
-        """A connection was closed: by a peer that died, or by one that gave up and says why, if not always before.
-
-        Args:
-            reason: what the backend says of it, if it does.
-        """
-        closed = self.closed_peers()  # before others close theirs too
-        self.post(call, failed=True)
-        notices = self.board.read_until(lambda found: who_gave_up(found) is not None, REASON_SECONDS)
-        if who_gave_up(notices) is not None:
-            return self.followed(call)
-        dead = [rank for rank in closed if rank not in notices or not notices[rank].failed]
-        who = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}" if dead else "a peer"
-        sentence = f"{self.where(call)} lost {who}: died, or closed its connections.{self._says(reason)}"
-        return self.give_up(PeerLostError, call, sentence)
-
-    def timed_out(self, call: Call, reason: str = "") -> FusedTPError:
-        """The deadline has passed. Names who was late, once the others have had the time to say where they are."""
-        sentence = f"{self.where(call)} waited {self.how_long(call)}"
-        failed = self.give_up(CollectiveTimeoutError, call, sentence)
-        self.broken = f"{sentence}{self.missing(call.number, call.op)}{self._says(reason)}"
-        return type(failed)(self.broken)
-
-    def _says(self, reason: str) -> str:
-        return reason and f" {self.backend} says: {reason}"
-
-    def leave(self, call: Call, **how: Any) -> None:
-        """Tell the peers that this rank's part of the group has ended, those too who cannot read its notice."""
-        try:
-            self.post(call, failed=True, **how)
-        finally:
-            self._depart()
-
-    def post(self, call: Call, **how: Any) -> None:
-        """Put up a notice of where this rank is."""
-        waited = time.perf_counter() - call.started
-        self.board.post(Notice(self.calls, list(self._ops), waited, **how))
-
-    def missing(self, number: int, op: str, waiting: int | None = None) -> str:
-        """Who was late for a call that rank `waiting`, by default this one, has waited for: the rest of a sentence."""
-        ranks = [rank for rank in range(self.world_size) if rank != (self.rank if waiting is None else waiting)]
-        # Who waits too is woken by the closed connections, or looks within LOOK_SECONDS, and then leaves its notice.
-        notices = self.board.read_until(
-            lambda found: all(rank in found and found[rank].failed for rank in ranks), 2 * LOOK_SECONDS
-        )
-        if not self.board.answers:
-            return ", and some rank had not arrived; the group's store, which would tell which, does not answer."
-        return missing(notices, ranks, number, op)
-
-    def where(self, call: Call) -> str:
-        return f"{call.op} (call {call.number} of group {self.group.name!r}) on rank {self.rank} of {self.world_size}"
-
-    def how_long(self, call: Call) -> str:
-        """The call's time, as the deadline where it was that."""
-        waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
-        return f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"
-
-    def unusable(self) -> FusedTPError:
-        return FusedTPError(
-            f"Group {self.group.name!r} is unusable since an earlier failure: {self.broken} "
-            "Destroy the process group and make a new one."
-        )
-
-    # -- of the transport ---------------------------------------------------------------------------------------------
-
-    def _depart(self) -> None:
-        """End all that is under way in the group, here and at the peers."""
-
-    def closed_peers(self) -> list[int]:
-        """Ranks known to have died, or to have left. Never waits."""
-        return []
-
-
-def calls_of(group: Group) -> list[GroupCalls]:
-    """The transports that count their calls of `group`."""
-    return list(_CALLS[group])
-
-
-_CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the ranks of a group tell each other through its store once a movement does not end: how far each has come.
-#
-# torch.distributed does not say which ranks a wait was in vain for. So a rank that waits long, or fails, leaves a
-# notice;
-# who raises reads the notices of all, and names the ranks that have left none or are at an earlier call. Nothing is
-# written while all goes well, since a round trip to the store costs more than many an op.
-#
-# Asking the store can itself block for ever (its host may be stopped), so it is asked with a deadline
-# (`bounded_store`).
-
 T = TypeVar("T")
+_ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
+LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has failed
+REASON_SECONDS = 0.5  # how long a rank that was left alone looks for a reason other than a peer's death
 _POLL_SECONDS = 0.02
-# A rank that had been in the call for less than this when it failed came only after the others had given up: its call
+# A rank that had been in the call for less than this when it failed came only after the others had failed: its call
 # ended at once, but a busy machine may have taken long to get there. Clocks of several hosts would compare no better.
 _LATE_SECONDS = 0.5
 
+_WHERE = "{op} (call {call} of group {group!r}) on rank {rank} of {size}"
+
+
+# -- the status of ranks -----------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Notice:
+class RankStatus:
     """Where one rank is.
 
     Attributes:
@@ -276,27 +63,31 @@ class Notice:
         ops: the ops of the last calls it has started, up to that one.
         waited: seconds since it had started the call that it waits for, or that failed.
         failed: its part of the group has ended; else it only waits.
-        error: the class of the error it raises, where it gave up by itself and not because of others.
-        at: the call that error is about.
-        sentence: what the error says.
+        error: what it raises, where it has failed by itself and does not follow a peer.
     """
 
     call: int
     ops: Sequence[str]
     waited: float
     failed: bool = False
-    error: str = ""
-    at: int = 0
-    sentence: str = ""
+    error: FusedTPError | None = None
 
     def op(self, call: int) -> str | None:
         """The op it started as `call`; None where that is unknown."""
         back = self.call - call
         return self.ops[-1 - back] if 0 <= back < len(self.ops) else None
 
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "error": self.error and self.error.as_dict()})
 
-class Noticeboard:
-    """The notices of one group. No method raises.
+    @staticmethod
+    def from_json(text: bytes) -> RankStatus:
+        told = json.loads(text)
+        return RankStatus(**{**told, "error": told["error"] and FusedTPError.from_dict(told["error"])})
+
+
+class StatusBoard:
+    """The statuses of one group's ranks, in its store. No method raises.
 
     Attributes:
         answers: the store has answered what it was asked last. Else nothing is known.
@@ -310,47 +101,42 @@ class Noticeboard:
         self._prefix: str | None = None
 
         # A store may outlive its group and serve another of the same name: each rank counts its groups there.
-        # Once: where it is not known whether that was counted, this board stays blank. Late is well.
+        # Once: where it is not known whether that was counted, this rank publishes nothing. An answer may come late.
         def join(store: dist.Store) -> None:
             self._prefix = f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
 
         self._ask(join, None)
 
-    def post(self, notice: Notice) -> None:
-        """Put up this rank's notice, in place of an earlier one."""
-        text = json.dumps(asdict(notice))
+    def post(self, status: RankStatus) -> None:
+        """Publish this rank's status, in place of an earlier one."""
 
         def write(store: dist.Store) -> None:
-            store.set(self._key(f"rank/{self._rank}"), text)
-            if notice.error:
-                store.set(self._key("given_up"), "")
+            store.set(self._key(f"rank/{self._rank}"), status.to_json())
+            if status.error is not None:
+                store.set(self._key("failed"), "")
 
         self._ask(write, None)
 
-    def given_up(self) -> bool:
-        """Whether some rank has given the group up."""
-        return self._ask(lambda store: store.check([self._key("given_up")]), False)
+    def has_failure(self) -> bool:
+        """Whether some rank has failed by itself."""
+        return self._ask(lambda store: store.check([self._key("failed")]), False)
 
-    def read(self) -> dict[int, Notice]:
-        """The notices there are, by rank."""
+    def read(self) -> dict[int, RankStatus]:
+        """The statuses there are, by rank."""
         return self._ask(self._read, {})
 
-    def read_until(self, enough: Callable[[Mapping[int, Notice]], bool], seconds: float) -> dict[int, Notice]:
-        """The notices once they are enough, or those there are after `seconds`."""
+    def read_until(self, enough: Callable[[Mapping[int, RankStatus]], bool], seconds: float) -> dict[int, RankStatus]:
+        """The statuses once they are enough, or those there are after `seconds`."""
         deadline = time.perf_counter() + seconds
         while True:
-            notices = self.read()
-            if enough(notices) or time.perf_counter() > deadline or not self.answers:
-                return notices
-            time.sleep(_POLL_SECONDS)  # a store has no wait for whichever notice comes next
+            statuses = self.read()
+            if enough(statuses) or time.perf_counter() > deadline or not self.answers:
+                return statuses
+            time.sleep(_POLL_SECONDS)  # a store has no wait for whichever status comes next
 
-    def _read(self, store: dist.Store) -> dict[int, Notice]:
-        found = {}
-        for rank in range(self._world_size):
-            key = self._key(f"rank/{rank}")
-            if store.check([key]):
-                found[rank] = Notice(**json.loads(store.get(key)))
-        return found
+    def _read(self, store: dist.Store) -> dict[int, RankStatus]:
+        keys = {rank: self._key(f"rank/{rank}") for rank in range(self._world_size)}
+        return {rank: RankStatus.from_json(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def _key(self, what: str) -> str:
         if self._prefix is None:
@@ -367,130 +153,313 @@ class Noticeboard:
         return answer
 
 
-def who_gave_up(notices: Mapping[int, Notice]) -> tuple[int, Notice] | None:
-    """The rank that ended the group by itself, and its notice; one that lost a peer before one that timed out."""
-    causes = [(rank, notice) for rank, notice in notices.items() if notice.error]
-    return min(causes, key=lambda cause: (cause[1].error != "PeerLostError", cause[0]), default=None)
+def first_failure(statuses: Mapping[int, RankStatus]) -> FusedTPError | None:
+    """The error of the rank that failed by itself; one that lost a peer comes before one that timed out."""
+    failures = [(rank, status.error) for rank, status in statuses.items() if status.error is not None]
+    _, error = min(failures, key=lambda one: (not isinstance(one[1], PeerLostError), one[0]), default=(0, None))
+    return error
 
 
-def missing(notices: Mapping[int, Notice], ranks: Sequence[int], call: int, op: str) -> str:
-    """Which of `ranks` were late for `call`, or what else they did: the rest of a sentence "... waited 3 s".
+def late_ranks(
+    statuses: Mapping[int, RankStatus], ranks: Sequence[int], call: int, op: str, arrived: str = "arrived"
+) -> tuple[dict[int, str], str]:
+    """Which of `ranks` were late for `call`, with what was last heard of them, and the rest of a sentence "... waited
+    3 s", which names them as `{missing}`.
 
     Example:
-        >>> missing({1: Notice(4, ["all_gather"], 9.0)}, [1, 2], 5, "all_reduce")
-        ' for ranks 1 (last heard of at call 4, all_gather) and 2, which had not arrived.'
+        >>> late_ranks({1: RankStatus(4, ["all_gather"], 9.0)}, [1, 2], 5, "all_reduce")
+        ({1: 'last heard of at call 4, all_gather', 2: ''}, ' for {missing}, which had not arrived.')
     """
-    late, different = [], []
+    late, different = {}, []
     for rank in ranks:
-        notice = notices.get(rank)
-        if notice is None or (notice.failed and notice.waited < _LATE_SECONDS):
-            late.append(f"{rank}")
-        elif notice.call < call:
-            late.append(f"{rank} (last heard of at call {notice.call}, {notice.ops[-1]})")
-        elif notice.op(call) not in (None, op):
-            different.append(f"rank {rank}'s call {call} is {notice.op(call)}, not {op}")
+        status = statuses.get(rank)
+        if status is None or (status.failed and status.waited < _LATE_SECONDS):
+            late[rank] = ""
+        elif status.call < call:
+            late[rank] = f"last heard of at call {status.call}, {status.ops[-1]}"
+        elif status.op(call) not in (None, op):
+            different.append(f"rank {rank}'s call {call} is {status.op(call)}, not {op}")
     if late:
-        said = f" for rank{'s' if len(late) > 1 else ''} {_listed(late)}, which had not arrived."
+        rest = " for {missing}, which had not arrived."
     elif different:
-        said = ", though all ranks had arrived."
+        rest = f", though all ranks had {arrived}."
     else:
-        said = ", though all ranks had arrived: the data did not come, or not all ranks agree on their shapes."
+        rest = f", though all ranks had {arrived}: the data did not come, or not all ranks agree on their shapes."
     if different:
-        said += f" But {_listed(different)}: all ranks of a group must call the same ops in the same order."
-    return said
+        rest += f" But {listed(different)}: all ranks of a group must call the same ops in the same order."
+    return late, rest
 
 
-def _listed(words: Sequence[Any]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+# -- the calls of a group ----------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Notices when a process on this host ends, however it ends, within milliseconds.
-#
-# A kernel that waits for a peer cannot know that the peer is gone, and would wait for its deadline. A thread of this
-# process watches the peers instead, through descriptors that the kernel of the operating system makes readable when the
-# process ends (pidfd_open, Linux 5.3).
+@dataclass(frozen=True)
+class Call:
+    """A movement that has been started: its op, its number in the group, and when (time.perf_counter)."""
 
-_TICK_SECONDS = 0.2
-
-
-def own_process() -> tuple[str, int]:
-    """Names this process to others: the namespace that its number counts in, and that number."""
-    try:
-        return os.readlink("/proc/self/ns/pid"), os.getpid()
-    except OSError:
-        return "", os.getpid()
+    op: str
+    number: int
+    started: float
 
 
-def watchable(processes: Mapping[int, tuple[str, int]]) -> dict[int, int]:
-    """Of processes by rank, as `own_process` names them, the numbers of those that can be watched from here."""
-    namespace, own = own_process()
-    if not namespace or not hasattr(os, "pidfd_open"):
-        return {}
-    return {
-        rank: pid
-        for rank, (where, pid) in processes.items()
-        if where == namespace and pid != own and Path(f"/proc/{pid}").exists()
-    }
-
-
-_exiting = threading.Event()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """A thread that still calls torch while the interpreter goes away ends the process with an abort."""
-    _exiting.set()
-    for thread in list(_threads):
-        thread.join(5 * _TICK_SECONDS)
-
-
-class PeerWatch:
-    """A thread that calls back when a peer has ended, and regularly besides; it ends with its owner.
+class GroupCalls:
+    """What this rank has called in its group, and whether the group still works: what all transports of messages have
+    in common. How one leaves (`_depart`), and which peers it knows to be gone (`closed_peers`), is its own.
 
     Args:
-        owner: while it is alive, the watch runs. The callbacks get it, and must not keep it themselves.
-        pids: process numbers by rank.
-        lost: `lost(owner, rank)`, once for each peer that has ended.
-        tick: `tick(owner)`, about five times a second.
+        group: of the ranks; of torch.distributed.
+        backend: what moves the bytes, as sentences name it.
+        board: name of this group's status board in its store.
+
+    Attributes:
+        calls: how many have been started.
+        broken: why the group is unusable; None while it is not.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        pids: Mapping[int, int],
-        lost: Callable[..., None],
-        tick: Callable[..., None],
-    ) -> None:
-        self._owner = weakref.ref(owner)
-        self._lost, self._tick = lost, tick
-        self._ranks: dict[int, int] = {}
-        for rank, pid in pids.items():
-            try:
-                self._ranks[os.pidfd_open(pid)] = rank
-            except OSError:  # gone already, or not ours to watch
-                if not Path(f"/proc/{pid}").exists():
-                    lost(owner, rank)
-        thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
-        _threads.add(thread)
-        thread.start()
+    arrived = "arrived"  # what a rank has done that has started a call, as sentences say it
 
-    def _run(self) -> None:
-        poll = select.poll()
-        for descriptor in self._ranks:
-            poll.register(descriptor, select.POLLIN)
-        while True:
-            ended = poll.poll(_TICK_SECONDS * 1000)
-            owner = self._owner()
-            if owner is None or _exiting.is_set():
-                break
-            for descriptor, _ in ended:
-                poll.unregister(descriptor)
-                self._lost(owner, self._ranks.pop(descriptor))
-                os.close(descriptor)
-            self._tick(owner)
-            del owner
-        for descriptor in self._ranks:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+    def __init__(self, group: Group, backend: str, board: str) -> None:
+        if group.process_group is None:
+            raise ValueError("torch.distributed is not initialised: there is no group to communicate in.")
+        self.group = group
+        self.process_group = group.process_group
+        self.rank = group.rank
+        self.world_size = group.size
+        self.backend = backend
+        self.calls = 0
+        self.broken: FusedTPError | None = None
+        self._ops: deque[str] = deque(maxlen=16)
+        store = dist.distributed_c10d._get_process_group_store(group.process_group)
+        self.board = StatusBoard(store, board, group.rank, group.size)
+        _CALLS[group].append(self)
+
+    def begin(self, op: str) -> Call:
+        """One more call.
+
+        Raises:
+            FusedTPError: the group is unusable.
+        """
+        if self.broken is not None:
+            raise self.unusable()
+        return self._count(op)
+
+    def _count(self, op: str) -> Call:
+        self.calls += 1
+        self._ops.append(op)
+        return Call(op, self.calls, time.perf_counter())
+
+    def last_call(self, op: str) -> Call:
+        """The last call, as one of `op` that starts now."""
+        return Call(op, self.calls, time.perf_counter())
+
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        """Scope of one op of several exchanges. An exception raised inside, after the first exchange has been started,
+        aborts the group and notifies peers, which could not tell this rank's next call from the one they wait for.
+
+        Peers raise PeerLostError, which says what was raised here; here the exception goes on as it is, and later calls
+        say that the group is unusable. Before the first exchange nothing has happened, and the op may be called again;
+        so it may after a RankMismatchError, which all ranks raise together. May be nested. On torch's own NCCL peers
+        cannot be notified: they raise at the deadline of its watchdog.
+
+        Example:
+            transport.check(op, dims, x.dtype, x.device)
+            with transport.abort_scope(op):
+                arriving = transport.shift(op, x, buffer, 1)
+                partial = x @ w                                 # may raise, out of memory say
+                return partial + arriving.wait() @ w
+        """
+        before, started = self._started(), time.perf_counter()
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except BaseException as error:
+            if self.broken is None and self._started() != before:
+                self.abort_midway(Call(op, self.calls, started), error)
+            raise
+
+    def _started(self) -> int:
+        """Counts the exchanges that peers may have had a part of."""
+        return self.calls
+
+    # -- aborting -----------------------------------------------------------------------------------------------------
+
+    def error(self, kind: type[_ErrorT], call: Call, what: str, **fields: Any) -> _ErrorT:
+        """An error of `call`. `what` goes on after "<op> (call <n> of group <name>) on rank <r> of <W>"."""
+        fields |= {"op": call.op, "call": call.number, "group": self.group.name}
+        return kind(_WHERE + what, rank=self.rank, size=self.world_size, **fields)
+
+    def abort(self, call: Call, error: _ErrorT) -> _ErrorT:
+        """`error`, to be raised here and by the peers. From here on the group is unusable, and they know."""
+        self.broken = error.copy()
+        self.publish_abort(call, self.broken)
+        return error
+
+    def abort_midway(self, call: Call, error: BaseException) -> None:
+        """Abort because of an error that is no peer's doing."""
+        self.abort(call, self.error(FusedTPError, call, " {reason}", reason=raised_midway(error)))
+
+    def abort_because(self, reason: str) -> None:
+        """Abort for a reason outside of the group's messages. Without effect where it is broken."""
+        if self.broken is None:
+            call = self.last_call("a call")
+            self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
+
+    def abort_following_peer(self, call: Call) -> FusedTPError:
+        """What a peer has raised that failed by itself, as an error of this rank."""
+        self.broken = self.error(PeerLostError, call, ": a peer has given the group up.")
+        self.publish_abort(call)
+        if (cause := first_failure(self.board.read())) is not None:
+            kind: type[FusedTPError] = PeerLostError
+            if isinstance(cause, CollectiveTimeoutError):
+                kind, cause = CollectiveTimeoutError, self.with_late_ranks(cause)
+            said = ": rank {cause.rank} has given the group up. It said: {cause}"
+            self.broken = self.error(kind, call, said, cause=cause)
+        return self.broken.copy()
+
+    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
+        """A connection was closed: by a peer that died, or by one that failed and says why, if not always before.
+
+        Args:
+            reason: what the backend says of it, if it does.
+        """
+        closed = self.closed_peers()  # before others close theirs too
+        self.post_status(call, failed=True)
+        statuses = self.board.read_until(lambda found: first_failure(found) is not None, REASON_SECONDS)
+        if first_failure(statuses) is not None:
+            return self.abort_following_peer(call)
+        dead = {rank: "" for rank in closed if rank not in statuses or not statuses[rank].failed}
+        what = " lost {missing}: died, or closed its connections." + self._says(reason)
+        return self.abort(call, self.error(PeerLostError, call, what, missing=dead, reason=reason))
+
+    def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
+        """The deadline has passed. Names who was late, once the others have had the time to say where they are."""
+        error = self.abort(call, self.error(CollectiveTimeoutError, call, f" waited {self.how_long(call)}"))
+        self.broken = self.with_late_ranks(error).copy(self._says(reason), reason=reason)
+        return self.broken.copy()
+
+    def with_late_ranks(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
+        """`error`, of whatever rank of the group, with the ranks for which that rank has waited in vain."""
+        ranks = [rank for rank in range(self.world_size) if rank != error.rank]
+        # Who waits too is woken by the closed connections, or looks within LOOK_SECONDS, and then publishes its status.
+        statuses = self.board.read_until(
+            lambda found: all(rank in found and found[rank].failed for rank in ranks), 2 * LOOK_SECONDS
+        )
+        if not self.board.answers:
+            return error.copy(
+                ", and some rank had not arrived; the group's store, which would tell which, does not answer."
+            )
+        late, rest = late_ranks(statuses, ranks, error.call, error.op, self.arrived)
+        return error.copy(rest, missing=late)
+
+    def publish_abort(self, call: Call, error: FusedTPError | None = None) -> None:
+        """Tell the peers that this rank's part of the group has ended, those too who cannot read its status."""
+        try:
+            self.post_status(call, failed=True, error=error)
+        finally:
+            self._depart()
+
+    def post_status(self, call: Call, failed: bool = False, error: FusedTPError | None = None) -> None:
+        """Publish where this rank is."""
+        waited = time.perf_counter() - call.started
+        self.board.post(RankStatus(self.calls, list(self._ops), waited, failed, error))
+
+    def peer_failure(self) -> str | None:
+        """What another rank has said that failed by itself, as a sentence; None where none has."""
+        cause = first_failure(self.board.read())
+        if cause is None or cause.rank == self.rank:
+            return None
+        return f"Rank {cause.rank} has given the group up. It said: {cause}"
+
+    def how_long(self, call: Call) -> str:
+        """The call's time, as the deadline where it was that."""
+        waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
+        return f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"
+
+    def unusable(self) -> FusedTPError:
+        """What every later call raises."""
+        return FusedTPError(
+            "Group {group!r} is unusable since an earlier failure: {cause} Destroy the process group and make a new "
+            "one.",
+            group=self.group.name,
+            cause=self.broken,
+        )
+
+    def _says(self, reason: str) -> str:
+        return f" {self.backend} says: {{reason}}" if reason else ""
+
+    # -- of the transport ---------------------------------------------------------------------------------------------
+
+    def _depart(self) -> None:
+        """End all that is under way in the group, here and at the peers."""
+
+    def closed_peers(self) -> list[int]:
+        """Ranks known to have died, or to have left. Never waits."""
+        return []
+
+
+# The transports that count their calls of a group.
+_CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
+
+
+def calls_of(group: Group) -> list[GroupCalls]:
+    """The transports that count their calls of `group`."""
+    return list(_CALLS[group])
+
+
+# -- kernels, or copy engines, and messages of one group fail together -------------------------------------------------
+
+
+@contextmanager
+def abort_on_partial_failure(
+    op: str, calls: Callable[[], int], abort: Callable[[str], None], messages: GroupCalls | None
+) -> Iterator[None]:
+    """Scope of one op of several launches.
+
+    Kernels do not compare what the ranks call. One rank that raises between two launches and goes on, with the next
+    batch say, would have its next call taken for the one that its peers wait in, and the numbers of all would be wrong.
+    So it aborts the group, and peers are notified at once, whether they wait for its messages or in a kernel.
+
+    Args:
+        calls: how many launches there have been.
+        abort: makes this rank's later launches fail, with this sentence.
+        messages: what runs the calls that go by messages, if there is any.
+    """
+    before = calls()
+    try:
+        with nullcontext() if messages is None else messages.abort_scope(op):
+            yield
+    except RankMismatchError:  # which all ranks raise together
+        raise
+    except BaseException as error:
+        # What is being captured has not run: no peer has had a part of it.
+        if calls() != before and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            if messages is not None and messages.broken is None:
+                messages.abort_midway(messages.last_call(op), error)
+            abort(f"{op} {raised_midway(error)}")
+        elif messages is not None and messages.broken is not None:  # all of it went by messages
+            abort(str(messages.broken))
+        raise
+
+
+def abort_hook(messages: GroupCalls | None) -> Callable[[str], str | None]:
+    """What the kernels of a group call once they have failed: it notifies peers that wait for messages.
+
+    Returns what a peer has said that failed before, if one has.
+    """
+
+    def hook(sentence: str) -> str | None:
+        if messages is None:
+            return None
+        said = messages.peer_failure()
+        messages.abort_because(sentence)
+        return said
+
+    return hook
+
+
+def check_usable(messages: GroupCalls | None) -> None:
+    """Raises where messages of the group have failed: its ranks may no longer mean the same call of a kernel."""
+    if messages is not None and messages.broken is not None:
+        raise messages.unusable()

@@ -34,10 +34,12 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import After, Done, Pending
-from fused_tp.transport.failure import LOOK_SECONDS, Call, PeerWatch, own_process, watchable
+from fused_tp.transport.failure import LOOK_SECONDS, Call
+from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange
 from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
@@ -118,6 +120,8 @@ class NcclDist(TorchDist):
         communicator: `fused_tp._core.Communicator` of the group's ranks.
         pids: processes of peers that can be watched from here, by rank.
     """
+
+    arrived = "enqueued it"  # and may yet be far from it on its GPU
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
         super().__init__(group, device.type, backend="NCCL")  # of our own; the group need have none for these tensors
@@ -216,7 +220,7 @@ class NcclDist(TorchDist):
     def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
         call = self.begin(op)
         try:
-            with self.several(op):
+            with self.abort_scope(op):
                 pipeline = self.attempt(call, lambda: launch(self.stream()))
         except BaseException:
             self.abandon(None, self.stream())
@@ -229,11 +233,11 @@ class NcclDist(TorchDist):
         return Moving(self, under_way, tensors)
 
     @contextmanager
-    def several(self, op: str) -> Iterator[None]:
+    def abort_scope(self, op: str) -> Iterator[None]:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             yield  # a graph that is being captured has run nothing
             return
-        with super().several(op):
+        with super().abort_scope(op):
             yield
 
     def _started(self) -> int:
@@ -247,7 +251,7 @@ class NcclDist(TorchDist):
                 "use the group's communicator."
             )
         if self.broken is not None:
-            raise self._failure(Call(op, self.calls + 1, time.perf_counter()), RuntimeError(self.broken))
+            raise self._failure(Call(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
         self.communicator.timeout_seconds = settings.timeout_seconds()
         return self._count(op)
 
@@ -298,44 +302,42 @@ class NcclDist(TorchDist):
             if isinstance(error, CollectiveTimeoutError):
                 # Who was stopped itself finds its own deadline passed, and the others gone.
                 late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
-                return self.followed(call) if late and self.board.given_up() else self.timed_out(call, reason)
+                if late and self.board.has_failure():
+                    return self.abort_following_peer(call)
+                return self.abort_timed_out(call, reason)
             if isinstance(error, PeerLostError):
-                return self.lost(call, reason)
-            if self.board.given_up():
-                return self.followed(call)
-            return self.give_up(FusedTPError, call, f"{self.where(call)} failed: {reason}")
+                return self.abort_peer_lost(call, reason)
+            if self.board.has_failure():
+                return self.abort_following_peer(call)
+            return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
         finally:
-            self._abort(self.broken or reason)
+            self._end(reason)
 
-    def _abort(self, why: str) -> None:
-        """The communicator, and the group's other movements of these tensors."""
-        self.communicator.abort(why)
+    def _end(self, reason: str) -> None:
+        """Ends the communicator, and the group's other movements of these tensors."""
+        self.communicator.abort(str(self.broken or reason))
         plain = known_torch_dist(self.group, self.device.type)
         if plain is not None and plain.broken is None:
             plain.broken = self.broken
 
-    def end(self, why: str) -> None:
+    def abort_because(self, reason: str) -> None:
         if self.broken is None:
-            self._failure(Call("a call", self.calls, time.perf_counter()), RuntimeError(why))
+            self._failure(self.last_call("a call"), RuntimeError(reason))
 
-    def raised_half_way(self, call: Call, error: BaseException) -> None:
+    def abort_midway(self, call: Call, error: BaseException) -> None:
         with self._judging:
             if self.broken is not None:
                 return
             try:
-                super().raised_half_way(call, error)
+                super().abort_midway(call, error)
             finally:
-                self._abort(self.broken or f"{call.op} raised {type(error).__name__}")
+                self._end(f"{call.op} raised {type(error).__name__}")
 
-    def missing(self, number: int, op: str, waiting: int | None = None) -> str:
-        # Who has enqueued a call may yet be far from it on its GPU.
-        return super().missing(number, op, waiting).replace("had arrived", "had enqueued it")
-
-    def lost(self, call: Call, reason: str = "") -> FusedTPError:
+    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
         if not self._gone:
-            return super().lost(call, reason)
-        who = f"rank{'s' if len(self._gone) > 1 else ''} {', '.join(map(str, self._gone))}"
-        return self.give_up(PeerLostError, call, f"{self.where(call)} lost {who}: the process has ended.")
+            return super().abort_peer_lost(call, reason)
+        what, missing = " lost {missing}: the process has ended.", dict.fromkeys(self._gone, "")
+        return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 
@@ -371,8 +373,8 @@ class NcclDist(TorchDist):
             return
         if self._noticed < call.number:
             self._noticed = call.number
-            self.post(call)
-        if self.board.given_up():
+            self.post_status(call)
+        if self.board.has_failure():
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
     def _is_lost(self) -> bool:
@@ -396,7 +398,7 @@ class NcclDist(TorchDist):
         if self._under_way:
             call = self._under_way[0].call
         else:
-            call = Call(self._ops[-1] if self._ops else "a CUDA graph", self.calls, time.perf_counter())
+            call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
         with self._judging:
             if self.broken is not None:
                 return
@@ -423,15 +425,17 @@ def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | str]] = GroupSlot(lambda group: {})  # by type and number of device
+_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(
+    lambda group: {}
+)  # by type and number of device
 
 
-def known_nccl(group: Group, device: torch.device) -> NcclDist | str | None:
+def known_nccl(group: Group, device: torch.device) -> NcclDist | Availability | None:
     """What `nccl_dist` has answered; None where it has not been asked yet."""
     return _NCCL[group].get((device.type, device.index or 0))
 
 
-def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
+def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
     """The group's communicator for tensors on `device`, or why it cannot have one. The first time, all ranks must ask.
 
     Raises:
@@ -449,13 +453,12 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | str:
     return answer
 
 
-def _agree(group: Group, device: torch.device) -> NcclDist | str:
+def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     mine = own_facts(group, device)
     told = [json.loads(text) for text in exchange(group, "nccl", json.dumps(asdict(mine)).encode())]
     facts = [Facts(**{**one, "process": tuple(one["process"])}) for one in told]
-    reason = obstacle(facts)
-    if reason is not None:
-        return reason
+    if not (found := judged(facts)):
+        return found
     library, driver = load()
     communicator = import_module("fused_tp._core").Communicator(
         library,
@@ -544,18 +547,20 @@ def own_facts(group: Group, device: torch.device) -> Facts:
     return Facts(own_process(), "" if shares else gpu, library.version, unique_id)
 
 
-def obstacle(facts: Sequence[Facts]) -> str | None:
-    """What keeps these ranks from having a communicator, or None."""
+def judged(facts: Sequence[Facts]) -> Availability:
+    """Whether these ranks can have a communicator."""
     for rank, fact in enumerate(facts):
         if fact.problem:
-            return f"rank {rank}: {fact.problem}"
+            return unavailable(f"rank {rank}: {fact.problem}")
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:
-        return f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}"
+        return unavailable(f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}")
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus):
-        return "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
-    return None
+        return unavailable(
+            "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+        )
+    return AVAILABLE
 
 
 @cache

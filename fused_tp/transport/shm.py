@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.errors import FusedTPError, raised_half_way
+from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.store import exchange
+from fused_tp.transport.store import exchange, first_call_failed
 
 
 def _load_core() -> tuple[Any, str]:
@@ -144,7 +144,7 @@ class Workspace:
             self._call.end()
         else:
             if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
-                self._core_group.give_up(f"call {self._call.number} {raised_half_way(error)}")
+                self._core_group.give_up(f"call {self._call.number} {raised_midway(error)}")
             self.abandon()
 
 
@@ -437,13 +437,11 @@ def shm_transport(group: Group) -> ShmTransport | None:
         try:
             found = _rendezvous(group)
         except FusedTPError as error:
-            # The ranks no longer agree on how often they have met: a second attempt could only wait in vain.
-            sentence = f"this group is unusable since its first call failed; make a new group. Then: {error}"
-            _TRANSPORTS[group] = type(error)(sentence)
+            _TRANSPORTS[group] = first_call_failed(group, error)
             raise
         _TRANSPORTS[group] = found
     if isinstance(found, FusedTPError):
-        raise type(found)(*found.args)
+        raise found.copy()
     if isinstance(found, str):
         return None
     return found

@@ -1,12 +1,14 @@
-"""A value of each rank to all of its group, through the group's store and within a deadline: to agree on something.
+"""A group's store: asked so that every question ends, and the ranks' exchange of values through it.
 
-It works before anything else does, on any backend, and moves no tensor, so a CUDA graph's capture does not mind.
+An exchange gives every rank a value of each, within a deadline: to agree on something. It works before anything else
+does, on any backend, and moves no tensor, so a CUDA graph's capture does not mind.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import time
 import weakref
 from collections.abc import Callable
@@ -14,231 +16,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import TIMEOUT_MAX, Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.gloo import Departures
 
 T = TypeVar("T")
+_ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
-
-@dataclass
-class _Exchanges:
-    """What a rank knows of its group's exchanges.
-
-    Attributes:
-        place: where they are in the group's store.
-        counts: how many there have been, by what they were for.
-        agreed: what `agree` has found out.
-        failed: why the ranks cannot agree on anything any more.
-    """
-
-    place: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    agreed: dict[str, str | None] = field(default_factory=dict)
-    failed: str | None = None
-
-
-_EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
-
-_GAVE_UP = "gave up"
+ANSWER_SECONDS = 2.0  # what is told and asked on the way to an error waits no longer
 _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
 
-
-def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]] = list) -> list[bytes]:
-    """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
-
-    Args:
-        what: the same on all ranks; so it names a type of device, where one matters, and not the rank's own.
-        gone: the ranks of which the caller knows that they have died or left, asked while some are waited for.
-
-    Raises:
-        CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
-            which. Or the store has not answered.
-        PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
-            Or the store had died with its host before this rank could give anything.
-        FusedTPError: that was so before. The ranks no longer mean the same by their calls.
-    """
-    if (failed := _EXCHANGES[group].failed) is not None:
-        raise FusedTPError(
-            f"Group {group.name!r} is unusable since its ranks failed to agree: {failed} "
-            "Destroy the process group and make a new one."
-        )
-    assert group.process_group is not None
-    waiting = _Waiting(group, what, Departures(group.process_group), gone)
-    begun = time.perf_counter()
-    try:
-        waiting.give(mine)
-        return [waiting.get(rank) for rank in range(group.size)]
-    except NoAnswer as error:
-        silent = CollectiveTimeoutError(
-            f"{what} of group {group.name!r} on rank {group.rank}: the group's store has not answered within "
-            f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); the process that hosts it may be stopped."
-        )
-        give_up(group, silent)
-        raise silent from error
-    except FusedTPError as error:
-        give_up(group, error)
-        raise
-    finally:
-        tracing.add_wait(time.perf_counter() - begun)
+_MAKE_A_NEW_ONE = "Destroy the process group and make a new one."
+_WHERE = "{op} of group {group!r}"
+_STORE_IS_GONE = (
+    "The store of group {group!r} is gone, most likely with the process that hosted it: rank {rank} cannot "
+)
 
 
-def give_up(group: Group, error: FusedTPError) -> None:
-    """The ranks can agree on nothing any more: peers that wait for this one, now or later, need wait no longer."""
-    if _EXCHANGES[group].failed is not None:
-        return
-    _EXCHANGES[group].failed = str(error)
-    said = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
-        STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/{_GAVE_UP}", said.encode()))
+# -- questions that end ------------------------------------------------------------------------------------------------
 
-
-def _place(group: Group, store: dist.Store) -> str:
-    """Where in the group's store its exchanges are."""
-    exchanges = _EXCHANGES[group]
-    if exchanges.place is None:
-        # A store may outlive its group and serve another of the same name: each rank counts its groups there.
-        exchanges.place = f"fused_tp/exchange/{store.add(f'fused_tp/exchange/generation/{group.rank}', 1)}"
-    return exchanges.place
-
-
-def _set(store: dist.Store, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
-
-
-def agree(group: Group, what: str, problem: Callable[[], str | None]) -> str | None:
-    """Why not all ranks of `group` can do `what`, or None where all can. The first time, all ranks must ask together.
-
-    Args:
-        problem: why this rank cannot; asked the first time only.
-
-    Raises:
-        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
-    """
-    agreed = _EXCHANGES[group].agreed
-    if what not in agreed:
-        answers = [text.decode() for text in exchange(group, what, (problem() or "").encode())]
-        # One reason, the same everywhere: ranks that judged for themselves would part ways.
-        agreed[what] = next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
-    return agreed[what]
-
-
-class _Waiting:
-    """For what the ranks give in one exchange, within the deadline."""
-
-    def __init__(self, group: Group, what: str, departures: Departures, gone: Callable[[], list[int]]) -> None:
-        self._group, self._what, self._departures, self._gone = group, what, departures, gone
-        counts = _EXCHANGES[group].counts
-        self._count = counts[what] = counts.get(what, 0) + 1
-        self._deadline = time.monotonic() + settings.timeout_seconds()
-        # Who died before needs not a whole slice to be noticed.
-        self._slice = _FIRST_SLICE_SECONDS
-
-    def give(self, mine: bytes) -> None:
-        group = self._group
-        try:
-            self._ask(lambda store: _set(store, self._key(store, group.rank), mine))
-        except NoAnswer:
-            raise
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
-                f"{group.rank} cannot tell its peers anything in {self._what}. It says: "
-                f"{str(error).splitlines()[0][:300]}"
-            ) from error
-
-    def get(self, rank: int) -> bytes:
-        while True:
-            left = self._deadline - time.monotonic()
-            seconds = timedelta(seconds=max(min(left, self._slice), 0.01))
-
-            def wait(store: dist.Store, seconds: timedelta = seconds) -> bytes:
-                key = self._key(store, rank)
-                store.wait([key], seconds)
-                return store.get(key)
-
-            try:
-                return self._ask(wait)
-            except NoAnswer:
-                raise
-            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                if (failure := self._failure(left <= self._slice)) is not None:
-                    raise failure from error
-                self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
-                time.sleep(0.01)  # a store that has died raises at once
-
-    def _ask(self, question: Callable[[dist.Store], T]) -> T:
-        # A store that is only slow has until the deadline.
-        return STORES[self._group].ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
-
-    def _key(self, store: dist.Store, rank: int) -> str:
-        return f"{_place(self._group, store)}/{self._what}/{self._count}/{rank}"
-
-    def _failure(self, expired: bool) -> FusedTPError | None:
-        group, absent = self._group, self._absent()
-        here = f"{self._what} of group {group.name!r}"
-        if absent == []:  # it has come just now
-            return None
-        said = self._said()
-        if said is not None:
-            kind = PeerLostError if said.startswith(PeerLostError.__name__) else CollectiveTimeoutError
-            return kind(f"{here} on rank {group.rank}: a peer gave up. It said: {said.partition(': ')[2]}")
-        if lost := self._departures.look(absent) or self._gone():
-            return PeerLostError(
-                f"Rank {', '.join(map(str, lost))} died, or left the group, before it took part in {here}. "
-                f"This is rank {group.rank}."
-            )
-        if not expired:
-            return None
-        if absent is None:
-            return CollectiveTimeoutError(
-                f"The store of group {group.name!r} is gone, most likely with the process that hosted it: rank "
-                f"{group.rank} cannot hear of its peers in {self._what}, and has waited {settings.timeout_seconds():g} "
-                "s (FUSED_TP_TIMEOUT)."
-            )
-        return CollectiveTimeoutError(
-            f"Rank {', '.join(map(str, absent))} did not take part in {here} within "
-            f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT); all ranks of a group must call its ops. "
-            f"This is rank {group.rank}."
-        )
-
-    def _said(self) -> str | None:
-        def question(store: dist.Store) -> str | None:
-            key = f"{_place(self._group, store)}/{_GAVE_UP}"
-            return store.get(key).decode() if store.check([key]) else None
-
-        return self._known(question)
-
-    def _absent(self) -> list[int] | None:
-        """Ranks that have given nothing; None where the store has died with its host."""
-        return self._known(
-            lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
-        )
-
-    def _known(self, question: Callable[[dist.Store], T]) -> T | None:
-        """What the store answers; None where it has died with its host."""
-        try:
-            return self._ask(question)
-        except NoAnswer:
-            raise
-        except RuntimeError:
-            return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A group's store, asked so that every question ends: torch's own block for ever once the host of the store is stopped.
-#
-# A thread asks, and is left behind where it has no answer in time. Until it has come back nothing else is asked: the
-# others would only queue behind it.
-
-
-ANSWER_SECONDS = 2.0  # what is told and asked on the way to an error waits no longer
 
 _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
@@ -256,7 +59,11 @@ class NoAnswer(RuntimeError):
 
 
 class BoundedStore:
-    """Asks `store`, as `BoundedStore(store).ask(lambda store: store.get(key), seconds)`."""
+    """Asks `store`, as `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
+
+    torch's own stores block for ever once the host of the store is stopped. So a thread asks, and is left behind where
+    it has no answer in time. Until it has come back nothing else is asked: the others would only queue behind it.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -297,3 +104,219 @@ def _store_of(group: Group) -> BoundedStore:
 
 
 STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Exchanges:
+    """What a rank knows of its group's exchanges.
+
+    Attributes:
+        place: where they are in the group's store.
+        counts: how many there have been, by what they were for.
+        agreed: what `agree` has found out.
+        failed: why the ranks cannot agree on anything any more.
+    """
+
+    place: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    agreed: dict[str, Availability] = field(default_factory=dict)
+    failed: FusedTPError | None = None
+
+
+_EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
+
+
+def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]] = list) -> list[bytes]:
+    """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
+
+    Args:
+        what: the same on all ranks; so it names a type of device, where one matters, and not the rank's own.
+        gone: the ranks of which the caller knows that they have died or left, asked while some are waited for.
+
+    Raises:
+        CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
+            which. Or the store has not answered.
+        PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
+            Or the store had died with its host before this rank could give anything.
+        FusedTPError: that was so before. The ranks no longer mean the same by their calls.
+    """
+    if (failed := _EXCHANGES[group].failed) is not None:
+        raise FusedTPError(
+            "Group {group!r} is unusable since its ranks failed to agree: {cause} " + _MAKE_A_NEW_ONE,
+            group=group.name,
+            cause=failed,
+        )
+    assert group.process_group is not None
+    current = _Exchange(group, what, Departures(group.process_group), gone)
+    begun = time.perf_counter()
+    try:
+        current.give(mine)
+        return [current.get(rank) for rank in range(group.size)]
+    except NoAnswer as error:
+        silent = current.error(
+            CollectiveTimeoutError,
+            f"{_WHERE} on rank {{rank}}: the group's store has not answered within {_deadline()}; the process that "
+            "hosts it may be stopped.",
+        )
+        publish_failure(group, silent)
+        raise silent from error
+    except FusedTPError as error:
+        publish_failure(group, error)
+        raise
+    finally:
+        tracing.add_wait(time.perf_counter() - begun)
+
+
+def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availability:
+    """Whether all ranks of `group` can do `what`, with the first reason where some cannot: the same answer everywhere,
+    since ranks that judged for themselves would part ways. The first time, all ranks must ask together.
+
+    Args:
+        here: whether this rank can; asked the first time only.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+    """
+    agreed = _EXCHANGES[group].agreed
+    if what not in agreed:
+        answers = enumerate(exchange(group, what, here().reason.encode()))
+        reason = next((f"rank {rank}: {answer.decode()}" for rank, answer in answers if answer), None)
+        agreed[what] = AVAILABLE if reason is None else unavailable(reason)
+    return agreed[what]
+
+
+def publish_failure(group: Group, error: FusedTPError) -> None:
+    """The ranks can agree on nothing any more: peers that wait for this one, now or later, need wait no longer."""
+    if _EXCHANGES[group].failed is not None:
+        return
+    _EXCHANGES[group].failed = error.copy()
+    told = json.dumps(error.as_dict())
+    with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
+        STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/failed", told.encode()))
+
+
+def first_call_failed(group: Group, error: FusedTPError) -> FusedTPError:
+    """What later calls are to raise where ranks have failed to set something up together. Peers are told.
+
+    The ranks no longer agree on how often they have tried: a second time they could only wait in vain.
+    """
+    publish_failure(group, error)
+    sentence = "Group {group!r} is unusable since its first call failed: {cause} " + _MAKE_A_NEW_ONE
+    return type(error)(sentence, group=group.name, cause=error.copy())
+
+
+def _place(group: Group, store: dist.Store) -> str:
+    """Where in the group's store its exchanges are."""
+    exchanges = _EXCHANGES[group]
+    if exchanges.place is None:
+        # A store may outlive its group and serve another of the same name: each rank counts its groups there.
+        exchanges.place = f"fused_tp/exchange/{store.add(f'fused_tp/exchange/generation/{group.rank}', 1)}"
+    return exchanges.place
+
+
+def _set(store: dist.Store, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
+
+
+def _deadline() -> str:
+    return f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
+
+
+class _Exchange:
+    """One exchange: what this rank gives, and waiting for what the others give, within the deadline."""
+
+    def __init__(self, group: Group, what: str, departures: Departures, gone: Callable[[], list[int]]) -> None:
+        self._group, self._what, self._departures, self._gone = group, what, departures, gone
+        counts = _EXCHANGES[group].counts
+        self._count = counts[what] = counts.get(what, 0) + 1
+        self._deadline = time.monotonic() + settings.timeout_seconds()
+        # Who died before needs not a whole slice to be noticed.
+        self._slice = _FIRST_SLICE_SECONDS
+
+    def error(self, kind: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
+        group = self._group
+        return kind(sentence, op=self._what, group=group.name, rank=group.rank, size=group.size, **fields)
+
+    def give(self, mine: bytes) -> None:
+        try:
+            self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
+        except NoAnswer:
+            raise
+        except RuntimeError as error:
+            sentence = _STORE_IS_GONE + "tell its peers anything in {op}. It says: {reason}"
+            raise self.error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
+
+    def get(self, rank: int) -> bytes:
+        while True:
+            left = self._deadline - time.monotonic()
+            seconds = timedelta(seconds=max(min(left, self._slice), 0.01))
+
+            def wait(store: dist.Store, seconds: timedelta = seconds) -> bytes:
+                key = self._key(store, rank)
+                store.wait([key], seconds)
+                return store.get(key)
+
+            try:
+                return self._ask(wait)
+            except NoAnswer:
+                raise
+            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
+                if (failure := self._failure(left <= self._slice)) is not None:
+                    raise failure from error
+                self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
+                time.sleep(0.01)  # a store that has died raises at once
+
+    def _ask(self, question: Callable[[dist.Store], T]) -> T:
+        # A store that is only slow has until the deadline.
+        return STORES[self._group].ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
+
+    def _key(self, store: dist.Store, rank: int) -> str:
+        return f"{_place(self._group, store)}/{self._what}/{self._count}/{rank}"
+
+    def _failure(self, expired: bool) -> FusedTPError | None:
+        absent = self._absent()
+        if absent == []:  # it has come just now
+            return None
+        if (cause := self._published()) is not None:
+            kind = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError
+            return self.error(kind, f"{_WHERE} on rank {{rank}}: a peer gave up. It said: {{cause}}", cause=cause)
+        if lost := self._departures.look(absent) or self._gone():
+            sentence = f"{{Missing}} died, or left the group, before it took part in {_WHERE}. This is rank {{rank}}."
+            return self.error(PeerLostError, sentence, missing=dict.fromkeys(lost, ""))
+        if not expired:
+            return None
+        if absent is None:
+            sentence = _STORE_IS_GONE + f"hear of its peers in {{op}}, and has waited {_deadline()}."
+            return self.error(CollectiveTimeoutError, sentence)
+        sentence = (
+            f"{{Missing}} did not take part in {_WHERE} within {_deadline()}; all ranks of a group must call its ops. "
+            "This is rank {rank}."
+        )
+        return self.error(CollectiveTimeoutError, sentence, missing=dict.fromkeys(absent, ""))
+
+    def _published(self) -> FusedTPError | None:
+        """What a peer has failed with."""
+
+        def question(store: dist.Store) -> FusedTPError | None:
+            key = f"{_place(self._group, store)}/failed"
+            return FusedTPError.from_dict(json.loads(store.get(key))) if store.check([key]) else None
+
+        return self._known(question)
+
+    def _absent(self) -> list[int] | None:
+        """Ranks that have given nothing; None where the store has died with its host."""
+        return self._known(
+            lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
+        )
+
+    def _known(self, question: Callable[[dist.Store], T]) -> T | None:
+        """What the store answers; None where it has died with its host."""
+        try:
+            return self._ask(question)
+        except NoAnswer:
+            raise
+        except RuntimeError:
+            return None

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime import settings
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, GroupLike, GroupSlot, resolve_group
-from fused_tp.transport.failure import own_process, watchable
+from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
 from fused_tp.transport.store import exchange
 from fused_tp.transport.two_level import own_host
@@ -127,15 +128,15 @@ class GroupMemory:
 _INTERPRETED_PROGRAMS = 3
 
 # By type and number of the device.
-_MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | str]] = GroupSlot(lambda group: {})
+_MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | Availability]] = GroupSlot(lambda group: {})
 
 
-def known_memory(group: Group, device: torch.device) -> GroupMemory | str | None:
+def known_memory(group: Group, device: torch.device) -> GroupMemory | Availability | None:
     """What `group_memory` has answered; None where it has not been asked yet."""
     return _MEMORIES[group].get((device.type, device.index or 0))
 
 
-def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
+def group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
     """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together.
 
     Args:
@@ -156,27 +157,26 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | str:
     return answer
 
 
-def _agree(group: Group, device: torch.device) -> GroupMemory | str:
+def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
         mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
     facts = [Facts.from_bytes(text) for text in exchange(group, "kernel memory", mine.to_bytes())]
-    reason = obstacle(facts)
-    multicast = False
-    if reason is None and device.type == "cpu":
+    found, multicast = judged(facts), False
+    if found and device.type == "cpu":
         if shm_transport(group) is None:
-            reason = f"the ranks cannot share memory: {shm_unavailable_reason(group)}"
-    elif reason is None:
-        reason, multicast = _try_fabric(group, device)
-    if reason is not None:
-        return reason
+            found = unavailable(f"the ranks cannot share memory: {shm_unavailable_reason(group)}")
+    elif found:
+        found, multicast = _try_fabric(group, device)
+    if not found:
+        return found
     pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
     return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
 
 
-def _try_fabric(group: Group, device: torch.device) -> tuple[str | None, bool]:
-    """The GPUs' fabric may still refuse, then all ranks hear of it; and whether it has multicast for all."""
+def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]:
+    """Whether the GPUs' fabric serves all ranks, which it may still refuse, and whether it has multicast for all."""
     mine: tuple[str, bool]
     try:
         _, handle = _allocate_cuda(group, device, 1024)
@@ -185,8 +185,8 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[str | None, bool]:
         mine = str(error).splitlines()[0], False
     answers = [json.loads(text) for text in exchange(group, "symmetric memory", json.dumps(mine).encode())]
     failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
-    reason = f"torch's symmetric memory failed; {failed[0]}" if failed else None
-    return reason, all(multicast for _, multicast in answers)
+    found = unavailable(f"torch's symmetric memory failed; {failed[0]}") if failed else AVAILABLE
+    return found, all(multicast for _, multicast in answers)
 
 
 def shared_sms(facts: list[Facts]) -> int:
@@ -198,24 +198,25 @@ def shared_sms(facts: list[Facts]) -> int:
     return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
 
 
-def obstacle(facts: list[Facts]) -> str | None:
-    """What keeps these ranks from writing into each other's memory, or None."""
+def judged(facts: list[Facts]) -> Availability:
+    """Whether these ranks can write into each other's memory."""
     problems = [(rank, fact.problem) for rank, fact in enumerate(facts) if fact.problem]
     if problems:
-        return f"rank {problems[0][0]}: {problems[0][1]}"
+        return unavailable(f"rank {problems[0][0]}: {problems[0][1]}")
     if len({fact.host for fact in facts}) > 1:
-        return "its ranks are on several hosts"
+        return unavailable("its ranks are on several hosts")
     if len({fact.arch for fact in facts}) > 1:
-        return f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}"
+        return unavailable(f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
     gpus = [fact.gpu for fact in facts if fact.gpu]
     if len(set(gpus)) < len(gpus) and not all(fact.overlapping for fact in facts):
-        return "several of its ranks share a GPU"
+        return unavailable("several of its ranks share a GPU")
     for rank, fact in enumerate(facts):
         # A GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES) is judged by torch, when memory is made.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable:
-                return f"the GPU of rank {rank} cannot address that of rank {peer} with atomics, as over NVLink"
-    return None
+                reason = f"the GPU of rank {rank} cannot address that of rank {peer} with atomics, as over NVLink"
+                return unavailable(reason)
+    return AVAILABLE
 
 
 _rendezvous = 0  # of this process, of all groups

@@ -102,15 +102,15 @@ class TorchDist(GroupCalls):
         while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
             now = time.perf_counter()
             if now >= deadline:
-                raise self.timed_out(call)
+                raise self.abort_timed_out(call)
             if not posted:
-                self.post(call)
+                self.post_status(call)
                 posted = True
-            if self.board.given_up():
-                raise self.followed(call)
+            if self.board.has_failure():
+                raise self.abort_following_peer(call)
             gone_since = {rank: gone_since.get(rank, now) for rank in self.closed_peers()}
             if self._cannot_end(call, work, {rank: now - since for rank, since in gone_since.items()}):
-                raise self.lost(call)
+                raise self.abort_peer_lost(call)
 
     def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
         """Whether `work` waits for one of those that are gone, by the seconds that their connection has been closed.
@@ -126,8 +126,8 @@ class TorchDist(GroupCalls):
         others = set(range(self.world_size)) - gone.keys() - {self.rank}
         if others and max(gone.values()) <= _SPENT_SECONDS:
             return False
-        notices = self.board.read()
-        return all(rank in notices and notices[rank].call >= call.number for rank in others)
+        statuses = self.board.read()
+        return all(rank in statuses and statuses[rank].call >= call.number for rank in others)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -138,27 +138,25 @@ class TorchDist(GroupCalls):
         reason = str(error).splitlines()[0]
         text = reason.lower()
         if any(word in text for word in _LOST):
-            return self.lost(call, reason)
+            return self.abort_peer_lost(call, reason)
         if any(word in text for word in _TIMED_OUT):
-            return self.timed_out(call, reason)
-        return self.give_up(FusedTPError, call, f"{self.where(call)} failed: {reason}")
+            return self.abort_timed_out(call, reason)
+        return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
 
-    def lost(self, call: Call, reason: str = "") -> FusedTPError:
+    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
         if self.backend == "nccl":
-            return self.give_up(PeerLostError, call, f"{self.where(call)} lost a peer: {reason}")
-        return super().lost(call, reason)
+            return self.abort(call, self.error(PeerLostError, call, " lost a peer: {reason}", reason=reason))
+        return super().abort_peer_lost(call, reason)
 
-    def timed_out(self, call: Call, reason: str = "") -> FusedTPError:
+    def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
         if self.backend != "nccl":
-            return super().timed_out(call, reason)
+            return super().abort_timed_out(call, reason)
         # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
-        return self.give_up(
-            CollectiveTimeoutError,
-            call,
-            f"{self.where(call)} waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, "
-            "torch's flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). "
-            f"NCCL says: {reason}",
+        what = (
+            f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's flight "
+            "recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: {reason}"
         )
+        return self.abort(call, self.error(CollectiveTimeoutError, call, what, reason=reason))
 
     def _depart(self) -> None:
         if self.backend == "gloo":

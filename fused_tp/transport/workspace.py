@@ -22,8 +22,8 @@ import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.failure import PeerWatch
 from fused_tp.transport.local import LocalRank
+from fused_tp.transport.peer_watch import PeerWatch
 from fused_tp.transport.symm_mem import GroupMemory, KernelMemory, is_capturing
 
 _LOG = logging.getLogger("fused_tp")
@@ -83,7 +83,7 @@ class Workspaces:
         self._on_failure = on_failure
         self._turn = _turn_of(memory)
         self.calls = 0  # of ops that have been given a workspace
-        self.broken: str | None = None
+        self.broken: FusedTPError | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
     def use(self, kind: str, nbytes: int, op: str, *, takes_turn: bool = True) -> Use:
@@ -119,20 +119,23 @@ class Workspaces:
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
         if self.broken is not None:
-            raise FusedTPError(
-                f"The group's kernels are unusable since an earlier failure: {self.broken} "
-                "Destroy the process group and make a new one."
+            raise self._error(
+                FusedTPError,
+                "The group's kernels are unusable since an earlier failure: {cause} Destroy the process group and make "
+                "a new one.",
+                cause=self.broken,
             )
         if self._lost:
-            self._fail(self._loss())
-            raise PeerLostError(self.broken)
+            loss = self._loss()
+            self._fail(loss)
+            raise loss
         self._raise_expired()
 
     def give_up(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
         if self.broken is not None:
             return
-        self._fail(sentence)
+        self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
         for slot in self._all():
             try:
                 with UseOnGpu(self, slot, takes_turn=False) if slot.on_gpu else nullcontext():
@@ -146,21 +149,25 @@ class Workspaces:
             return
         # A peer's death is the cause where both are there: others may have given up for want of it.
         if self._lost:
-            self._fail(f"{self._loss()} {expired}.")
-            raise PeerLostError(self.broken)
-        if not expired.gave_up:
-            self._fail(f"{expired}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT).")
-        elif said := self._fail(f"{expired}."):
-            self.broken = f"{expired}. {said}"
-            raise PeerLostError(self.broken)
-        raise CollectiveTimeoutError(self.broken)
+            self._fail(self._loss().copy(" {reason}.", reason=str(expired)))
+        elif not expired.gave_up:
+            sentence = f"{{reason}}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)."
+            self._fail(self._error(CollectiveTimeoutError, sentence, reason=str(expired)))
+        elif said := self._fail(self._error(CollectiveTimeoutError, "{reason}.", reason=str(expired))):
+            self.broken = self._error(PeerLostError, "{reason}", reason=f"{expired}. {said}")
+        assert self.broken is not None
+        raise self.broken.copy()
 
-    def _loss(self) -> str:
-        return f"Rank {self._memory.rank} of {self._memory.world_size} lost rank {self._lost[0]}: it has ended."
+    def _error(self, kind: type[FusedTPError], sentence: str, **fields: Any) -> FusedTPError:
+        return kind(sentence, rank=self._memory.rank, size=self._memory.world_size, **fields)
 
-    def _fail(self, sentence: str) -> str | None:
-        self.broken = sentence
-        return self._on_failure(sentence)
+    def _loss(self) -> FusedTPError:
+        lost = {self._lost[0]: ""}
+        return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: it has ended.", missing=lost)
+
+    def _fail(self, error: FusedTPError) -> str | None:
+        self.broken = error.copy()
+        return self._on_failure(str(error))
 
     def _expired(self) -> Any:
         """A `triton_kernels.comm.workspace.Expired`, or None."""
@@ -209,7 +216,8 @@ class Workspaces:
             workspace = self._kinds[kind](buffer, handle, timeout_seconds=_timeout_seconds())
         except Exception as error:
             # Others may have got further; from here on the ranks would not mean the same by their calls.
-            self._fail(f"making a workspace of {size} bytes for {op} failed ({type(error).__name__}: {error}).")
+            sentence = f"making a workspace of {size} bytes for {op} failed ({type(error).__name__}: {{reason}})."
+            self._fail(self._error(FusedTPError, sentence, reason=str(error)))
             raise
         if old is not None and old.captured:
             self._outgrown.append(old)

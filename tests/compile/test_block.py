@@ -17,7 +17,7 @@ from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwisePara
 from fused_tp.nn import ParallelAttention, VocabParallelEmbedding, replicate_
 from tests.distributed.small_model import HIDDEN, Block, Model, shard_block, tokens
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks, run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -73,7 +73,8 @@ def test_block_with_repeated_kv_heads() -> None:
     run_ranks(4, compiled_block, True, "aot_eager")
 
 
-def compiled_embedding_and_dropout(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_embedding_and_attention_with_dropout_and_mask(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
     mesh = device_mesh(group)
     embed = VocabParallelEmbedding(11, 8, 3, mesh=mesh, dtype=torch.float64)
@@ -96,11 +97,8 @@ def compiled_embedding_and_dropout(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(masked(x), attention(x, attention_mask=mask), **EXACT)
 
 
-def test_embedding_and_attention_with_dropout_and_mask() -> None:
-    run_ranks(2, compiled_embedding_and_dropout)
-
-
-def compiled_styles(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_styles(group: dist.ProcessGroup) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -125,11 +123,8 @@ def compiled_styles(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), full.get_parameter(name).grad, **EXACT)
 
 
-def test_styles() -> None:
-    run_ranks(2, compiled_styles)
-
-
-def compiled_model(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_whole_model_with_tied_weights(group: dist.ProcessGroup) -> None:
     from tests.distributed.small_model import loss_of, shard_model
 
     torch._dynamo.reset()
@@ -140,7 +135,3 @@ def compiled_model(group: dist.ProcessGroup) -> None:
     loss = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(model, ids)
     loss.backward()
     torch.testing.assert_close(loss, wanted, **EXACT)
-
-
-def test_whole_model_with_tied_weights() -> None:
-    run_ranks(2, compiled_model)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
@@ -58,7 +59,7 @@ def collectives_of(group: Any) -> DeviceCollectives:
     """New ones, whatever the group had before."""
     described = resolve_group(group)
     memory = group_memory(described, CPU)
-    assert not isinstance(memory, str), memory
+    assert not isinstance(memory, Availability), memory
     return device_collectives(memory, Plain(torch_dist(described, "cpu")))
 
 

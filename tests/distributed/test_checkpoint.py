@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from fused_tp import CollectiveTimeoutError
 from fused_tp.nn import gather_state_dict
 from tests.distributed.small_model import Model, shard_model, tokens
-from tests.workers import device_mesh, fresh_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
 
-def full_state(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 4)
+def test_gather_state_dict(group: dist.ProcessGroup) -> None:
     full = Model()
     sharded = shard_model(copy.deepcopy(full), device_mesh(group), False)
     state = gather_state_dict(sharded)
@@ -51,12 +52,8 @@ def test_who_gathers_alone_is_told_who_did_not_come() -> None:
         outcome.unwrap()
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_gather_state_dict(world_size: int) -> None:
-    run_ranks(world_size, full_state)
-
-
-def load_whole_state(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_full_state_dict_loads(group: dist.ProcessGroup) -> None:
     """A full state dict, such as of the unsharded model, goes into parts by distribute_tensor or by torch's own "
     "helper."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -69,10 +66,6 @@ def load_whole_state(group: dist.ProcessGroup) -> None:
     set_model_state_dict(sharded, full.state_dict(), options=StateDictOptions(full_state_dict=True))
     for name, tensor in gather_state_dict(sharded).items():
         assert torch.equal(tensor, full.state_dict()[name]), name
-
-
-def test_a_full_state_dict_loads() -> None:
-    run_ranks(2, load_whole_state)
 
 
 def save(group: dist.ProcessGroup, folder: str) -> torch.Tensor:

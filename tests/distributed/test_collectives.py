@@ -18,7 +18,7 @@ from fused_tp.transport.base import Pending
 from fused_tp.transport.torch_dist import TorchDist
 from tests.distributed.schedule_variants import VARIANTS, run_variant
 from tests.reference import assert_within_dtype_error, seeded
-from tests.workers import device_mesh, fresh_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
 SHAPES = [(1, 1), (5, 3), (2, 7, 3), (12, 8)]
 
@@ -111,7 +111,9 @@ def test_ranks_choose_alike_for_uneven_shards(tmp_path: Path) -> None:
     run_ranks(2, uneven_gather, env={"FUSED_TP_TABLE": str(table), "FUSED_TP_TIMEOUT": "10"})
 
 
-def strided_gather(group: Any) -> None:
+@on_ranks(2, env={"FUSED_TP_SCHEDULE": "plain"})
+def test_strided_shards_are_dense_on_the_wire(group: Any) -> None:
+    """gloo copies what is not; NCCL refuses it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     moved: list[Tensor] = []
     all_gather = TorchDist.all_gather
@@ -125,11 +127,6 @@ def strided_gather(group: Any) -> None:
             gathered = fused_tp.all_gather(terms[rank], 0, group=group)
         assert torch.equal(gathered, terms.flatten(0, 1))
     assert len(moved) == 2 and all(x.is_contiguous() for x in moved)
-
-
-def test_strided_shards_are_dense_on_the_wire() -> None:
-    """gloo copies what is not; NCCL refuses it."""
-    run_ranks(2, strided_gather, env={"FUSED_TP_SCHEDULE": "plain"})
 
 
 def second_derivative(group: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fused_tp
 from tests.distributed.schedule_variants import SCHEDULES, run_variant
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks
 
 
 def functions(group: Any) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
@@ -78,7 +78,9 @@ def outcome(fn: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
     return [y.detach(), *(t.grad.clone() for t in leaves if t.grad is not None)]
 
 
-def compiled_like_eager(group: Any, name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_compile(group: Any, name: str) -> None:
     torch._dynamo.reset()
     fn, leaves = functions(group)[name], inputs(group)
     eager = outcome(fn, leaves)
@@ -87,12 +89,8 @@ def compiled_like_eager(group: Any, name: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compile(name: str) -> None:
-    run_ranks(2, compiled_like_eager, name)
-
-
-def recompiled_for_another_length(group: Any) -> None:
+@on_ranks(2)
+def test_compile_with_dynamic_shapes(group: Any) -> None:
     torch._dynamo.reset()
     fn = functions(group)["all_gather_matmul"]
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -101,10 +99,6 @@ def recompiled_for_another_length(group: Any) -> None:
         x = seeded(2, length, 6, seed=length).requires_grad_()
         for ours, theirs in zip(outcome(compiled, [x, w, b]), outcome(fn, [x, w, b]), strict=True):
             torch.testing.assert_close(ours, theirs)
-
-
-def test_compile_with_dynamic_shapes() -> None:
-    run_ranks(2, recompiled_for_another_length)
 
 
 def checkpointed_like_stored(group: Any) -> None:

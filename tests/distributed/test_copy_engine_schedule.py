@@ -29,6 +29,7 @@ from fused_tp.schedules import copy_engine, registry
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_tp_ops as cases
@@ -72,7 +73,7 @@ def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
         memory = group_memory(described, CPU)
         assert isinstance(memory, GroupMemory), memory
         plain = Plain(torch_dist(described, "cpu"))
-        engine = CopyEngine(memory, driver_of(CPU), functools.partial(setattr, plain.transport, "broken"))
+        engine = CopyEngine(memory, driver_of(CPU), abort_hook(plain.transport))
         UNDER_TEST[described] = CopyEngineSchedule(engine, plain)
     return UNDER_TEST[described]
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
@@ -58,7 +59,7 @@ def no_library_stays() -> Iterator[None]:
 def own_kernels(group: Any) -> DeviceCollectives:
     """Kernels that nothing else of the group knows of."""
     memory = group_memory(resolve_group(group), CPU)
-    assert not isinstance(memory, str), memory
+    assert not isinstance(memory, Availability), memory
     return DeviceCollectives(memory)
 
 
@@ -287,7 +288,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
     """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
     with forced(group, "two_shot") as schedule:
         schedule.all_reduce(X)
-        transport, outside = schedule._other().transport, torch.ones(4)
+        transport, outside = schedule.fallback().transport, torch.ones(4)
         if dist.get_rank(group) == 0:
             schedule.device.give_up("the kernels of rank 0 have failed.")
             return "", ""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.nn import gather_state_dict
 from tests.distributed.small_model import Block, Model, loss_of, shard_model, tokens
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks
 
 # fp64, 3 steps of Adam. Where a gradient is near 0 Adam divides small by small, so errors of 1e-15 grow.
 TRAINED = {"rtol": 1e-6, "atol": 1e-8}
@@ -58,7 +58,8 @@ def same_training(
         torch.testing.assert_close(tensor, wanted[name], msg=lambda m, name=name: f"{name}: {m}", **TRAINED)
 
 
-def tensor_parallel(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 4)
+def test_training_equals_that_of_one_process(group: dist.ProcessGroup) -> None:
     full = Model()
     batches = [tokens(2, 9, seed) for seed in range(3)]
     for sequence_parallel in (False, True):
@@ -69,12 +70,8 @@ def tensor_parallel(group: dist.ProcessGroup) -> None:
         same_training(sharded, copy.deepcopy(full), batches, batches, None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_training_equals_that_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, tensor_parallel)
-
-
-def fsdp_over_tp(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_fsdp2_over_tensor_parallelism_equals_one_process(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for sequence_parallel in (False, True):
         full = Model()
@@ -89,11 +86,8 @@ def fsdp_over_tp(group: dist.ProcessGroup) -> None:
         same_training(sharded, full, mine, all_of_them, mesh["dp"].get_group())
 
 
-def test_fsdp2_over_tensor_parallelism_equals_one_process() -> None:
-    run_ranks(4, fsdp_over_tp)
-
-
-def activation_checkpointing(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_changes_nothing(group: dist.ProcessGroup) -> None:
     full = Model()
     plain = shard_model(copy.deepcopy(full), device_mesh(group), True)
     saving = copy.deepcopy(plain)
@@ -108,7 +102,3 @@ def activation_checkpointing(group: dist.ProcessGroup) -> None:
         mine, wanted = parameter.grad, plain.get_parameter(name).grad
         assert isinstance(mine, DTensor) and isinstance(wanted, DTensor)
         assert torch.equal(mine.to_local(), wanted.to_local())
-
-
-def test_activation_checkpointing_changes_nothing() -> None:
-    run_ranks(2, activation_checkpointing)

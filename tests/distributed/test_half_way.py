@@ -188,7 +188,7 @@ def in_step(group: Any) -> list[bool]:
                 run()
         found.append(bool(run().eq(6.0 * transport.world_size).all()))
     checking = mock.patch.dict("os.environ", FUSED_TP_CHECK="1")
-    with checking, pytest.raises(RankMismatchError), transport.several("op"):
+    with checking, pytest.raises(RankMismatchError), transport.abort_scope("op"):
         transport.check("op", (transport.rank,), torch.float32, torch.device("cpu"))
     found.append(bool(run().eq(6.0 * transport.world_size).all()))
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +19,14 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.ops import collectives
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.schedules import hierarchical
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport import two_level as hosts_module
 from fused_tp.transport.torch_dist import TorchDist
-from fused_tp.transport.two_level import Hosts, hosts_of, in_ranks_of_group, ranks_per_host
+from fused_tp.transport.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
 from tests.beside import beside
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.reference import assert_within_dtype_error
@@ -444,10 +447,11 @@ def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[
             assert parts.startswith("CollectiveTimeoutError: ")
             assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
             name, said, seconds = memory
-            assert f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s" in said, (
-                said
-            )
-            assert "This is rank 2." in said and seconds < 1.0 + NOTICE_SECONDS, said
+            # Where ranks 0 and 1 begin late, their own deadline may pass first.
+            if rank == 2 or "fast links inside of hosts" not in said:
+                sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
+                assert sentence in said and "This is rank 2." in said, said
+            assert seconds < 1.0 + NOTICE_SECONDS, said
         name, said, seconds = raised
         assert f"matmul_reduce_scatter (call 4 of group {name!r}) on rank 0 of 4 raised OutOfMemory half-way" in said
         assert rank == 0 or "rank 0 has given the group up. It said: " in said, said
@@ -496,14 +500,20 @@ def test_a_rank_that_stalls_or_dies_ends_the_group_on_all_levels(outcome: list[O
         assert f"Group {name!r} is unusable since an earlier failure" in again
 
 
-def test_words_of_a_level_in_ranks_of_the_group() -> None:
+def test_errors_of_a_level_are_told_of_the_group() -> None:
     group = Group(None, "user's", 5, 6, (0, 1, 4, 5, 8, 9))
     level = Group(None, "2f9a", 2, 3, (1, 5, 9))
-    for text, said in (
-        ("rank 0, in all_reduce: rank 2 died", "rank 1, in all_reduce: rank 5 died"),
-        ("x (call 2 of group '2f9a') on rank 1 of 3 lost ranks 0, 2:", 'x (call 2 of group "user\'s") on rank 3 of 6 '
-         "lost ranks 1, 5:"),
-        ("waited 3 s for ranks 1 (last heard of at call 2, all_gather) and 2, which",
-         "waited 3 s for ranks 3 (last heard of at call 2, all_gather) and 5, which"),
-    ):  # fmt: skip
-        assert in_ranks_of_group(text, level, group) == said
+    where = {"op": "x", "call": 2, "group": "2f9a", "rank": 1, "size": 3}
+    sentence = "{op} (call {call} of group {group!r}) on rank {rank} of {size} "
+    late = fused_tp.CollectiveTimeoutError(
+        sentence + "waited 3 s for {missing}.", missing={1: "last heard of at call 2, y", 2: ""}, **where
+    )
+    follows = fused_tp.PeerLostError(": rank {cause.rank} has failed. It said: {cause}", cause=late, **where)
+    told = 'x (call 2 of group "user\'s") on rank 3 of 6 waited 3 s for ranks 3 (last heard of at call 2, y) and 5.'
+    assert str(error_of_group(late, level, group)) == told
+    assert str(error_of_group(follows, level, group)) == f": rank 3 has failed. It said: {told}"
+    native = error_of_group(fused_tp.PeerLostError("{rank} died"), level, group)
+    assert str(native) == '{rank} died (Its ranks are ranks 1, 3 and 5 of group "user\'s".)'
+    for error in (late, follows, native):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert str(FusedTPError.from_dict(json.loads(json.dumps(error.as_dict())))) == str(error)

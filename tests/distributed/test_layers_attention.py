@@ -20,7 +20,7 @@ from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
-from tests.workers import device_mesh, fresh_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, HEAD_DIM, HIDDEN, TOKENS = 12, 4, 10, 7
@@ -122,7 +122,8 @@ def check(
     sharded.zero_grad()
 
 
-def grouped_query(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     rope = RotaryEmbedding(HEAD_DIM)
     for kv_heads in (1, 2, 4, 12):
@@ -151,12 +152,8 @@ def grouped_query(group: dist.ProcessGroup) -> None:
                 check(group, full, made, sequence_parallel)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_attention_equals_the_unsharded(world_size: int) -> None:
-    run_ranks(world_size, grouped_query)
-
-
-def masks(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 4)
+def test_masks(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     padding = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]).bool()
     blind = padding.clone()
@@ -175,12 +172,8 @@ def masks(group: dist.ProcessGroup) -> None:
         check(group, full, sharded, mask=bias, full_mask=bias)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_masks(world_size: int) -> None:
-    run_ranks(world_size, masks)
-
-
-def generation(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 4)
+def test_generation_with_a_cache(group: dist.ProcessGroup) -> None:
     full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True)
     sharded = ParallelAttention.from_module(full, mesh=device_mesh(group), rope=RotaryEmbedding(HEAD_DIM)).eval()
     x = seeded(2, 40, HIDDEN, dtype=torch.float64)
@@ -199,11 +192,6 @@ def generation(group: dist.ProcessGroup) -> None:
         sharded(x[:, :7], kv_cache=cache, attention_mask=padded[:, :7])
         step = sharded(x[:, 7:8], kv_cache=cache, attention_mask=padded)
         torch.testing.assert_close(step, full(x[:, :8], padded[:, None, None])[:, 7:8], **EXACT)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_generation_with_a_cache(world_size: int) -> None:
-    run_ranks(world_size, generation)
 
 
 def dropped(group: dist.ProcessGroup) -> list[Tensor]:
@@ -236,7 +224,8 @@ def converted(full: Attention, **more: Any) -> ParallelAttention:
     return sharded
 
 
-def every_score(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2)
+def test_window_softcap_sinks_alibi_and_documents(group: dist.ProcessGroup) -> None:
     mesh, rope = device_mesh(group), RotaryEmbedding(HEAD_DIM)
     for causal in (False, True):
         full = Attention(4, True, False, rope, causal).with_everything()
@@ -260,12 +249,8 @@ def every_score(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(sharded(x[:, start:stop]), y[:, start:stop], msg=f"{index}", **EXACT)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_window_softcap_sinks_alibi_and_documents(world_size: int) -> None:
-    run_ranks(world_size, every_score)
-
-
-def cached_generation(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_generation_with_every_score(group: dist.ProcessGroup) -> None:
     """With a KVCache on this rank, every score must see the whole cache."""
     full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True).with_everything()
     sharded = converted(full, mesh=device_mesh(group)).eval()
@@ -276,11 +261,9 @@ def cached_generation(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), full(x), **EXACT)
 
 
-def test_generation_with_every_score() -> None:
-    run_ranks(2, cached_generation)
-
-
-def sharded_generation(group: dist.ProcessGroup, tp: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_generation_with_a_cache_cut_over_ranks(group: dist.ProcessGroup, tp: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("cp", "tp"))
     full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True).with_everything()
     sharded = converted(full, mesh=mesh["tp"], cp_group=mesh["cp"]).eval()
@@ -369,7 +352,8 @@ def test_generation_under_autocast() -> None:
     in_a_world_of_two(autocast_generation)
 
 
-def tokens_over_heads(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_a_cache_is_not_cut_over_ranks_of_other_heads(group: dist.ProcessGroup) -> None:
     """Ranks that hold different heads cannot share the tokens of each."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     for wrong in (mesh, group, None):
@@ -388,15 +372,6 @@ def tokens_over_heads(group: dist.ProcessGroup) -> None:
     attention = ParallelAttention(16, 4, mesh=both["tp"]).eval()
     with torch.no_grad():
         assert attention(torch.ones(1, 2, 16), kv_cache=ContextKVCache(both["cp"])).shape == (1, 2, 16)
-
-
-def test_a_cache_is_not_cut_over_ranks_of_other_heads() -> None:
-    run_ranks(4, tokens_over_heads)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_generation_with_a_cache_cut_over_ranks(tp: int) -> None:
-    run_ranks(4, sharded_generation, tp)
 
 
 class Writer(nn.Module):
@@ -474,7 +449,9 @@ def test_dropout_under_a_mask_is_that_without() -> None:
     torch.testing.assert_close(masked, attention_over(q, k, v, "", 1, 0, **how)[0], **EXACT)
 
 
-def context_parallel(group: dist.ProcessGroup, documents: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("documents", [False, True])
+def test_with_context_parallelism(group: dist.ProcessGroup, documents: bool) -> None:
     """Sequences cut over cp ranks, heads over tp ranks, and with sequence parallelism the sequence again over these."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     rope, tokens = RotaryEmbedding(HEAD_DIM), 11
@@ -515,12 +492,8 @@ def context_parallel(group: dist.ProcessGroup, documents: bool) -> None:
         ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout="stripes")
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_with_context_parallelism(documents: bool) -> None:
-    run_ranks(4, context_parallel, documents)
-
-
-def multihead(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 3)
+def test_from_multihead_attention(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for bias in (True, False):
         torch.manual_seed(0)
@@ -554,22 +527,14 @@ def multihead(group: dist.ProcessGroup) -> None:
         ParallelAttention.from_module(full, mesh=mesh, num_heads=6)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_from_multihead_attention(world_size: int) -> None:
-    run_ranks(world_size, multihead)
-
-
-def reduced_precision(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_bfloat16(group: dist.ProcessGroup) -> None:
     full = Attention(4, True, False, None, True)
     x = seeded(2, TOKENS, HIDDEN, dtype=torch.bfloat16)
     wanted = full(x.double())
     sharded = ParallelAttention.from_module(copy.deepcopy(full).bfloat16(), mesh=device_mesh(group))
     # Rounded weights, q, k, v, context and sum: a few times 2^-8 of values of order 0.3.
     torch.testing.assert_close(sharded(x).double(), wanted, rtol=0.05, atol=0.02)
-
-
-def test_bfloat16() -> None:
-    run_ranks(2, reduced_precision)
 
 
 def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:

@@ -16,7 +16,7 @@ from fused_tp.nn import ColumnParallelLinear, RepeatedColumnLinear, RowParallelL
 from fused_tp.nn.sharding import local
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks, run_ranks
 
 # fp64: what is left is the order of summation.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -112,7 +112,8 @@ def check_embedding(
     assert_same_parameters_and_grads(layer, full)
 
 
-def linear_cases(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_linear_layers_equal_the_unsharded(group: dist.ProcessGroup) -> None:
     for sequence_parallel in (False, True):
         for bias in (False, True):
             # odd sizes; 3 features over 4 ranks leave one without any; 5 tokens over 4 ranks likewise
@@ -125,7 +126,8 @@ def linear_cases(group: dist.ProcessGroup) -> None:
     check_row(group, (2, 5, 7), 4, True, False, parallel_input=False)
 
 
-def embedding_cases(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_embedding_equals_the_unsharded(group: dist.ProcessGroup) -> None:
     for sequence_parallel in (False, True):
         check_embedding(group, 16, None, sequence_parallel)
         check_embedding(group, 13, 12, sequence_parallel)
@@ -133,17 +135,8 @@ def embedding_cases(group: dist.ProcessGroup) -> None:
         check_embedding(group, 1, None, sequence_parallel)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_linear_layers_equal_the_unsharded(world_size: int) -> None:
-    run_ranks(world_size, linear_cases)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_embedding_equals_the_unsharded(world_size: int) -> None:
-    run_ranks(world_size, embedding_cases)
-
-
-def repeated_cases(group: dist.ProcessGroup) -> None:
+@on_ranks(2, 4)
+def test_repeated_column_layer(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for parts in (parts for parts in (1, 2, 4) if group.size() % parts == 0):
         torch.manual_seed(0)
@@ -167,12 +160,8 @@ def repeated_cases(group: dist.ProcessGroup) -> None:
         assert_same_parameters_and_grads(layer, full)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_repeated_column_layer(world_size: int) -> None:
-    run_ranks(world_size, repeated_cases)
-
-
-def same_initial_weights(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_initial_weights_are_those_of_the_unsharded_layer(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for make, original, sizes in (
         (ColumnParallelLinear, nn.Linear, (6, 9)),
@@ -195,11 +184,8 @@ def same_initial_weights(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(one, both[0]) for one in both)
 
 
-def test_initial_weights_are_those_of_the_unsharded_layer() -> None:
-    run_ranks(3, same_initial_weights)
-
-
-def placements_and_names(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_placements_and_names(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     column, row = ColumnParallelLinear(4, 7, mesh=mesh), RowParallelLinear(7, 4, mesh=mesh)
     embedding = VocabParallelEmbedding(9, 4, mesh=mesh)
@@ -211,11 +197,8 @@ def placements_and_names(group: dist.ProcessGroup) -> None:
     assert "tp=3" in repr(column) and "tp=3" in repr(row) and "tp=3" in repr(embedding)
 
 
-def test_placements_and_names() -> None:
-    run_ranks(3, placements_and_names)
-
-
-def conversion(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_conversion(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     linear = nn.Linear(6, 8).eval()
     linear.weight.requires_grad_(False)
@@ -241,11 +224,8 @@ def conversion(group: dist.ProcessGroup) -> None:
     assert torch.equal(clone(torch.ones(2, 6)), layer(torch.ones(2, 6)))
 
 
-def test_conversion() -> None:
-    run_ranks(2, conversion)
-
-
-def tied_weights(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 3)
+def test_tied_weights_stay_tied(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
 
     class Tied(nn.Module):
@@ -282,11 +262,6 @@ def tied_weights(group: dist.ProcessGroup) -> None:
         RowParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_tied_weights_stay_tied(world_size: int) -> None:
-    run_ranks(world_size, tied_weights)
-
-
 def autocast(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
@@ -305,7 +280,8 @@ def test_autocast() -> None:
     run_ranks(2, autocast)
 
 
-def bad_inputs(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_bad_inputs_are_refused_before_anything_is_sent(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     grid: Any = object()
     column, row = ColumnParallelLinear(4, 6, mesh=mesh), RowParallelLinear(6, 4, mesh=mesh)
@@ -366,11 +342,8 @@ def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:
     return linear
 
 
-def test_bad_inputs_are_refused_before_anything_is_sent() -> None:
-    run_ranks(2, bad_inputs)
-
-
-def gradient_in_parts(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do(group: dist.ProcessGroup) -> None:
     """Of columns that do not divide, from a sum: autograd gives one number for all of it."""
     weight = RowParallelLinear(5, 4, mesh=device_mesh(group)).weight
     for times in (1, 2):
@@ -379,17 +352,10 @@ def gradient_in_parts(group: dist.ProcessGroup) -> None:
         assert torch.equal(weight.grad.to_local(), torch.full((4, 3 - dist.get_rank(group)), float(times)))
 
 
-def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do() -> None:
-    run_ranks(2, gradient_in_parts)
-
-
-def two_dim_mesh(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_a_mesh_of_two_dims(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"mesh has 2 dims .* such as mesh\['tp'\]"):
         ColumnParallelLinear(4, 6, mesh=mesh)
     layer = ColumnParallelLinear(4, 6, mesh=mesh["tp"], gather_output=True)
     assert layer(torch.ones(3, 4)).shape == (3, 6)
-
-
-def test_a_mesh_of_two_dims() -> None:
-    run_ranks(4, two_dim_mesh)

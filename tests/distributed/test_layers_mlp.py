@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fused_tp.nn import ColumnParallelLinear, ParallelMLP, sequence_parallel_
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -66,7 +66,8 @@ def check(
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
 
 
-def mlp_cases(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_mlp_equals_the_unsharded(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
     modules: list[nn.Module] = [
@@ -93,12 +94,8 @@ def mlp_cases(group: dist.ProcessGroup) -> None:
     check(group, full, tanh, False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_mlp_equals_the_unsharded(world_size: int) -> None:
-    run_ranks(world_size, mlp_cases)
-
-
-def hooked_projection(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_hooks_of_projections_run(group: dist.ProcessGroup) -> None:
     """Something attached to a projection is not bypassed by the shared gather."""
     torch.manual_seed(0)
     full = Gated().double()
@@ -109,11 +106,8 @@ def hooked_projection(group: dist.ProcessGroup) -> None:
     assert seen == [1]
 
 
-def test_hooks_of_projections_run() -> None:
-    run_ranks(2, hooked_projection)
-
-
-def norm_cases(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 3)
+def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for make in (nn.LayerNorm, nn.RMSNorm):
         full = make(6, dtype=torch.float64)
@@ -133,12 +127,8 @@ def norm_cases(group: dist.ProcessGroup) -> None:
         sequence_parallel_(nn.LayerNorm(6), group)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_norms_under_sequence_parallelism(world_size: int) -> None:
-    run_ranks(world_size, norm_cases)
-
-
-def bad_modules(group: dist.ProcessGroup) -> None:
+@on_ranks(1)
+def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     with pytest.raises(ValueError, match="activation must be one of gelu"):
         ParallelMLP(6, 8, mesh=mesh, activation="tanh")
@@ -173,18 +163,11 @@ def _with(**children: nn.Module) -> nn.Module:
     return module
 
 
-def test_bad_modules_are_refused() -> None:
-    run_ranks(1, bad_modules)
-
-
-def grad_of_unused_part(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_rank_without_features(group: dist.ProcessGroup) -> None:
     """A rank without output features still takes part in the backward of its peers."""
     layer = ColumnParallelLinear(4, 1, mesh=device_mesh(group), dtype=torch.float64)
     x = seeded(3, 4, dtype=torch.float64).requires_grad_()
     layer(x).sum().backward()
     assert isinstance(layer.weight, DTensor)
     torch.testing.assert_close(x.grad, layer.weight.full_tensor().expand(3, 4), **EXACT)
-
-
-def test_rank_without_features() -> None:
-    run_ranks(3, grad_of_unused_part)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_tp.nn import ColumnParallelLinear, share_gather
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks, run_ranks
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -79,7 +79,9 @@ def shared_projections(group: dist.ProcessGroup, sequence_parallel: bool = False
     return model
 
 
-def forward_and_backward(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_results_are_those_of_separate_layers(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     full, model = Projections(None), shared_projections(group, sequence_parallel)
     tokens = 2 * group.size()
     x_full = seeded(tokens, 6, dtype=torch.float64).requires_grad_()
@@ -106,13 +108,8 @@ def forward_and_backward(group: dist.ProcessGroup, sequence_parallel: bool) -> N
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_are_those_of_separate_layers(world_size: int, sequence_parallel: bool) -> None:
-    run_ranks(world_size, forward_and_backward, sequence_parallel)
-
-
-def never_stale(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_never_stale(group: dist.ProcessGroup) -> None:
     model = shared_projections(group)
     alone = Projections(device_mesh(group))  # the same weights, no group
     q, k, _ = model.linears
@@ -160,11 +157,8 @@ def never_stale(group: dist.ProcessGroup) -> None:
         assert single.linears[1](z).dtype == torch.bfloat16
 
 
-def test_never_stale() -> None:
-    run_ranks(2, never_stale)
-
-
-def nothing_is_kept(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_nothing_is_kept_alive(group: dist.ProcessGroup) -> None:
     model, other = shared_projections(group), shared_projections(group)
     x = seeded(4, 6, dtype=torch.float64)
     held = weakref.ref(x)
@@ -185,10 +179,6 @@ def nothing_is_kept(group: dist.ProcessGroup) -> None:
     del model
     gc.collect()
     assert layer() is None
-
-
-def test_nothing_is_kept_alive() -> None:
-    run_ranks(2, nothing_is_kept)
 
 
 def compiled(group: dist.ProcessGroup) -> None:
@@ -250,7 +240,8 @@ def test_under_compile() -> None:
     run_ranks(2, compiled)
 
 
-def bad_groups(group: dist.ProcessGroup) -> None:
+@on_ranks(1)
+def test_bad_groups_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     a, b = ColumnParallelLinear(4, 6, mesh=mesh), ColumnParallelLinear(4, 2, mesh=mesh)
     with pytest.raises(TypeError, match=r"not Linear"):
@@ -268,7 +259,3 @@ def bad_groups(group: dist.ProcessGroup) -> None:
     share_gather([a, b])
     with pytest.raises(ValueError, match="already"):
         share_gather([b, ColumnParallelLinear(4, 6, mesh=mesh)])
-
-
-def test_bad_groups_are_refused() -> None:
-    run_ranks(1, bad_groups)

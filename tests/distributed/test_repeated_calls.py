@@ -22,7 +22,7 @@ from fused_tp.runtime.group import group_name, resolve_group
 from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.reference import seeded
-from tests.workers import device_mesh, fresh_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
 SHAPES = [((1, 24), 40), ((2, 3, 8), 5), ((8,), 16), ((0, 8), 16), ((300, 8), 1024), ((1, 6), 1)]
 
@@ -36,7 +36,8 @@ def short(x: Tensor, weight: Tensor, group: Any) -> bool:
     return repeated_call("matmul_all_reduce", x, weight, group) is not None
 
 
-def same_bits(group: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_the_short_way_gives_the_same_bits(group: Any) -> None:
     for given in (group, device_mesh(group)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             for shape, n in SHAPES:
@@ -50,11 +51,6 @@ def same_bits(group: Any) -> None:
                 assert all(torch.equal(one, long) for one in kept)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_short_way_gives_the_same_bits(world_size: int) -> None:
-    run_ranks(world_size, same_bits)
-
-
 class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +61,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def what_needs_the_long_way(group: Any) -> None:
+@on_ranks(2)
+def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None:
     x, weight = operands((2, 8), 6, torch.float32, group)
 
     def run(*args: Tensor) -> Tensor:
@@ -113,10 +110,6 @@ def what_needs_the_long_way(group: Any) -> None:
     finally:
         del os.environ["FUSED_TP_SCHEDULE"]
     assert short(x, weight, group)
-
-
-def test_whatever_records_traces_or_casts_takes_the_long_way() -> None:
-    run_ranks(2, what_needs_the_long_way)
 
 
 def after_destruction(group: Any) -> None:
@@ -209,15 +202,12 @@ def test_memory_of_a_call_that_was_interrupted_is_kept_while_peers_may_read_it()
         outcome.unwrap()
 
 
-def with_tangents(group: Any) -> None:
+@on_ranks(2)
+def test_forward_mode_is_refused(group: Any) -> None:
     x, weight = operands((2, 8), 6, torch.float32, group)
     fused_tp.matmul_all_reduce(x, weight, group=group)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
         fused_tp.matmul_all_reduce(forward_ad.make_dual(x, x), weight, group=group)
-
-
-def test_forward_mode_is_refused() -> None:
-    run_ranks(2, with_tangents)
 
 
 def a_full_pool(group: Any) -> None:

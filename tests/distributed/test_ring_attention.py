@@ -15,7 +15,7 @@ from fused_tp.ops.ring_attention import RING_ATTENTION_BACKWARD, ring_attention
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.errors import CollectiveTimeoutError, RankMismatchError
 from tests.reference import assert_within_dtype_error, attention64, seeded
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import fresh_ranks, on_ranks, run_ranks
 
 ROUTES = {
     "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
@@ -231,18 +231,16 @@ def late_rank(group: dist.ProcessGroup) -> None:
     ring_attention(q, q, q, group=group)
 
 
-def bad_lengths(group: dist.ProcessGroup) -> None:
+@on_ranks(2, env=ROUTES["pipelined"])
+def test_lengths_that_are_not_those_of_the_layout(group: dist.ProcessGroup) -> None:
     q = torch.zeros(1, 4, 2, 8)
     for seq_len in (6, 10, -1):
         with pytest.raises(ValueError, match=f"seq_len={seq_len} in layout 'zigzag' gives rank"):
             ring_attention(q, q, q, group=group, seq_len=seq_len)
 
 
-def test_lengths_that_are_not_those_of_the_layout() -> None:
-    run_ranks(2, bad_lengths, env=ROUTES["pipelined"])
-
-
-def unequal_lengths(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_unequal_lengths_need_seq_len(group: dist.ProcessGroup) -> None:
     """The ranks hold 3 and 2 tokens, and each takes twice its own for the whole."""
     q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
@@ -250,7 +248,3 @@ def unequal_lengths(group: dist.ProcessGroup) -> None:
     with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
         unshard_sequence(q, 1, group=group)
     assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
-
-
-def test_unequal_lengths_need_seq_len() -> None:
-    run_ranks(2, unequal_lengths)

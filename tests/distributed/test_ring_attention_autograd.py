@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from tests.reference import attention64, seeded
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 ROUTES = {
     "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
@@ -82,7 +82,8 @@ def test_compile(route: str) -> None:
     run_ranks(2, compiled, env=ROUTES[route])
 
 
-def sharding_compiled(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_compile_of_sharding(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
 
     def there_and_back(x: Tensor) -> Tensor:
@@ -94,10 +95,6 @@ def sharding_compiled(group: dist.ProcessGroup) -> None:
     got.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
-
-
-def test_compile_of_sharding() -> None:
-    run_ranks(2, sharding_compiled)
 
 
 def checkpointed(group: dist.ProcessGroup) -> None:
@@ -114,17 +111,14 @@ def test_activation_checkpointing(route: str) -> None:
     run_ranks(3, checkpointed, env=ROUTES[route])
 
 
-def autocasted(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_autocast(group: dist.ProcessGroup) -> None:
     q, k, v = (shard_sequence(seeded(1, 9, 2, 8, seed=i), 1, group=group).requires_grad_() for i in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = ring_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     out.sum().backward()
     assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
-
-
-def test_autocast() -> None:
-    run_ranks(2, autocasted)
 
 
 def frozen_keys(group: dist.ProcessGroup) -> None:

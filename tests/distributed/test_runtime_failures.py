@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.registry import SCHEDULES
 from fused_tp.transport import failure, shm
 from fused_tp.transport import store as store_module
-from fused_tp.transport.failure import Notice, Noticeboard, missing
+from fused_tp.transport.failure import RankStatus, StatusBoard, late_ranks
 from fused_tp.transport.gloo import close_connections, closed_peers
 from fused_tp.transport.store import exchange
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
@@ -196,29 +196,29 @@ class HiccupStore(dist.Store):
 def test_a_store_that_hesitates_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.1)
     shared = dist.HashStore()
-    other = Noticeboard(shared, "name", 1, 2)
+    other = StatusBoard(shared, "name", 1, 2)
     store = HiccupStore(shared)
     store.stop()
-    board = Noticeboard(store, "name", 0, 2)
-    board.post(Notice(1, ["all_reduce"], 0.5))
+    board = StatusBoard(store, "name", 0, 2)
+    board.post(RankStatus(1, ["all_reduce"], 0.5))
     assert board.read() == {} and not board.answers, "it does not know which group it belongs to"
     store.go_on()
-    other.post(Notice(1, ["all_reduce"], 0.5, failed=True, error="PeerLostError"))
-    assert set(until_it_answers(board)) == {1} and board.given_up()
+    other.post(RankStatus(1, ["all_reduce"], 0.5, failed=True, error=PeerLostError()))
+    assert set(until_it_answers(board)) == {1} and board.has_failure()
     store.stop()
-    board.post(Notice(1, ["all_reduce"], 0.6))
+    board.post(RankStatus(1, ["all_reduce"], 0.6))
     assert not board.answers
     store.go_on()
     assert set(until_it_answers(board)) == {0, 1}
     assert set(other.read()) == {0, 1}, "both are on the board of the same group"
 
 
-def until_it_answers(board: Noticeboard) -> dict[int, Notice]:
+def until_it_answers(board: StatusBoard) -> dict[int, RankStatus]:
     deadline = time.perf_counter() + 10.0
     while time.perf_counter() < deadline:
-        notices = board.read()
+        statuses = board.read()
         if board.answers:
-            return notices
+            return statuses
         time.sleep(0.01)
     raise AssertionError("the store answers, the board does not")
 
@@ -232,22 +232,22 @@ def test_a_board_without_a_number_stays_blank() -> None:
 
         set = get = check = None  # must not be called
 
-    board = Noticeboard(FailingStore(), "name", 0, 2)
-    board.post(Notice(1, ["all_reduce"], 0.5))
-    assert board.read() == {} and not board.given_up() and not board.answers
+    board = StatusBoard(FailingStore(), "name", 0, 2)
+    board.post(RankStatus(1, ["all_reduce"], 0.5))
+    assert board.read() == {} and not board.has_failure() and not board.answers
 
 
 def test_no_thread_for_a_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Noticeboard(dist.HashStore(), "name", 0, 2)
+    board = StatusBoard(dist.HashStore(), "name", 0, 2)
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        board.post(Notice(1, ["all_reduce"], 0.5))
-        assert not board.given_up() and board.read() == {} and not board.answers
-    board.post(Notice(2, ["all_reduce"], 0.5))
+        board.post(RankStatus(1, ["all_reduce"], 0.5))
+        assert not board.has_failure() and board.read() == {} and not board.answers
+    board.post(RankStatus(2, ["all_reduce"], 0.5))
     assert board.read()[0].call == 2 and board.answers
 
 
@@ -307,9 +307,9 @@ def test_the_default_device_is_of_no_matter(outcome: list[Outcome]) -> None:
 def test_a_store_that_does_not_answer_is_asked_once_and_left() -> None:
     store = StoppedStore()
     begun = time.perf_counter()
-    board = Noticeboard(store, "name", 0, 2)
-    board.post(Notice(1, ["all_reduce"], 0.5, failed=True, error="PeerLostError"))
-    assert not board.given_up() and board.read() == {}
+    board = StatusBoard(store, "name", 0, 2)
+    board.post(RankStatus(1, ["all_reduce"], 0.5, failed=True, error=PeerLostError()))
+    assert not board.has_failure() and board.read() == {}
     assert board.read_until(bool, 5.0) == {}
     assert store.asked == 1 and time.perf_counter() - begun < 4.0 and not board.answers
 
@@ -360,25 +360,30 @@ def test_no_rank_waits_past_its_deadline_for_a_store_whose_host_is_stopped() -> 
 
 def test_notices_of_an_earlier_group_of_the_name_are_not_read() -> None:
     store = dist.HashStore()
-    first = Noticeboard(store, "name", 0, 2)
-    first.post(Notice(1, ["all_reduce"], 0.5, failed=True, error="PeerLostError"))
-    assert first.given_up() and first.read()[0].op(1) == "all_reduce"
-    second = Noticeboard(store, "name", 0, 2)
-    assert not second.given_up() and second.read() == {}
+    first = StatusBoard(store, "name", 0, 2)
+    first.post(RankStatus(1, ["all_reduce"], 0.5, failed=True, error=PeerLostError()))
+    assert first.has_failure() and first.read()[0].op(1) == "all_reduce"
+    second = StatusBoard(store, "name", 0, 2)
+    assert not second.has_failure() and second.read() == {}
 
 
-def test_who_is_missing_in_words() -> None:
-    waiting = Notice(5, ["all_gather", "all_reduce"], 9.0, failed=True)
-    behind = Notice(4, ["all_gather"], 3.0)
-    only_now = Notice(5, ["all_reduce"], 0.3, failed=True)  # on a busy machine
-    assert missing({1: waiting, 2: only_now}, [1, 2], 5, "all_reduce") == " for rank 2, which had not arrived."
-    said = missing({1: waiting, 2: behind}, [1, 2, 3], 5, "all_reduce")
-    assert said == " for ranks 2 (last heard of at call 4, all_gather) and 3, which had not arrived."
-    said = missing({1: waiting}, [1], 5, "broadcast")
-    assert said.startswith(
+def test_late_ranks_in_a_sentence() -> None:
+    waiting = RankStatus(5, ["all_gather", "all_reduce"], 9.0, failed=True)
+    behind = RankStatus(4, ["all_gather"], 3.0)
+    only_now = RankStatus(5, ["all_reduce"], 0.3, failed=True)  # on a busy machine
+
+    def said(statuses: dict[int, RankStatus], ranks: list[int], op: str) -> str:
+        late, rest = late_ranks(statuses, ranks, 5, op)
+        return str(CollectiveTimeoutError("{op}" + rest, op="op", missing=late)).removeprefix("op")
+
+    assert said({1: waiting, 2: only_now}, [1, 2], "all_reduce") == " for rank 2, which had not arrived."
+    assert said({1: waiting, 2: behind}, [1, 2, 3], "all_reduce") == (
+        " for ranks 2 (last heard of at call 4, all_gather) and 3, which had not arrived."
+    )
+    assert said({1: waiting}, [1], "broadcast").startswith(
         ", though all ranks had arrived. But rank 1's call 5 is all_reduce, not broadcast: all ranks"
     )
-    assert "the data did not come" in missing({1: waiting}, [1], 5, "all_reduce")
+    assert "the data did not come" in said({1: waiting}, [1], "all_reduce")
 
 
 def wait_for_a_survivor(group: Any) -> tuple[str, float]:
@@ -428,7 +433,9 @@ ONE_SIDED = {"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"}
 @beside(lambda: fresh_ranks(3, join_shared_memory, env={**ONE_SIDED, "FUSED_TP_TIMEOUT": "1.5"}, expect_deaths=True))
 def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome]) -> None:
     """They live, so that only the deadline can tell."""
-    said = "Rank 1, 2 did not take part in the shared-memory rendezvous of group '0' within 1.5 s (FUSED_TP_TIMEOUT)"
+    said = (
+        "Ranks 1 and 2 did not take part in the shared-memory rendezvous of group '0' within 1.5 s (FUSED_TP_TIMEOUT)"
+    )
     assert said in outcome[0].unwrap()
 
 

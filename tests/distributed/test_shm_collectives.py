@@ -28,7 +28,7 @@ from tests.distributed.shm_tools import (
     values,
 )
 from tests.reference import assert_within_dtype_error, rms_norm64
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import fresh_ranks, on_ranks, run_ranks
 
 ONE_SHOT_BYTES = 32 * 1024  # csrc/shm/collectives.cpp
 CHUNK_BYTES = 256 * 1024
@@ -65,7 +65,8 @@ def all_reduce_case(group: Any) -> int:
     return seen
 
 
-def moving_case(group: Any) -> None:
+@on_ranks(*WORLD_SIZES)
+def test_collectives_that_move(group: Any) -> None:
     """reduce_scatter, all_gather, all_to_all with unequal parts (some empty); broadcast; ring_shift."""
     transport = transport_of(group)
     size, rank = transport.world_size, transport.rank
@@ -130,11 +131,6 @@ def rms_norm_case(group: Any) -> int:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_all_reduce_in_rank_order(world_size: int) -> None:
     assert len(set(run_ranks(world_size, all_reduce_case))) == 1, "the ranks got different bits"
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_collectives_that_move(world_size: int) -> None:
-    run_ranks(world_size, moving_case)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -208,7 +204,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert len(set(found.values())) == 1, found
 
 
-def two_groups_case(group: Any) -> None:
+@on_ranks(4)
+def test_overlapping_groups(group: Any) -> None:
     """{0, 1, 2} and {1, 2, 3} of four ranks at once, and the world: what they share is processes, never memory."""
     rank = dist.get_rank(group)
     world = transport_of(group)
@@ -226,10 +223,6 @@ def use_all(world: ShmTransport, transports: dict[tuple[int, ...], ShmTransport]
             assert_same_bits(out, wanted, f"{members}, round {i}")
         out = world.all_reduce(torch.full((5,), float(rank)))
         assert_same_bits(out, torch.full((5,), 6.0), f"world, round {i}")
-
-
-def test_overlapping_groups() -> None:
-    run_ranks(4, two_groups_case)
 
 
 def subgroup_case(group: Any, members: list[int]) -> None:
@@ -289,7 +282,8 @@ def test_the_name_of_a_group_may_be_reused(tmp_path: Any) -> None:
         assert outcome.unwrap() == [3.0, 6.0, 9.0]
 
 
-def refusals_case(group: Any) -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_before_anything_is_sent(group: Any) -> None:
     transport = transport_of(group)
     x = torch.ones(4, 2)
     refused: list[tuple[type[Exception], str, Any]] = [
@@ -314,7 +308,3 @@ def refusals_case(group: Any) -> None:
             transport.all_reduce(x.t())
     out: Tensor = transport.all_reduce(x)
     assert out.sum().item() == 16
-
-
-def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, refusals_case)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
 from tests.reference import seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -90,7 +90,9 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def small_transformer(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_small_transformer(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     mesh = device_mesh(group)
     full = Model()
     theirs = parallelize_module(copy.deepcopy(full), mesh, plan(False, sequence_parallel))
@@ -112,13 +114,8 @@ def small_transformer(group: dist.ProcessGroup, sequence_parallel: bool) -> None
     assert isinstance(ours.block.q, nn.Linear) and isinstance(ours.block.norm, nn.LayerNorm)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_small_transformer(world_size: int, sequence_parallel: bool) -> None:
-    run_ranks(world_size, small_transformer, sequence_parallel)
-
-
-def every_layout(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_every_layout(group: dist.ProcessGroup) -> None:
     """One linear layer or embedding under all pairs of layouts, against torch's style of the same name."""
     mesh = device_mesh(group)
     layouts = [None, Replicate(), Shard(0), Shard(1), Shard(-1)]
@@ -161,11 +158,8 @@ def one_layout(group: Any, mesh: Any, module: nn.Module, fused: Any, original: A
         torch.testing.assert_close(grad, their_grads[name], msg=lambda m, at=(name, options): f"{at}: {m}", **EXACT)
 
 
-def test_every_layout() -> None:
-    run_ranks(2, every_layout)
-
-
-def dtensors_in_and_out(group: dist.ProcessGroup) -> None:
+@on_ranks(1, 2)
+def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
     full = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)).double()
@@ -192,12 +186,8 @@ def dtensors_in_and_out(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(grad, full.get_parameter(name).grad, **EXACT)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_dtensors_in_and_out(world_size: int) -> None:
-    run_ranks(world_size, dtensors_in_and_out)
-
-
-def mixed_plan(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_plan_with_both_kinds(group: dist.ProcessGroup) -> None:
     """Ours and torch's in one plan, with torch's PrepareModuleInput in front."""
     mesh = device_mesh(group)
     full = Block().double()
@@ -219,11 +209,8 @@ def mixed_plan(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(model(x), full(x), **EXACT)
 
 
-def test_a_plan_with_both_kinds() -> None:
-    run_ranks(2, mixed_plan)
-
-
-def sources(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_whose_weights(group: dist.ProcessGroup) -> None:
     """Like torch's: rank 0's copy is what counts, or each rank's own with src_data_rank=None."""
     mesh = device_mesh(group)
     for source in (0, None):
@@ -239,11 +226,8 @@ def sources(group: dist.ProcessGroup) -> None:
         assert not linear.bias.requires_grad
 
 
-def test_whose_weights() -> None:
-    run_ranks(2, sources)
-
-
-def bad_inputs(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for style in (FusedColwiseParallel, FusedRowwiseParallel):
         with pytest.raises(TypeError, match="input_layouts must be a Placement"):
@@ -284,7 +268,3 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
 class _Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
-
-
-def test_bad_inputs_are_refused() -> None:
-    run_ranks(2, bad_inputs)

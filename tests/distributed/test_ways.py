@@ -153,7 +153,7 @@ def alone_then_together(group: Any) -> tuple[str, float]:
     group = resolve_group(dist.new_group([0, 1, 2, 3]))
     if group.rank == 0:
         os.environ["FUSED_TP_TIMEOUT"] = "1"
-        with pytest.raises(CollectiveTimeoutError, match="Rank 1, 2, 3 did not take part in something"):
+        with pytest.raises(CollectiveTimeoutError, match="Ranks 1, 2 and 3 did not take part in something"):
             exchange(group, "something", b"")
     dist.barrier()
     os.environ["FUSED_TP_TIMEOUT"] = "60"
@@ -169,5 +169,5 @@ def test_a_rank_that_gave_up_keeps_nobody_waiting() -> None:
     said = [outcome.unwrap() for outcome in fresh_ranks(4, alone_then_together)]
     assert said[0][0].startswith("FusedTPError") and "unusable since its ranks failed to agree" in said[0][0]
     for text, seconds in said[1:]:
-        assert text.startswith("CollectiveTimeoutError") and "a peer gave up. It said: Rank 1, 2, 3 did not" in text
+        assert text.startswith("CollectiveTimeoutError") and "a peer gave up. It said: Ranks 1, 2 and 3 did not" in text
         assert seconds < 10

@@ -5,7 +5,6 @@ The checks are those made over a double of the CUDA driver (tests/distributed/te
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 from unittest import mock
@@ -15,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.store import agree
 from fused_tp.transport.symm_mem import group_memory
 from fused_tp.transport.torch_dist import torch_dist
@@ -37,14 +38,15 @@ PATIENCE = "60"  # seconds, for a GPU to start
 def schedule_on(group: Any, device: torch.device) -> CopyEngineSchedule | str:
     """The schedule of a group, with all that a first call sets up; or why it cannot have it."""
     described = resolve_group(group)
-    reason = agree(described, "copy engines", lambda: no_copy_engine_on(device))
-    if reason is not None:
-        return reason
+    why_not = no_copy_engine_on(device)
+    found = agree(described, "copy engines", lambda: unavailable(why_not) if why_not else AVAILABLE)
+    if not found:
+        return found.reason
     memory = group_memory(described, device)
-    if isinstance(memory, str):
-        return memory
+    if isinstance(memory, Availability):
+        return memory.reason
     plain = Plain(torch_dist(described, device.type))
-    engine = CopyEngine(memory, driver_of(device), functools.partial(setattr, plain.transport, "broken"))
+    engine = CopyEngine(memory, driver_of(device), abort_hook(plain.transport))
     schedule = CopyEngineSchedule(engine, plain)
     with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
         x = torch.ones(8, 8, device=device)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import native_kernels
@@ -306,7 +307,7 @@ def group_collectives(group: Any, kind: str, library: str | None) -> Any:
     if library is not None:
         native_kernels.use_library(library)
     memory = group_memory(resolve_group(group), device)
-    return memory if isinstance(memory, str) else collectives_on(device, DeviceCollectives(memory))
+    return memory.reason if isinstance(memory, Availability) else collectives_on(device, DeviceCollectives(memory))
 
 
 def in_process(

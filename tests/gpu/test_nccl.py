@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
@@ -43,7 +44,7 @@ def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.dev
     return device_of(dist.get_rank(group), kind)
 
 
-def transport_on(group: Any, device: torch.device) -> NcclDist | str:
+def transport_on(group: Any, device: torch.device) -> NcclDist | Availability:
     """The group's communicator, all of what a first call loads being there; or why there is none."""
     deadline = os.environ.get("FUSED_TP_TIMEOUT", PATIENCE)
     with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
@@ -90,8 +91,8 @@ def graph_case(group: Any, kind: str, libraries: Any) -> str:
     """'' or why not. Every pipeline in one graph, replayed on other inputs each time, with calls in between."""
     device = start(group, kind, libraries)
     transport = transport_on(group, device)
-    if isinstance(transport, str):
-        return transport
+    if isinstance(transport, Availability):
+        return transport.reason
     rank, world_size = transport.rank, transport.world_size
     schedule = NcclPipeline(transport, 2)
     rows, columns = 6 * world_size, 16

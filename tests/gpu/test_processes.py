@@ -98,6 +98,7 @@ def public_ops(group: dist.ProcessGroup) -> str:
     """'' or why it cannot run; the ops as users call them, on the fused kernels, with their gradients."""
     import fused_tp
     from benchmarks.gpu_ranks import normal
+    from fused_tp.runtime.availability import Availability
     from fused_tp.runtime.group import resolve_group
     from fused_tp.runtime.partition import shard_range
     from fused_tp.transport.symm_mem import group_memory
@@ -107,8 +108,8 @@ def public_ops(group: dist.ProcessGroup) -> str:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device())
     memory = group_memory(resolve_group(group), device)
-    if isinstance(memory, str):
-        return memory
+    if isinstance(memory, Availability):
+        return memory.reason
     m, n, k, dtype = 264, 520, 136, torch.bfloat16
     start, stop = shard_range(m, world, rank)
     xs = [normal(m, k, dtype=dtype, device=device, seed=r) for r in range(world)]

@@ -19,7 +19,7 @@ from tests.integrations.models import (
     make_tokens,
     mesh_of,
 )
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -123,11 +123,8 @@ def train(group: dist.ProcessGroup) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_documents_of_several_rows_and_by_their_bounds() -> None:
-    run_ranks(2, described)
-
-
-def described(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     tokens, positions = make_tokens(2, 23), packed_positions(DOCUMENTS)
@@ -162,11 +159,8 @@ def described(group: dist.ProcessGroup) -> None:
     assert_near(logits[1], logits[0], "logits")
 
 
-def test_documents_of_fewer_tokens_than_ranks() -> None:
-    run_ranks(4, few_tokens)
-
-
-def few_tokens(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_documents_of_fewer_tokens_than_ranks(group: dist.ProcessGroup) -> None:
     """Each rank computes all of them; they mean the same, and nobody collects a cache."""
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 4, 1))
@@ -190,11 +184,8 @@ def same_logits(whole: Any, parallel: Any, tokens: Tensor, **keywords: Any) -> N
     assert_near(parallel(tokens, **keywords).logits, whole(tokens, **keywords).logits, "logits")
 
 
-def test_windows_that_are_not_causal() -> None:
-    run_ranks(2, both_sides)
-
-
-def both_sides(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_windows_that_are_not_causal(group: dist.ProcessGroup) -> None:
     whole = make("mistral", sliding_window=3)
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     tokens = make_tokens(2, 13)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -74,11 +74,8 @@ def same_tokens(group: dist.ProcessGroup, family: str, cp: int, tp: int) -> None
         assert torch.equal(further[1].sequences, further[0].sequences)
 
 
-def test_ranks_that_sample_other_tokens_are_told() -> None:
-    run_ranks(2, sampled)
-
-
-def sampled(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ranks_that_sample_other_tokens_are_told(group: dist.ProcessGroup) -> None:
     whole = make("llama").eval()
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
     how: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "min_new_tokens": 7}
@@ -93,11 +90,8 @@ def sampled(group: dist.ProcessGroup) -> None:
             generated(parallel, make_tokens(3, PROMPT), **how)
 
 
-def test_forward_passes_with_a_cache() -> None:
-    run_ranks(2, forward_passes)
-
-
-def forward_passes(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_forward_passes_with_a_cache(group: dist.ProcessGroup) -> None:
     whole = make("mistral", sliding_window=4).eval()
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
     tokens = make_tokens(2, 14)

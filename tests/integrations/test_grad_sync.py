@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.grad_sync import GradientSync
+from fused_tp.integrations.global_loss import GradientSync
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 TRANSPORTS = ["shm", "gloo"]
 
@@ -118,11 +118,8 @@ def sums(group: dist.ProcessGroup, transport: str) -> None:
         assert_sums(group, synced, alone, in_terms="reentrant" in how)
 
 
-def test_what_was_there_is_not_summed_again() -> None:
-    run_ranks(2, accumulated)
-
-
-def accumulated(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_what_was_there_is_not_summed_again(group: dist.ProcessGroup) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     synced, expected = Mixed(), Mixed()
     sync = GradientSync(mesh)
@@ -166,11 +163,8 @@ def functional(group: dist.ProcessGroup, transport: str) -> None:
         assert torch.equal(grad, p.grad)
 
 
-def test_hooks_that_look_in_the_middle_of_backward_find_sums() -> None:
-    run_ranks(2, looked_at)
-
-
-def looked_at(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_hooks_that_look_in_the_middle_of_backward_find_sums(group: dist.ProcessGroup) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     alone = Mixed()
     synced, sync = copy.deepcopy(alone), GradientSync(mesh)
@@ -187,11 +181,8 @@ def looked_at(group: dist.ProcessGroup) -> None:
     assert torch.equal(seen[0], synced.first.weight.grad)
 
 
-def test_ddp_averages_the_sums() -> None:
-    run_ranks(4, with_ddp)
-
-
-def with_ddp(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_ddp_averages_the_sums(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group, 2, 2)  # its dim "tp" serves as a "dp"
     whole = make("plain")
     parallel: Any = parallelize(copy_of(whole), mesh, tp_dim="none")
@@ -205,12 +196,9 @@ def with_ddp(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("zero", [True, False])
-def test_a_backward_that_raised_leaves_no_rank_apart(zero: bool) -> None:
-    run_ranks(2, after_an_error, zero)
-
-
-def after_an_error(group: dist.ProcessGroup, zero: bool) -> None:
+def test_a_backward_that_raised_leaves_no_rank_apart(group: dist.ProcessGroup, zero: bool) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     alone = Mixed()
     synced, sync = copy.deepcopy(alone), GradientSync(mesh)
@@ -229,11 +217,8 @@ def after_an_error(group: dist.ProcessGroup, zero: bool) -> None:
         assert_sums(group, synced, alone)
 
 
-def test_hooks_registered_later_act_on_sums() -> None:
-    run_ranks(2, hooked_later)
-
-
-def hooked_later(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_hooks_registered_later_act_on_sums(group: dist.ProcessGroup) -> None:
     mesh, rank = mesh_of(group, 2, 1), group.rank()
     alone = Mixed()
     synced, sync = copy.deepcopy(alone), GradientSync(mesh)
@@ -250,11 +235,8 @@ def hooked_later(group: dist.ProcessGroup) -> None:
     assert_sums(group, synced, alone)
 
 
-def test_a_model_that_changes_its_dtype() -> None:
-    run_ranks(2, changed_dtype)
-
-
-def changed_dtype(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_model_that_changes_its_dtype(group: dist.ProcessGroup) -> None:
     sync = GradientSync(mesh_of(group, 2, 1))
     model = nn.Linear(6, 6)
     x = torch.full((1, 6), group.rank() + 1.0)
@@ -269,11 +251,8 @@ def _fail(grad: Tensor) -> None:
     raise RuntimeError("on purpose")
 
 
-def test_dtensors_and_copies() -> None:
-    run_ranks(4, dtensors)
-
-
-def dtensors(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_dtensors_and_copies(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group, 2, 2)
     model = nn.Linear(5, 3)
     with torch.no_grad():
@@ -302,11 +281,8 @@ def dtensors(group: dist.ProcessGroup) -> None:
                 assert torch.equal(parameter.grad.full_tensor(), torch.full(parameter.shape, value * round_number))
 
 
-def test_models_are_freed() -> None:
-    run_ranks(2, freed)
-
-
-def freed(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_models_are_freed(group: dist.ProcessGroup) -> None:
     model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
     step(model, sync, tokens_of(group.rank()))
     held = weakref.ref(model.first.weight)
@@ -325,13 +301,10 @@ def sparse(group: dist.ProcessGroup) -> None:
         step(model, GradientSync(mesh_of(group, 2, 1)), torch.tensor([1, 2]))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_checkpointed_layers(use_reentrant: bool, transport: str) -> None:
-    run_ranks(2, checkpointed, use_reentrant, transport)
-
-
-def checkpointed(group: dist.ProcessGroup, use_reentrant: bool, transport: str) -> None:
+def test_checkpointed_layers(group: dist.ProcessGroup, use_reentrant: bool, transport: str) -> None:
     whole = make("plain", num_hidden_layers=4)
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     for layer in parallel.model.layers:

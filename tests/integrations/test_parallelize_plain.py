@@ -18,7 +18,7 @@ from examples.llama import Llama
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import resolve_plan
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
     "tp2": (1, 2, {}),
@@ -50,11 +50,8 @@ def compare(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]
     assert_same_gradients(parallel, whole)
 
 
-def test_copies_of_a_parallel_model_are_parallel() -> None:
-    run_ranks(4, compare_copy)
-
-
-def compare_copy(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> None:
     whole = make("plain")
     parallel = copy.deepcopy(parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True))
     tokens = make_tokens(2, 9)
@@ -145,11 +142,8 @@ def tag(group: dist.ProcessGroup, cp: int, tp: int, plan: Any) -> None:
     assert_same_gradients(parallel, whole)
 
 
-def test_parallel_styles_in_a_plan() -> None:
-    run_ranks(2, with_styles)
-
-
-def with_styles(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_parallel_styles_in_a_plan(group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), nn.LayerNorm(8))
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -207,11 +201,8 @@ class OtherLoss(Llama):
         return self.loss_function(logits, labels, self.config.vocab_size, **self.keywords)
 
 
-def test_nothing_is_left_to_one_rank_unseen() -> None:
-    run_ranks(2, unseen)
-
-
-def unseen(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
     for mode in (True, False):
         with pytest.raises(ValueError, match=r"nn\.MultiheadAttention"):
@@ -227,11 +218,8 @@ def unseen(group: dist.ProcessGroup) -> None:
             model(tokens, labels=tokens)
 
 
-def test_refused_with_a_sentence() -> None:
-    run_ranks(2, refused)
-
-
-def refused(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     cp_mesh, tp_mesh = mesh_of(group, 2, 1), mesh_of(group, 1, 2)
     with pytest.raises(ValueError, match="`positions` or `position_ids`"):
         parallelize(NoPositions(), cp_mesh)

@@ -15,12 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from fused_tp.integrations.loading import load_full_state_dict
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.saving import save_whole
+from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
 from fused_tp.nn import gather_state_dict
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, full, make, make_tokens, mesh_of
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -87,11 +86,8 @@ def test_loss_over_a_cut_vocabulary(keywords: dict[str, Any]) -> None:
     run_ranks(2, compare, "llama", 1, 2, keywords, 11, {})
 
 
-def test_logits_stay_cut_only_next_to_a_loss() -> None:
-    run_ranks(2, cut_logits)
-
-
-def cut_logits(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_logits_stay_cut_only_next_to_a_loss(group: dist.ProcessGroup) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 1, 2), loss_parallel=True)
     tokens = make_tokens(1, 4)
     assert parallel(tokens).logits.shape == (1, 4, 67)
@@ -147,11 +143,8 @@ def checkpointed(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str,
     assert_same_gradients(parallel, whole)
 
 
-def test_without_grad_sync_the_mean_over_cp_is_the_gradient() -> None:
-    run_ranks(2, unsynced)
-
-
-def unsynced(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_without_grad_sync_the_mean_over_cp_is_the_gradient(group: dist.ProcessGroup) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1), grad_sync=False)
     tokens = make_tokens(2, 9)
@@ -183,11 +176,8 @@ def from_meta(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, An
         load_full_state_dict(parallel, {**whole.state_dict(), "nonsense": torch.zeros(1)})
 
 
-def test_inputs_embeds_get_their_gradient() -> None:
-    run_ranks(4, from_embeddings)
-
-
-def from_embeddings(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_inputs_embeds_get_their_gradient(group: dist.ProcessGroup) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
     labels = make_tokens(2, 9)
@@ -199,12 +189,9 @@ def from_embeddings(group: dist.ProcessGroup) -> None:
     assert_near(gradients[1], gradients[0], "gradient of inputs_embeds")
 
 
-@pytest.mark.parametrize("seq", [9, 1])  # one token is not cut over the CP ranks
-def test_inputs_embeds_from_the_models_own_embedding(seq: int) -> None:
-    run_ranks(2, from_own_embedding, seq)
-
-
-def from_own_embedding(group: dist.ProcessGroup, seq: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("seq", [9, 1])
+def test_inputs_embeds_from_the_models_own_embedding(group: dist.ProcessGroup, seq: int) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     tokens = make_tokens(2, seq)
@@ -226,12 +213,9 @@ def from_own_embedding(group: dist.ProcessGroup, seq: int) -> None:
         assert_near(parallel(inputs_embeds=embeds).logits, whole(inputs_embeds=embeds).logits, "logits")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("keywords", [{}, {"grad_sync": False}])
-def test_what_all_cp_ranks_compute_alike_counts_once(keywords: dict[str, Any]) -> None:
-    run_ranks(2, with_cache, keywords)
-
-
-def with_cache(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
+def test_what_all_cp_ranks_compute_alike_counts_once(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1), **keywords)
     tokens = make_tokens(2, 9)
@@ -281,11 +265,8 @@ def test_save_pretrained_writes_the_whole_model(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_padding_on_the_right_needs_no_mask() -> None:
-    run_ranks(2, padded)
-
-
-def padded(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_padding_on_the_right_needs_no_mask(group: dist.ProcessGroup) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
@@ -302,12 +283,9 @@ def padded(group: dist.ProcessGroup) -> None:
             parallel(tokens, attention_mask=bad_mask, labels=bad_labels)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_masks_under_sequence_parallelism(family: str) -> None:
-    run_ranks(2, masked, family)
-
-
-def masked(group: dist.ProcessGroup, family: str) -> None:
+def test_masks_under_sequence_parallelism(group: dist.ProcessGroup, family: str) -> None:
     changes: dict[str, Any] = {"sliding_window": 4} if family == "mistral" else {}
     whole = make(family, **changes)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
@@ -319,11 +297,8 @@ def masked(group: dist.ProcessGroup, family: str) -> None:
     assert_same_gradients(parallel, whole)
 
 
-def test_documents_under_sequence_parallelism_are_those_of_the_whole_model() -> None:
-    run_ranks(2, sequence_parallel_documents)
-
-
-def sequence_parallel_documents(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group: dist.ProcessGroup) -> None:
     """Whether documents see each other depends on use_cache, which is turned off: so the caller must."""
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
@@ -377,11 +352,8 @@ def save_and_load(group: dist.ProcessGroup, folder: str) -> None:
     assert list(gather_state_dict(loaded)) == list(whole.state_dict())
 
 
-def test_clip_grad_norm() -> None:
-    run_ranks(4, clip)
-
-
-def clip(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_clip_grad_norm(group: dist.ProcessGroup) -> None:
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
     tokens = make_tokens(2, 9)
@@ -393,11 +365,8 @@ def clip(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
-def test_base_model_returns_all_hidden_states() -> None:
-    run_ranks(4, base_model)
-
-
-def base_model(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_base_model_returns_all_hidden_states(group: dist.ProcessGroup) -> None:
     whole = make("llama").model
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
     tokens = make_tokens(2, 7)
@@ -454,11 +423,8 @@ def refused(group: dist.ProcessGroup, case: str) -> None:
     assert all(before[name] is p for name, p in model.named_parameters()), "the refused model was changed"
 
 
-def test_refused_calls() -> None:
-    run_ranks(2, refused_calls)
-
-
-def refused_calls(group: Any) -> None:
+@on_ranks(2)
+def test_refused_calls(group: Any) -> None:
     mesh = mesh_of(group, 2, 1)
     tokens = make_tokens(2, 8)
     model = parallelize(make("mistral", sliding_window=4), mesh)
@@ -490,11 +456,8 @@ def _bert(**keywords: Any) -> Any:
     return BertModel(BertConfig(num_attention_heads=4, attn_implementation="sdpa", **sizes), **keywords).eval()
 
 
-def test_attention_that_is_not_causal() -> None:
-    run_ranks(2, not_causal)
-
-
-def not_causal(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_attention_that_is_not_causal(group: dist.ProcessGroup) -> None:
     mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 8)
     whole = _bert(add_pooling_layer=False)
     parallel = parallelize(copy_of(whole), mesh)
@@ -507,11 +470,8 @@ def not_causal(group: dist.ProcessGroup) -> None:
         parallelize(_bert(), mesh)(tokens)
 
 
-def test_models_made_from_one_config_stay_apart() -> None:
-    run_ranks(2, one_config)
-
-
-def one_config(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_models_made_from_one_config_stay_apart(group: dist.ProcessGroup) -> None:
     mesh, tokens = mesh_of(group, 1, 2), make_tokens(1, 6)
     first = make("llama")
     second = type(first)(first.config)
@@ -524,11 +484,8 @@ def one_config(group: dist.ProcessGroup) -> None:
     assert_near(parallelize(third, mesh, sequence_parallel=True)(tokens).logits, expected, "logits")
 
 
-def test_what_only_attention_over_the_ring_could_mix() -> None:
-    run_ranks(2, mixed_otherwise)
-
-
-def mixed_otherwise(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_what_only_attention_over_the_ring_could_mix(group: dist.ProcessGroup) -> None:
     import transformers
 
     sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
@@ -546,11 +503,8 @@ def mixed_otherwise(group: dist.ProcessGroup) -> None:
         parallelize(phi, mesh_of(group, 1, 2))
 
 
-def test_fsdp2_over_the_cp_ranks() -> None:
-    run_ranks(4, with_fsdp)
-
-
-def with_fsdp(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_fsdp2_over_the_cp_ranks(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group, 2, 2)
     whole = make("llama")
     tokens = make_tokens(2, 9)
@@ -568,11 +522,8 @@ def with_fsdp(group: dist.ProcessGroup) -> None:
         summed(tokens, labels=tokens)
 
 
-def test_other_mesh_dims_are_left_alone() -> None:
-    run_ranks(4, beside_dp)
-
-
-def beside_dp(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_other_mesh_dims_are_left_alone(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group, 2, 2)
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh, cp_dim="not_there")  # the dim "cp" is as good as a "dp" then

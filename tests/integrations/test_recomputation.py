@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.call import current_frame
+from fused_tp.integrations.forward_shard import running_forward
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
     "tp2_sp": (1, 2, {"sequence_parallel": True}),
@@ -169,12 +169,9 @@ def called_apart(group: dist.ProcessGroup, family: str, cp: int, tp: int, keywor
         assert_same_gradients(parallel, whole)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_loss_inside_of_a_checkpoint_is_refused(use_reentrant: bool) -> None:
-    run_ranks(2, loss_inside, use_reentrant)
-
-
-def loss_inside(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+def test_a_loss_inside_of_a_checkpoint_is_refused(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     parallel = parallelize(make("plain"), mesh_of(group, 2, 1))
     parallel.loss_function = partial(_checkpointed, parallel.loss_function, use_reentrant)
     tokens = make_tokens(2, 9)
@@ -183,12 +180,9 @@ def loss_inside(group: dist.ProcessGroup, use_reentrant: bool) -> None:
         loss.backward()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_modules_inside_called_by_themselves(use_reentrant: bool) -> None:
-    run_ranks(2, checkpointed_apart, use_reentrant)
-
-
-def checkpointed_apart(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+def test_checkpointed_modules_inside_called_by_themselves(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     whole = make("plain")
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     recompute_layers(parallel, use_reentrant)
@@ -202,12 +196,9 @@ def checkpointed_apart(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     assert_same_gradients(parallel, whole)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("keywords", [{"loss_parallel": True}, {"loss_parallel": True, "sequence_parallel": True}])
-def test_a_head_gathers_when_it_is_called_by_itself(keywords: dict[str, Any]) -> None:
-    run_ranks(2, head_apart, keywords)
-
-
-def head_apart(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
+def test_a_head_gathers_when_it_is_called_by_itself(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
     whole = make("plain")
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **keywords)
     tokens, hidden = make_tokens(2, 9), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
@@ -218,11 +209,8 @@ def head_apart(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
     assert_same_gradients(parallel, whole)
 
 
-def test_an_interrupted_forward_is_forgotten_by_the_next_one() -> None:
-    run_ranks(2, interrupted)
-
-
-def interrupted(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_an_interrupted_forward_is_forgotten_by_the_next_one(group: dist.ProcessGroup) -> None:
     parallel, tokens = parallelize(make("plain"), mesh_of(group, 2, 1)), make_tokens(2, 9)
     handle = parallel.model.norm.register_forward_hook(_interrupt)
     for _ in range(2):
@@ -230,7 +218,7 @@ def interrupted(group: dist.ProcessGroup) -> None:
             parallel(tokens)
     handle.remove()
     parallel(tokens)
-    assert current_frame() is None
+    assert running_forward() is None
 
 
 def _interrupt(*_: Any) -> None:

@@ -273,7 +273,7 @@ def test_a_case_from_end_to_end() -> None:
     assert ours.rounds == late.rounds == 3
     assert late.ms.q1 >= 6.0
     assert late.comparison is not None
-    assert 0 < late.comparison.value.median < 1
+    assert late.comparison.value.median > 0
     assert none == []
     assert said[0] == "small/fp32: absent is left out: Rank 1 lacks it."
     assert said[1].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes something else")

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.failure import PeerWatch
+from fused_tp.transport.peer_watch import PeerWatch
 from tests.native.doubles import libraries
-from tests.workers import Outcome, fresh_ranks, run_ranks
+from tests.workers import Outcome, fresh_ranks, on_ranks, run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -151,7 +151,8 @@ def test_random_ops(world_size: int) -> None:
     run_ranks(world_size, random_ops, 200 if world_size == 3 else 60, world_size)
 
 
-def two_at_once(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_two_communicators_at_once(group: dist.ProcessGroup) -> None:
     """In opposite orders on every other rank: they do not wait for each other."""
     pair = [join(group), join(group)]
     order = pair if dist.get_rank(group) % 2 == 0 else pair[::-1]
@@ -169,11 +170,8 @@ def two_at_once(group: dist.ProcessGroup) -> None:
     pair[0].close()
 
 
-def test_two_communicators_at_once() -> None:
-    run_ranks(3, two_at_once)
-
-
-def split_by_parity(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_split(group: dist.ProcessGroup) -> None:
     communicator = join(group)
     rank = communicator.rank
     part = communicator.split(rank % 2, -rank)  # the highest rank comes first
@@ -187,10 +185,6 @@ def split_by_parity(group: dist.ProcessGroup) -> None:
     if alone is not None:
         assert alone.size == 1
         check_works(alone)
-
-
-def test_split() -> None:
-    run_ranks(4, split_by_parity)
 
 
 def orders(group: dist.ProcessGroup) -> None:
@@ -242,7 +236,8 @@ def test_memory_and_windows() -> None:
     run_ranks(2, memory)
 
 
-def bad_arguments(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_bad_arguments_and_a_closed_communicator(group: dist.ProcessGroup) -> None:
     driver, library = libraries.load_doubles()
     communicator = join(group)
     x = torch.zeros(4)
@@ -265,14 +260,11 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
         communicator.exchange([], [])
 
 
-def test_bad_arguments_and_a_closed_communicator() -> None:
-    run_ranks(2, bad_arguments)
-
-
 # ---- failing ---------------------------------------------------------------------------------------------------
 
 
-def stalled(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_a_stalled_rank(group: dist.ProcessGroup) -> None:
     """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
     communicator = join(group, timeout=0.5)
     check_works(communicator)
@@ -303,11 +295,8 @@ def stalled(group: dist.ProcessGroup) -> None:
     assert names_left() == []
 
 
-def test_a_stalled_rank() -> None:
-    run_ranks(3, stalled)
-
-
-def stall_on_the_stream_of_the_caller(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_wait_on_the_stream_of_the_caller_ends(group: dist.ProcessGroup) -> None:
     """On the default stream of the double the caller itself waits, and must come back with the error."""
     communicator = join(group, timeout=0.5)
     if communicator.rank == 0:
@@ -318,11 +307,8 @@ def stall_on_the_stream_of_the_caller(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_a_wait_on_the_stream_of_the_caller_ends() -> None:
-    run_ranks(2, stall_on_the_stream_of_the_caller)
-
-
-def slow_computation(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_only_waiting_for_peers_counts(group: dist.ProcessGroup) -> None:
     """Time that an op spends behind this rank's own computation does not count."""
     driver, _ = libraries.load_doubles()
     communicator = join(group, timeout=0.4)
@@ -337,11 +323,8 @@ def slow_computation(group: dist.ProcessGroup) -> None:
     assert x[0] == communicator.size**3
 
 
-def test_only_waiting_for_peers_counts() -> None:
-    run_ranks(2, slow_computation)
-
-
-def missing_at_init(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_init_with_a_missing_rank(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     if rank == 1:
         join(group, missing=1)
@@ -354,11 +337,8 @@ def missing_at_init(group: dist.ProcessGroup) -> None:
     assert names_left() == []
 
 
-def test_init_with_a_missing_rank() -> None:
-    run_ranks(3, missing_at_init)
-
-
-def interrupted_init(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ctrl_c_ends_init(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     if rank == 0:
 
@@ -377,11 +357,9 @@ def interrupted_init(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_ctrl_c_ends_init() -> None:
-    run_ranks(2, interrupted_init)
-
-
-def reported_error(group: dist.ProcessGroup, code: int, error: type[Exception]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("code", "error"), [(6, PeerLostError), (2, PeerLostError), (3, FusedTPError)])
+def test_errors_that_nccl_reports(group: dist.ProcessGroup, code: int, error: type[Exception]) -> None:
     """NCCL says in the background that something is wrong, while an op waits."""
     communicator = join(group, timeout=30)
     if communicator.rank == 0:
@@ -398,12 +376,8 @@ def reported_error(group: dist.ProcessGroup, code: int, error: type[Exception]) 
         dist.barrier(group)
 
 
-@pytest.mark.parametrize(("code", "error"), [(6, PeerLostError), (2, PeerLostError), (3, FusedTPError)])
-def test_errors_that_nccl_reports(code: int, error: type[Exception]) -> None:
-    run_ranks(2, reported_error, code, error)
-
-
-def stuck_launch(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_launch_that_gets_stuck(group: dist.ProcessGroup) -> None:
     """NCCL gets no further than ncclInProgress, as when it cannot connect."""
     communicator = join(group, timeout=0.5)
     libraries.nccl_knobs().nccl_double_stall_launches(1)
@@ -416,11 +390,8 @@ def stuck_launch(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_a_launch_that_gets_stuck() -> None:
-    run_ranks(2, stuck_launch)
-
-
-def driver_failure(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_an_error_of_the_driver_ends_the_communicator(group: dist.ProcessGroup) -> None:
     communicator = join(group)
     libraries.cuda_knobs().cuda_double_fail(b"cuEventRecord", 700, 0)
     x = torch.zeros(4)
@@ -434,10 +405,6 @@ def driver_failure(group: dist.ProcessGroup) -> None:
             time.sleep(0.01)
         assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.failure
     dist.barrier(group)
-
-
-def test_an_error_of_the_driver_ends_the_communicator() -> None:
-    run_ranks(2, driver_failure)
 
 
 def aborted(group: dist.ProcessGroup) -> None:
@@ -542,7 +509,8 @@ def test_a_forked_child_leaves_it_alone() -> None:
     run_ranks(2, forked)
 
 
-def memory_of_ops_that_have_not_begun(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_failure_leaves_alone_what_has_not_begun(group: dist.ProcessGroup) -> None:
     """Behind a computation that still reads what their outputs' memory has held before: it is left alone."""
     driver, _ = libraries.load_doubles()
     communicator = join(group)
@@ -562,10 +530,6 @@ def memory_of_ops_that_have_not_begun(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_a_failure_leaves_alone_what_has_not_begun() -> None:
-    run_ranks(2, memory_of_ops_that_have_not_begun)
-
-
 @contextlib.contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
     def interrupt(*_: Any) -> None:
@@ -579,7 +543,8 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def interrupted_waits(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ctrl_c_ends_waits(group: dist.ProcessGroup) -> None:
     driver, _ = libraries.load_doubles()
     communicator = join(group)
     if communicator.rank == 0:
@@ -594,11 +559,8 @@ def interrupted_waits(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_ctrl_c_ends_waits() -> None:
-    run_ranks(2, interrupted_waits)
-
-
-def left_to_itself(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_destruction_waits_a_few_seconds_only(group: dist.ProcessGroup) -> None:
     """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
     communicator = join(group, timeout=120)
     if communicator.rank == 0:
@@ -610,11 +572,8 @@ def left_to_itself(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_destruction_waits_a_few_seconds_only() -> None:
-    run_ranks(2, left_to_itself)
-
-
-def open_group(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_an_open_group_is_refused(group: dist.ProcessGroup) -> None:
     """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
     communicator = join(group)
     check_works(communicator)
@@ -629,10 +588,6 @@ def open_group(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_an_open_group_is_refused() -> None:
-    run_ranks(2, open_group)
-
-
 # ---- graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -645,7 +600,8 @@ def captured(stream: int, joined: int) -> Iterator[list[Any]]:
     graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream, joined)))
 
 
-def graph_of_ops(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ops_in_a_graph_have_deadlines_too(group: dist.ProcessGroup) -> None:
     driver, _ = libraries.load_doubles()
     knobs = libraries.cuda_knobs()
     communicator = join(group, timeout=0.5)
@@ -684,11 +640,8 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def test_ops_in_a_graph_have_deadlines_too() -> None:
-    run_ranks(2, graph_of_ops)
-
-
-def capture_of_another_thread(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_ops_beside_a_capture_are_refused(group: dist.ProcessGroup) -> None:
     """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
     driver, _ = libraries.load_doubles()
     communicator = join(group)
@@ -705,7 +658,3 @@ def capture_of_another_thread(group: dist.ProcessGroup) -> None:
     assert out.eq(communicator.size).all()
     check_works(communicator)
     dist.barrier(group)
-
-
-def test_ops_beside_a_capture_are_refused() -> None:
-    run_ranks(2, capture_of_another_thread)

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.transport.failure import PeerWatch, own_process, watchable
-from fused_tp.transport.symm_mem import Facts, obstacle
+from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.transport.symm_mem import Facts, judged
 
 pytestmark = pytest.mark.full
 
@@ -25,7 +25,7 @@ def changed(rank: int, **fields: object) -> list[Facts]:
 
 
 def test_gpus_of_one_host_that_reach_each_other_are_fine() -> None:
-    assert obstacle(RANKS) is None
+    assert judged(RANKS)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,13 @@ def test_gpus_of_one_host_that_reach_each_other_are_fine() -> None:
     ],
 )
 def test_what_keeps_them_from_it_is_said(facts: list[Facts], said: str) -> None:
-    reason = obstacle(facts)
-    assert reason is not None and said in reason
+    assert said in judged(facts).reason
 
 
 def test_one_gpu_for_all_ranks_is_fine_where_torch_was_told_so_on_all() -> None:
     shared = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]
-    assert obstacle(shared) is None
-    assert obstacle([*shared[:2], replace(shared[2], overlapping=False)]) == "several of its ranks share a GPU"
+    assert judged(shared)
+    assert judged([*shared[:2], replace(shared[2], overlapping=False)]).reason == "several of its ranks share a GPU"
 
 
 def test_facts_travel_as_they_are() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fused_tp.transport import gloo
-from fused_tp.transport.failure import Call, Notice
+from fused_tp.transport.failure import Call, RankStatus
 from fused_tp.transport.gloo import Messages, outlive
 from fused_tp.transport.torch_dist import TorchDist
 
@@ -111,8 +111,8 @@ def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None
 def test_a_collective_is_lost_when_nobody_is_left_to_wait_for(
     gone: dict[int, float], calls: dict[int, int], lost: bool
 ) -> None:
-    notices = {rank: Notice(call, ["op"], 0.6) for rank, call in calls.items()}
-    transport: Any = SimpleNamespace(rank=0, world_size=3, board=SimpleNamespace(read=lambda: notices))
+    statuses = {rank: RankStatus(call, ["op"], 0.6) for rank, call in calls.items()}
+    transport: Any = SimpleNamespace(rank=0, world_size=3, board=SimpleNamespace(read=lambda: statuses))
     assert TorchDist._cannot_end(transport, Call("op", 5, 0.0), Work(), gone) == lost
 
 

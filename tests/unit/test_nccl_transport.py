@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_tp.transport.nccl import Facts, no_nccl_on, obstacle, own_facts, use_libraries
+from fused_tp.transport.nccl import Facts, judged, no_nccl_on, own_facts, use_libraries
 from tests.distributed import nccl_tools
 
 pytestmark = pytest.mark.full
@@ -30,9 +30,9 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
 
 
 def test_ranks_that_can() -> None:
-    assert obstacle([facts("a"), facts("b")]) is None
-    assert obstacle([facts(version=22907), facts(version=22903)]) is None
-    assert obstacle([facts(), facts()]) is None  # those that may share a GPU do not say which they have
+    assert judged([facts("a"), facts("b")])
+    assert judged([facts(version=22907), facts(version=22903)])
+    assert judged([facts(), facts()])  # those that may share a GPU do not say which they have
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,7 @@ def test_ranks_that_can() -> None:
     ],
 )
 def test_what_keeps_ranks_from_it(told: list[Facts], said: str) -> None:
-    reason = obstacle(told)
-    assert reason is not None and said in reason
+    assert said in judged(told).reason
 
 
 @needs_core

@@ -14,7 +14,7 @@ from fused_tp import RankMismatchError
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from tests.reference import seeded
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 LAYOUTS = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 
@@ -127,7 +127,8 @@ def test_positions_within_documents_of_every_layout(layout: str) -> None:
     assert positions.tolist() == [0, 1, 0, 1, 2] and positions.dtype == torch.int64
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_packed_sequences_compile_in_one_graph(group: dist.ProcessGroup) -> None:
     cu_seqlens, x = torch.tensor([0, 5, 6, 11]), seeded(2, 11)
     where: dict[str, Any] = {"group": group, "layout": "balanced"}
 
@@ -143,10 +144,6 @@ def compiled(group: dist.ProcessGroup) -> None:
     whole.sum().backward()
     wanted[0].sum().backward()
     assert x.grad is not None and x_compiled.grad is not None and torch.equal(x_compiled.grad, x.grad)
-
-
-def test_packed_sequences_compile_in_one_graph() -> None:
-    run_ranks(2, compiled)
 
 
 def equal_shards(group: dist.ProcessGroup) -> Tensor:

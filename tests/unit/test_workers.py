@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import fused_tp
 from tests import workers
-from tests.workers import RanksFailed, RanksTimedOut, device_mesh, error_of, fresh_ranks, run_ranks
+from tests.workers import RanksFailed, RanksTimedOut, device_mesh, error_of, fresh_ranks, on_ranks, run_ranks
 
 
 @dataclass
@@ -81,6 +82,24 @@ def test_workers_are_reused() -> None:
 
 def pid(group: dist.ProcessGroup) -> int:
     return os.getpid()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_whole_on_each_rank(group: dist.ProcessGroup, scale: float, tmp_path: Path) -> None:
+    assert add_up(group, scale).total[0] == scale * sum(range(group.size() + 1)) and tmp_path.is_dir()
+
+
+@on_ranks(lambda layout: layout["cp"] * layout["tp"])
+@pytest.mark.parametrize("layout", [{"cp": 2, "tp": 2}])
+def test_size_by_a_parameter(group: dist.ProcessGroup, layout: dict[str, int]) -> None:
+    assert group.size() == layout["cp"] * layout["tp"]
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError)
+@on_ranks(2)
+def test_error_of_a_test_on_ranks(group: dist.ProcessGroup) -> None:
+    raise ValueError
 
 
 def test_environment_is_set_and_restored() -> None:

@@ -1,4 +1,4 @@
-"""What one forward pass of a parallel model has been cut into, for whoever inside it has to know."""
+"""Sharding state of the forward passes of a parallel model, and which of them runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_tp.runtime.group import group_identity
 
 
 @dataclass(frozen=True)
-class Ring:
+class CpContext:
     """The ranks that one forward pass attends over, and what of the whole sequence each of them holds.
 
     Attributes:
@@ -66,7 +66,7 @@ class Ring:
         causal: bool,
         scale: float | None,
         dropout_p: float,
-        heads_cut: bool,
+        heads_sharded: bool,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -93,20 +93,20 @@ class Ring:
             cu_seqlens_kv=None,
             seq_len=self.seq_len,
             seq_len_kv=None,
-            first_head=self.tp_rank * q.shape[1] if heads_cut else 0,
+            first_head=self.tp_rank * q.shape[1] if heads_sharded else 0,
         )
         return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardShard:
     """A forward pass on a part of the sequence.
 
     Attributes:
         batch: rows.
         seq_len: tokens of the whole sequence.
         local_len: of these on this CP rank, over all its TP ranks.
-        ring: set where the sequence is cut over the context parallel ranks.
+        cp: set where the sequence is sharded over the context parallel ranks.
         targets: this rank's target tokens [batch, seq], already shifted; set where the loss is ours to compute.
         target_count: how many targets count over all ranks, or the caller's num_items_in_batch.
         ignore_index: the target that does not count.
@@ -116,7 +116,7 @@ class Call:
     batch: int
     seq_len: int
     local_len: int
-    ring: Ring | None = None
+    cp: CpContext | None = None
     targets: Tensor | None = None
     target_count: Tensor | int | None = None
     ignore_index: int = -100
@@ -128,19 +128,19 @@ class LayerState:
     """What layers need to know of a forward pass.
 
     Attributes:
-        tp_sharded: the residual stream is cut along the sequence over the TP ranks.
-        local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not cut.
-        ring: set where the sequence is cut over the context parallel ranks.
-        logits_cut: the output layer leaves its output cut by vocabulary, next to a loss over the TP ranks.
+        tp_sharded: the residual stream is sharded along the sequence over the TP ranks.
+        local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not sharded.
+        cp: set where the sequence is sharded over the context parallel ranks.
+        logits_sharded: the output layer leaves its output sharded by vocabulary, next to a loss over the TP ranks.
     """
 
     tp_sharded: bool = False
     local_len: int | None = None
-    ring: Ring | None = None
-    logits_cut: bool = False
+    cp: CpContext | None = None
+    logits_sharded: bool = False
 
 
-UNCUT = LayerState()
+UNSHARDED = LayerState()
 _MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them at most
 
 
@@ -182,7 +182,7 @@ class StateHistory:
 
     def at(self, number: int) -> LayerState:
         """The state that the node of that number was made in."""
-        return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNCUT
+        return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNSHARDED
 
 
 def running_node() -> int | None:
@@ -194,13 +194,13 @@ def running_node() -> int | None:
 
 
 @dataclass(frozen=True)
-class Frame:
+class RunningForward:
     """A forward pass of a parallel model that is running, and what it runs in."""
 
     owner: object
-    call: Call | None
+    shard: ForwardShard | None
     node: int | None  # where it runs inside of a backward: see `running_node`
-    outer: Frame | None
+    outer: RunningForward | None
     cache: object | None = None  # of which each CP rank holds a part, in a forward pass that is not cut
 
 
@@ -209,31 +209,32 @@ class Frame:
 _current = threading.local()
 
 
-def current_frame() -> Frame | None:
+def running_forward() -> RunningForward | None:
     """The innermost forward pass of a parallel model that is running in this thread."""
-    frame: Frame | None = getattr(_current, "frame", None)
+    frame: RunningForward | None = getattr(_current, "frame", None)
     return frame
 
 
 def runs_again() -> bool:
     """Whether backward calls us for a forward pass that has ended, as activation checkpointing does."""
-    node, frame = running_node(), current_frame()
+    node, frame = running_node(), running_forward()
     return node is not None and (frame is None or frame.node != node)
 
 
-def current_call() -> Call | None:
+def running_shard() -> ForwardShard | None:
     """What the running forward pass has been cut into; None outside of one and in one that is not cut.
 
-    For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when there
-    is no current call (the loss refuses to, see `runs_again`); what does run again (attention) is handed its Ring.
+    For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when no
+    forward pass is running (the loss refuses to, see `runs_again`); what does run again (attention) gets its CpContext
+    as an argument.
     """
-    frame = current_frame()
-    return None if frame is None else frame.call
+    frame = running_forward()
+    return None if frame is None else frame.shard
 
 
-def enter_call(owner: object, call: Call | None, cache: object | None = None) -> None:
+def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
     """A forward pass of `owner` begins. It may run inside of one of another model."""
-    node, outer = running_node(), current_frame()
+    node, outer = running_node(), running_forward()
     frame = outer
     while frame is not None:
         if frame.owner is owner and frame.node == node:
@@ -241,16 +242,16 @@ def enter_call(owner: object, call: Call | None, cache: object | None = None) ->
             # KeyboardInterrupt torch runs no hooks that would have said so.
             outer = frame.outer
         frame = frame.outer
-    _current.frame = Frame(owner, call, node, outer, cache)
+    _current.frame = RunningForward(owner, shard, node, outer, cache)
 
 
-def leave_call(owner: object) -> Call | None:
+def leave_forward(owner: object) -> ForwardShard | None:
     """... and ends: the forward pass around it is the current one again. Returns what `owner`'s was cut into.
 
     None also where none of `owner` is running, since one that was refused has not begun.
     """
-    frame = current_frame()
+    frame = running_forward()
     if frame is None or frame.owner is not owner:
         return None
     _current.frame = frame.outer
-    return frame.call
+    return frame.shard

@@ -1,0 +1,184 @@
+"""The loss over all tokens of all ranks, and gradients over the context parallel ranks, each of which sees its own.
+
+Every rank holds the derivative of the global loss through its own tokens, so the gradient is the SUM over the ranks.
+`GradientSync` adds them up in backward. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead;
+for them `scale_gradient` makes every rank's share as many times larger as there are ranks.
+
+Each gradient is summed where autograd hands it over: hooks that were there before the first forward see this rank's
+share, all that comes later sees the sum. Rejected: buckets that move while backward goes on, as DDP has them. What
+reads a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
+rank's part, and a bucket that starts when it is full starts at different points of the ranks' ring attention where
+they do not run the same layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
+from fused_tp.ops.collectives import all_reduce
+from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+
+# Keywords that would make it another loss, and the values that do not.
+OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
+_HOOKED = "_fused_tp_gradient_summed"
+
+
+def shift(labels: Tensor, ignore_index: int) -> Tensor:
+    """The target of each token, which is its successor; the last token has none. Before the sequence is cut: a rank's
+    last token is followed by a token of another rank."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+class GlobalLoss:
+    """Stands in for a model's `loss_function(logits, labels, vocab_size, ...)`.
+
+    Every rank returns the same value, sum over all ranks' tokens / count of all ranks' targets. (A mean of the ranks'
+    means would weigh tokens by how many targets their rank happens to have.) Where a forward pass was not cut, the
+    model's own function runs. Activation checkpointing must not run it again.
+
+    Args:
+        own: the model's function.
+        vocab_mesh: the ranks that the logits' last dim is cut over, or None.
+        cp_mesh: the ranks that the sequence is cut over, or None.
+        grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
+    """
+
+    def __init__(
+        self,
+        own: Callable[..., Tensor],
+        *,
+        vocab_mesh: DeviceMesh | None,
+        cp_mesh: DeviceMesh | None,
+        grad_sync: bool,
+    ) -> None:
+        self.own = own
+        self.vocab_mesh = vocab_mesh
+        self.cp_mesh = cp_mesh
+        self.grad_sync = grad_sync
+
+    def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
+        if runs_again():
+            raise ValueError(
+                "The model calls its loss_function inside of an activation checkpoint, which runs it again in "
+                "backward, when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
+            )
+        shard = running_shard()
+        if shard is None or shard.targets is None:
+            return self.own(logits, labels, vocab_size, **kwargs)
+        ignore_index = kwargs.get("ignore_index", shard.ignore_index)
+        if ignore_index != shard.ignore_index:
+            raise ValueError(
+                f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
+                f"{shard.ignore_index}; pass ignore_index to the model's forward, or use -100."
+            )
+        asked = []
+        for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
+            value = kwargs.get(name)
+            if value is not None and (isinstance(value, Tensor) or value != usual):
+                asked.append(name)
+        if asked:
+            raise ValueError(
+                f"The model calls its loss_function with {', '.join(asked)}; over cut tokens or a cut vocabulary it is "
+                "the plain mean cross entropy. Compute another loss from the logits: call the model without labels."
+            )
+        assert shard.target_count is not None  # set together with the targets
+        loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
+        if self.cp_mesh is None:
+            return loss
+        loss = all_reduce(loss, group=self.cp_mesh)
+        return loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
+
+    def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
+                f"{tuple(targets.shape)} tokens; it must pass the logits of all tokens it was given, unshifted."
+            )
+        if self.vocab_mesh is not None:
+            return vocab_parallel_cross_entropy(
+                logits,
+                targets,
+                group=self.vocab_mesh,
+                ignore_index=shard.ignore_index,
+                reduction="sum",
+                vocab_size=vocab_size,
+            )
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(
+            precise.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
+        )
+
+
+class GradientSync:
+    """Makes backward sum the gradients of a model's parameters over `mesh`.
+
+    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
+    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters.
+
+    Example:
+        >>> sync = GradientSync(mesh["cp"])
+        >>> sync.watch(model)                   # before each forward
+        >>> model(tokens).sum().backward()
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def watch(self, model: nn.Module) -> None:
+        """Hook every trainable parameter of `model` that has not been.
+
+        Raises:
+            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them.
+        """
+        # The id tells a parameter from copies that carry its attributes but not its hooks.
+        missing = [p for p in model.parameters() if p.requires_grad and getattr(p, _HOOKED, None) != id(p)]
+        if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise ValueError(
+                "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
+                "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
+                "gradients."
+            )
+        for parameter in missing:
+            parameter.register_hook(partial(_sum_over, self.mesh))
+            setattr(parameter, _HOOKED, id(parameter))
+
+
+@torch.no_grad()
+def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"backward found a gradient of layout {grad.layout} for a parameter of shape {tuple(grad.shape)}; "
+            "grad_sync=True sums dense ones only. Make the embedding with sparse=False."
+        )
+    if not isinstance(grad, DTensor):
+        return all_reduce(grad.contiguous(), group=mesh)
+    total = all_reduce(grad.to_local().contiguous(), group=mesh)
+    return DTensor.from_local(
+        total, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor  # type: ignore[attr-defined]  # autograd contexts take any attribute
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None  # type: ignore[attr-defined]  # set in forward
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x itself; its gradient comes back times `factor`."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)

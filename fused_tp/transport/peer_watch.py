@@ -1,0 +1,95 @@
+"""Notices when a process of this host ends, however it ends, within milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_TICK_SECONDS = 0.2
+
+
+def own_process() -> tuple[str, int]:
+    """Names this process to others: the namespace that its number counts in, and that number."""
+    try:
+        return os.readlink("/proc/self/ns/pid"), os.getpid()
+    except OSError:
+        return "", os.getpid()
+
+
+def watchable(processes: Mapping[int, tuple[str, int]]) -> dict[int, int]:
+    """Of processes by rank, as `own_process` names them, the numbers of those that can be watched from here."""
+    namespace, own = own_process()
+    if not namespace or not hasattr(os, "pidfd_open"):
+        return {}
+    return {
+        rank: pid
+        for rank, (where, pid) in processes.items()
+        if where == namespace and pid != own and Path(f"/proc/{pid}").exists()
+    }
+
+
+_exiting = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that still calls torch while the interpreter goes away ends the process with an abort."""
+    _exiting.set()
+    for thread in list(_threads):
+        thread.join(5 * _TICK_SECONDS)
+
+
+class PeerWatch:
+    """A thread that calls back when a peer has ended, and regularly besides; it ends with its owner.
+
+    A kernel that waits for a peer cannot know that the peer is gone, and would wait for its deadline. The thread waits
+    on descriptors that become readable when a process ends, however it ends (pidfd_open, Linux 5.3).
+
+    Args:
+        owner: while it is alive, the watch runs. The callbacks get it, and must not keep it themselves.
+        pids: process numbers by rank.
+        lost: `lost(owner, rank)`, once for each peer that has ended.
+        tick: `tick(owner)`, about five times a second.
+    """
+
+    def __init__(
+        self, owner: object, pids: Mapping[int, int], lost: Callable[..., None], tick: Callable[..., None]
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._lost, self._tick = lost, tick
+        self._ranks: dict[int, int] = {}
+        for rank, pid in pids.items():
+            try:
+                self._ranks[os.pidfd_open(pid)] = rank
+            except OSError:  # gone already, or not ours to watch
+                if not Path(f"/proc/{pid}").exists():
+                    lost(owner, rank)
+        thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
+        _threads.add(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in self._ranks:
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ended = poll.poll(_TICK_SECONDS * 1000)
+            owner = self._owner()
+            if owner is None or _exiting.is_set():
+                break
+            for descriptor, _ in ended:
+                poll.unregister(descriptor)
+                self._lost(owner, self._ranks.pop(descriptor))
+                os.close(descriptor)
+            self._tick(owner)
+            del owner
+        for descriptor in self._ranks:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
