@@ -89,9 +89,9 @@ def ulysses_attention(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
             must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
-        causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p, cu_seqlens, cu_seqlens_kv, seq_len,
-            seq_len_kv: as for `ring_attention`. alibi_slopes and sinks are of all heads, on every
-            rank.
+        causal, scale, layout, window, softcap, dropout_p: as for `ring_attention`.
+        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: the same.
+        alibi_slopes, sinks: the same, of all heads, on every rank.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,

@@ -1,4 +1,4 @@
-"""The examples of README.md and of docstrings run as they are written, and print what is written below them."""
+"""The examples of README.md, docs and docstrings run as they are written, and print what is written below them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import fused_tp
 from tests.workers import REPOSITORY, fresh_ranks, run_ranks
 
-README = Path(REPOSITORY, "README.md")
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 VOCABULARY, HIDDEN = 64, 32
+NOT_IN_THE_REFERENCE = {
+    "copy_to_group",
+    "scatter",
+    "gather",
+    "replicate_",
+    "sequence_parallel_",
+    "reduce_grad",
+    "share_gather",
+    "RepeatedColumnLinear",
+}
 
 
 class MLP(nn.Module):
@@ -69,7 +78,7 @@ SMALLER = {
 }
 
 
-def readme(group: dist.ProcessGroup, blocks: list[tuple[str, str]], checkpoint: str) -> None:
+def run_page(group: dist.ProcessGroup, page: str, blocks: list[tuple[str, str]], checkpoint: str) -> None:
     names, printed = theirs(checkpoint), ""
     for kind, block in blocks:
         if kind == "text":
@@ -78,22 +87,43 @@ def readme(group: dist.ProcessGroup, blocks: list[tuple[str, str]], checkpoint: 
         for written, smaller in SMALLER.items():
             block = block.replace(written, smaller)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(block, "README.md", "exec"), names)
+            exec(compile(block, page, "exec"), names)
         printed = out.getvalue()
-    loss = names["loss"]
-    assert loss.isfinite() and names["y"].shape == (1, 1, 256) and names["o"].shape == (1, 4096, 4, 1)
+    assert all(names[name].isfinite().all() for name in ("loss", "y", "o", "whole") if name in names)
 
 
-@pytest.mark.skipif(not README.exists(), reason="this tree has no README.md")
-def test_readme(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", README.read_text(), re.M | re.S)
-    assert len(blocks) >= 10
-    run_ranks(4, readme, blocks, str(tmp_path))
+    path = tmp_path_factory.mktemp("checkpoint")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def pages_with_examples() -> dict[str, list[tuple[str, str]]]:
+    found = {page: re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(), re.M | re.S) for page in PAGES}
+    return {str(page.relative_to(REPOSITORY)): blocks for page, blocks in found.items() if blocks}
+
+
+@pytest.mark.parametrize("page", pages_with_examples())
+def test_examples_of_pages(page: str, checkpoint: str) -> None:
+    run_ranks(4, run_page, page, pages_with_examples()[page], checkpoint)
+
+
+def test_readme_is_short_and_links_to_pages_that_are_there() -> None:
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 150
+    links = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
+    assert links and not [link for link in links if not (REPOSITORY / link).exists()]
+
+
+def test_reference_has_the_public_api() -> None:
+    written = "".join(page.read_text() for page in (REPOSITORY / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)", written, re.M))
+    assert documented >= {*fused_tp.__all__, *fused_tp.nn.__all__} - {"nn"} - NOT_IN_THE_REFERENCE
 
 
 def examples() -> Iterator[tuple[str, str]]:

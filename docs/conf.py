@@ -1,0 +1,47 @@
+"""How Sphinx builds this documentation: `make docs`. Tables about the code come from the code: tables.py."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import tables  # noqa: E402  # found only now
+
+project = "fused_tp"
+author = copyright = "the fused_tp developers"
+release = re.findall(r'^version = "(.+)"', (HERE.parent / "pyproject.toml").read_text(), re.M)[0]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"fused_tp {release}"
+
+myst_enable_extensions = ["substitution"]
+myst_heading_anchors = 3
+myst_substitutions = tables.all_tables()
+
+default_role = "code"
+autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
+autodoc_member_order = "bysource"
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|transformers|typing)\..*|.*(Module|Exception|Error|ParallelStyle|object)")
+]
+
+
+def example_as_code(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """`Example:` begins a block of code. With prompts or `::` it is one already."""
+    for number, line in enumerate(lines):
+        follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
+        if line.strip() == "Example:" and follows and not follows.startswith(">>>"):
+            lines[number] = line.replace("Example:", "Example::")
+            lines.insert(number + 1, "")
+            return
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", example_as_code, priority=400)  # before napoleon

@@ -1,0 +1,151 @@
+"""The tables of the documentation that the code decides: settings, schedules, what runs where, styles and models.
+
+Pages name them as substitutions: a line `{{ settings }}` becomes the table that `settings()` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fused_tp.integrations import plan
+from fused_tp.runtime import dispatch
+from fused_tp.runtime.settings import SETTINGS
+from fused_tp.schedules.registry import SCHEDULES
+from tests.integrations.models import FAMILIES, OWN_SIZES
+
+# Public names, and what the registry calls them.
+OPS = {
+    "all_gather_matmul": "all_gather_matmul",
+    "matmul_reduce_scatter": "matmul_reduce_scatter",
+    "matmul_all_reduce": "matmul_all_reduce",
+    "column_parallel_matmul": "matmul_all_reduce",
+    "all_reduce_rms_norm": "all_reduce_rms_norm",
+    "matmul_all_reduce_rms_norm": "matmul_all_reduce_rms_norm",
+    "ring_attention": "ring_attention",
+    "ulysses_attention": "all_to_all",
+}
+RANKS, HIDDEN = 2, 4096
+# How each schedule moves bytes while it computes, and what it is for.
+ABOUT = {
+    "plain": ("the matmul, then one collective of torch.distributed", "any group; small shapes"),
+    "pipelined": ("chunks travel over torch.distributed while others are multiplied", "any group"),
+    "one_sided": ("ranks read and add each other's memory in place", "CPU ranks of one host"),
+    "fused_kernel": (
+        "one Triton kernel multiplies, sends, waits and adds, tile by tile; one launch attends to all ranks' keys",
+        "GPUs joined by NVLink",
+    ),
+    "one_shot": (
+        "the library's matmul, then one CUDA kernel that exchanges and adds in one hop",
+        "GPUs joined by NVLink",
+    ),
+    "two_shot": ("the same in two hops, which send fewer bytes", "GPUs joined by NVLink"),
+    "multimem": ("the same, added by the NVLink switch", "GPUs joined by NVSwitch with SHARP"),
+    "copy_engine": (
+        "copy engines gather and scatter beside the library's matmuls, which keep all multiprocessors",
+        "GPUs joined by NVLink",
+    ),
+    "nccl_pipeline": (
+        "chunks travel over an NCCL communicator of the group's own, without a wait on the host",
+        "any NVIDIA GPUs: several hosts, PCIe",
+    ),
+    "hierarchical": (
+        "`one_sided`, `fused_kernel` or `two_shot` inside each host, messages between hosts: each rank sends 1/L of "
+        "what a flat exchange sends, for L ranks on a host",
+        "groups of several hosts",
+    ),
+}
+# What each style of a `tp_plan` does to its module.
+STYLES = {
+    "colwise": "cut along the outputs",
+    "colwise_gather_output": "cut along the outputs, which are gathered",
+    "colwise_rep": "the same",
+    "rowwise": "cut along the inputs; the outputs are summed",
+    "rowwise_split_input": "the same, of an input that every rank has in full",
+    "rowwise_rep": "the same",
+    "embedding_rowwise": "an embedding cut along the vocabulary",
+    "replicate": "whole on every rank",
+    "sequence_parallel": "whole on every rank, on this rank's tokens",
+    "replicated_with_grad_allreduce": "whole on every rank, on this rank's heads or features",
+}
+FEATURES = {
+    "sliding_window": "sliding windows",
+    "attn_logit_softcapping": "soft caps",
+    "num_local_experts": "attention sinks",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def settings() -> str:
+    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if not one.installing)
+    return table(("variable", "default", "meaning"), rows)
+
+
+def install_settings() -> str:
+    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if one.installing)
+    return table(("variable", "default", "meaning"), rows)
+
+
+def schedules() -> str:
+    assert ABOUT.keys() == SCHEDULES.keys(), "every schedule is described in docs/tables.py"
+    rows = (
+        (f"`{name}`", ABOUT[name][0], ABOUT[name][1], ", ".join(spec.devices) or "any", str(spec.max_ranks or "any"))
+        for name, spec in SCHEDULES.items()
+    )
+    return table(("schedule", "how it moves bytes", "for", "devices", "ranks"), rows)
+
+
+def support() -> str:
+    """Which schedules have an implementation of their own for each op, in bfloat16."""
+    rows = (
+        (f"`{op}`", *("yes" if spec.supports(key, torch.bfloat16) else "" for spec in SCHEDULES.values()))
+        for op, key in OPS.items()
+    )
+    return table(("op", *(f"`{name}`" for name in SCHEDULES)), rows)
+
+
+def defaults() -> str:
+    """What the shipped dispatch table chooses: one row for a few tokens, and for many."""
+    places = (("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu"), ("CUDA, NCCL", "nccl", "sm_90"))
+
+    def chosen(op: str, rows: int, transport: str, arch: str) -> str:
+        sizes = (rows, HIDDEN, HIDDEN)
+        return f"`{dispatch.choose(op, torch.bfloat16, *sizes, RANKS, transport, arch).schedule}`"
+
+    rows = []
+    for op, key in OPS.items():
+        if op.endswith("attention"):
+            continue
+        cells = []
+        for _, transport, arch in places:
+            few, many = (chosen(key, rows_, transport, arch) for rows_ in (1, 4096))
+            cells.append(few if few == many else f"{few}, from some size on {many}")
+        rows.append((f"`{op}`", *cells))
+    return table(("op", *(place for place, _, _ in places)), rows)
+
+
+def styles() -> str:
+    assert sorted(STYLES) == plan.STYLES, "every style is described in docs/tables.py"
+    return table(("style", "the module is"), ((f"`{style}`", about) for style, about in STYLES.items()))
+
+
+def models() -> str:
+    rows = []
+    for family, name in FAMILIES.items():
+        special = [text for key, text in FEATURES.items() if key in OWN_SIZES.get(family, {})]
+        rows.append((f"`{name}ForCausalLM`", ", ".join(special)))
+    return table(("transformers", "tested with"), rows)
+
+
+def all_tables() -> dict[str, str]:
+    made: tuple[Callable[[], str], ...] = (
+        settings, install_settings, schedules, support, defaults, styles, models,
+    )  # fmt: skip
+    return {make.__name__: make() for make in made}
