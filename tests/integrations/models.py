@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaConfig
+from fused_tp.integrations.parallelize import parallelize
+from tests.workers import on_ranks
 
 VOCAB = 67  # odd: the ranks' parts of the vocabulary are not equally long
 # fp32 throughout. Sums over ranks and blocks of attention add in another order than one matmul does; two layers deep
@@ -54,6 +58,32 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
+    "tp2": (1, 2, {}),
+    "tp2_sp": (1, 2, {"sequence_parallel": True}),
+    "tp2_lossparallel": (1, 2, {"loss_parallel": True}),
+    "tp2_sp_lossparallel": (1, 2, {"sequence_parallel": True, "loss_parallel": True}),
+    "cp2": (2, 1, {}),
+    "cp2_tp2": (2, 2, {}),
+    "cp2_tp2_sp": (2, 2, {"sequence_parallel": True}),
+    "cp2_tp2_sp_lossparallel": (2, 2, {"sequence_parallel": True, "loss_parallel": True}),
+}
+
+
+def on_layouts(*layouts: str, full: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of `fn(group, layout, ...)`, run on the ranks of each layout; those of `full` by `make test-all`."""
+    cases = [*layouts, *(pytest.param(name, marks=pytest.mark.full) for name in full)]
+    ranks = on_ranks(lambda layout: LAYOUTS[layout][0] * LAYOUTS[layout][1])
+    return lambda fn: pytest.mark.parametrize("layout", cases)(ranks(fn))
+
+
+def pair(group: dist.ProcessGroup, layout: str, family: str = "plain", **changes: Any) -> tuple[Any, Any]:
+    """A model that `make` makes, and the parallel one of the same weights."""
+    cp, tp, keywords = LAYOUTS[layout]
+    whole = make(family, **changes)
+    return whole, parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
 
 
 def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:

@@ -18,6 +18,8 @@ from tests.integrations.models import (
     make,
     make_tokens,
     mesh_of,
+    on_layouts,
+    pair,
 )
 from tests.workers import on_ranks, run_ranks
 
@@ -54,26 +56,17 @@ WINDOWS = [("mistral", {"sliding_window": 4}), ("qwen2", {}), ("gemma2", {}), ("
 @pytest.mark.parametrize(("family", "changes"), WINDOWS, ids=[family for family, _ in WINDOWS])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_windows_caps_and_sinks(family: str, changes: dict[str, Any], packed: bool) -> None:
-    run_ranks(2, one_call, family, changes, 2, 1, packed, {})
+    run_ranks(2, one_call, "cp2", family, packed, changes)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_with_tensor_parallelism(family: str, packed: bool) -> None:
-    run_ranks(4, one_call, family, {}, 2, 2, packed, {"sequence_parallel": True, "loss_parallel": True})
+    run_ranks(4, one_call, "cp2_tp2_sp_lossparallel", family, packed, {})
 
 
-def one_call(
-    group: dist.ProcessGroup,
-    family: str,
-    changes: dict[str, Any],
-    cp: int,
-    tp: int,
-    packed: bool,
-    keywords: dict[str, Any],
-) -> None:
-    whole = make(family, **changes)
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+def one_call(group: dist.ProcessGroup, layout: str, family: str, packed: bool, changes: dict[str, Any]) -> None:
+    whole, parallel = pair(group, layout, family, **changes)
     if packed:
         tokens = make_tokens(1, sum(DOCUMENTS))
         labels = packed_labels(tokens, DOCUMENTS)
@@ -90,14 +83,11 @@ def one_call(
 
 
 def test_windows_under_sequence_parallelism_alone() -> None:
-    run_ranks(2, one_call, "gemma2", {}, 1, 2, True, {"sequence_parallel": True})
+    run_ranks(2, one_call, "tp2_sp", "gemma2", True, {})
 
 
-def test_training_on_packed_documents() -> None:
-    run_ranks(2, train)
-
-
-def train(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_training_on_packed_documents(group: dist.ProcessGroup) -> None:
     from transformers import DataCollatorWithFlattening
 
     generator = torch.Generator().manual_seed(2)
@@ -106,8 +96,7 @@ def train(group: dist.ProcessGroup) -> None:
     for lengths in ([5, 9, 3], [20, 2], [1, 1, 6, 8]):
         rows = [torch.randint(3, 67, (n,), generator=generator).tolist() for n in lengths]
         batches.append(collate([{"input_ids": row} for row in rows]))
-    whole = make("gemma2")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "gemma2")
     losses = []
     for model in (whole, parallel):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -125,8 +114,7 @@ def train(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "llama")
     tokens, positions = make_tokens(2, 23), packed_positions(DOCUMENTS)
     for rows in (positions, positions.expand(2, -1)):
         same_logits(whole, parallel, tokens, position_ids=rows, use_cache=False)
@@ -186,8 +174,7 @@ def same_logits(whole: Any, parallel: Any, tokens: Tensor, **keywords: Any) -> N
 
 @on_ranks(2)
 def test_windows_that_are_not_causal(group: dist.ProcessGroup) -> None:
-    whole = make("mistral", sliding_window=3)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "mistral", sliding_window=3)
     tokens = make_tokens(2, 13)
     logits = [model(tokens, is_causal=False).logits for model in (whole, parallel)]
     assert_near(logits[1], logits[0], "logits")
@@ -209,11 +196,6 @@ def test_chunks_are_told_from_windows_and_refused() -> None:
     assert _as_window(sliding_window_bidirectional_mask_function(4), 4) == Window((4, 4))
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=["cp2", "cp2_tp2"])
-def test_attention_dropout_is_the_same_on_any_number_of_ranks(layout: tuple[int, int]) -> None:
-    run_ranks(layout[0] * layout[1], dropped, *layout)
-
-
 def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:
     """Attention with the dropout of ring attention, over one rank."""
     from fused_tp.ops.ring_attention import attention_over
@@ -227,11 +209,11 @@ def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: 
     return out, None
 
 
-def dropped(group: dist.ProcessGroup, cp: int, tp: int) -> None:
+@on_layouts("cp2", full=["cp2_tp2"])
+def test_attention_dropout_is_the_same_on_any_number_of_ranks(group: dist.ProcessGroup, layout: str) -> None:
     from transformers import AttentionInterface
 
-    whole = make("llama", attention_dropout=0.3).train()
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp))
+    whole, parallel = pair(group, layout, "llama", attention_dropout=0.3)
     AttentionInterface.register("alone", partial(_alone))
     whole.config._attn_implementation = "alone"
     tokens = make_tokens(2, 17)

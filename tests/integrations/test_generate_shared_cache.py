@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks, run_ranks
@@ -75,7 +74,7 @@ def same_tokens(group: dist.ProcessGroup, family: str, cp: int, tp: int) -> None
 
 
 @on_ranks(2)
-def test_ranks_that_sample_other_tokens_are_told(group: dist.ProcessGroup) -> None:
+def test_sampled_tokens(group: dist.ProcessGroup) -> None:
     whole = make("llama").eval()
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
     how: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "min_new_tokens": 7}
@@ -85,9 +84,6 @@ def test_ranks_that_sample_other_tokens_are_told(group: dist.ProcessGroup) -> No
             torch.manual_seed(5)
             texts.append(generated(model, make_tokens(3, PROMPT), **how).sequences)
         assert torch.equal(texts[0], texts[1])
-        torch.manual_seed(group.rank())
-        with pytest.raises(RankMismatchError, match=r"set equal random states \(torch\.manual_seed\)"):
-            generated(parallel, make_tokens(3, PROMPT), **how)
 
 
 @on_ranks(2)

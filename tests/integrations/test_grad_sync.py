@@ -22,7 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.integrations.global_loss import GradientSync
 from fused_tp.integrations.parallelize import parallelize
-from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
+from tests.integrations.models import (
+    assert_same_gradients,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+    pair,
+)
 from tests.workers import on_ranks, run_ranks
 
 TRANSPORTS = ["shm", "gloo"]
@@ -305,8 +312,7 @@ def sparse(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_checkpointed_layers(group: dist.ProcessGroup, use_reentrant: bool, transport: str) -> None:
-    whole = make("plain", num_hidden_layers=4)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "plain", num_hidden_layers=4)
     for layer in parallel.model.layers:
         layer.forward = _checkpointing(layer.forward, use_reentrant)
     tokens = make_tokens(2, 13)

@@ -17,27 +17,22 @@ from torch.utils.checkpoint import checkpoint
 from examples.llama import Llama
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import resolve_plan
-from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
-from tests.workers import on_ranks, run_ranks
-
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
-    "tp2": (1, 2, {}),
-    "tp2_sp": (1, 2, {"sequence_parallel": True}),
-    "cp2": (2, 1, {}),
-    "cp2_tp2": (2, 2, {}),
-    "cp2_tp2_sp_lossparallel": (2, 2, {"sequence_parallel": True, "loss_parallel": True}),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_example_llama(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, compare, cp, tp, keywords)
+from tests.integrations.models import (
+    assert_near,
+    assert_same_gradients,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+    pair,
+)
+from tests.workers import on_ranks
 
 
-def compare(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make("plain", tied=True)
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2", "cp2_tp2_sp_lossparallel", full=["tp2_sp", "cp2", "cp2_tp2"])
+def test_example_llama(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "plain", tied=True)
     assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
     tokens = make_tokens(2, 13)
     with torch.no_grad():
@@ -60,14 +55,9 @@ def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> No
     assert_same_gradients(parallel, whole)
 
 
-def test_compiled() -> None:
-    cp, tp, keywords = LAYOUTS["cp2_tp2_sp_lossparallel"]  # all that there is in one graph: it takes long to compile
-    run_ranks(cp * tp, compiled, cp, tp, keywords)
-
-
-def compiled(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make("plain", num_hidden_layers=1)
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("cp2", full=["cp2_tp2_sp_lossparallel"])  # all that there is in one graph takes long to compile
+def test_compiled(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "plain", num_hidden_layers=1)
     for module in parallel.modules():  # torch.compile of torch 2.11 goes by both
         hooks = module._forward_pre_hooks
         assert list(hooks) == list(dict.keys(hooks))
@@ -123,14 +113,13 @@ class Tagger(nn.Module):
 TAGGER_PLAN = {f"blocks.*.w{letter}": "rowwise" if letter == "o" else "colwise" for letter in "qkvo"}
 
 
+@on_ranks(lambda cp, tp: cp * tp)
 @pytest.mark.parametrize(
     ("cp", "tp", "plan"), [(2, 2, TAGGER_PLAN), (2, 1, "auto"), (2, 1, TAGGER_PLAN), (1, 2, TAGGER_PLAN)]
 )
-def test_a_plan_by_hand_and_attention_that_is_computed_again(cp: int, tp: int, plan: Any) -> None:
-    run_ranks(cp * tp, tag, cp, tp, plan)
-
-
-def tag(group: dist.ProcessGroup, cp: int, tp: int, plan: Any) -> None:
+def test_a_plan_by_hand_and_attention_that_is_computed_again(
+    group: dist.ProcessGroup, cp: int, tp: int, plan: Any
+) -> None:
     torch.manual_seed(0)
     whole = Tagger()
     parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), plan=plan)

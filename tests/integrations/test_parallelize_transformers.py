@@ -18,32 +18,27 @@ from torch.distributed.fsdp import fully_shard
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
 from fused_tp.nn import gather_state_dict
-from tests.integrations.models import assert_near, assert_same_gradients, copy_of, full, make, make_tokens, mesh_of
+from tests.integrations.models import (
+    LAYOUTS,
+    assert_near,
+    assert_same_gradients,
+    copy_of,
+    full,
+    make,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+    pair,
+)
 from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 FAMILIES = ["llama", "qwen3", "mistral"]
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
-    "tp2": (1, 2, {}),
-    "tp2_sp": (1, 2, {"sequence_parallel": True}),
-    "cp2": (2, 1, {}),
-    "cp2_tp2": (2, 2, {}),
-    "cp2_tp2_sp_lossparallel": (2, 2, {"sequence_parallel": True, "loss_parallel": True}),
-}
 
 
-def compare(
-    group: dist.ProcessGroup,
-    family: str,
-    cp: int,
-    tp: int,
-    keywords: dict[str, Any],
-    seq: int,
-    make_with: dict[str, Any],
-) -> None:
-    whole = make(family, **make_with)
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+def compare(group: dist.ProcessGroup, layout: str, family: str, seq: int, **changes: Any) -> None:
+    whole, parallel = pair(group, layout, family, **changes)
     tokens = make_tokens(2, seq)
     labels = tokens.clone()
     labels[0, : seq // 2] = -100  # the CP ranks have unequal numbers of targets: a mean of means would show
@@ -57,21 +52,16 @@ def compare(
     assert_same_gradients(parallel, whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@on_layouts("cp2_tp2_sp_lossparallel", full=["tp2", "tp2_sp", "cp2", "cp2_tp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_logits_and_gradients(family: str, layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, compare, family, cp, tp, keywords, 21, {})
+def test_loss_logits_and_gradients(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    compare(group, layout, family, 21)
 
 
-@pytest.mark.parametrize("seq", [1, 2, 3])
-def test_fewer_tokens_than_pieces_to_cut(seq: int) -> None:
-    run_ranks(4, compare_logits, 2, 2, {"sequence_parallel": True}, seq)
-
-
-def compare_logits(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], seq: int) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_ranks(4)
+@pytest.mark.parametrize("seq", [1, 3, pytest.param(2, marks=pytest.mark.full)])
+def test_fewer_tokens_than_pieces_to_cut(group: dist.ProcessGroup, seq: int) -> None:
+    whole, parallel = pair(group, "cp2_tp2_sp", "llama")
     tokens = make_tokens(2, seq)
     # A loss of the caller's own, from logits that every rank has whole.
     expected, actual = whole(tokens).logits, parallel(tokens).logits
@@ -81,9 +71,9 @@ def compare_logits(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[st
     assert_same_gradients(parallel, whole)
 
 
-@pytest.mark.parametrize("keywords", [{"loss_parallel": True}, {"loss_parallel": True, "sequence_parallel": True}])
-def test_loss_over_a_cut_vocabulary(keywords: dict[str, Any]) -> None:
-    run_ranks(2, compare, "llama", 1, 2, keywords, 11, {})
+@on_layouts("tp2_lossparallel", full=["tp2_sp_lossparallel"])
+def test_loss_over_a_cut_vocabulary(group: dist.ProcessGroup, layout: str) -> None:
+    compare(group, layout, "llama", 11)
 
 
 @on_ranks(2)
@@ -94,31 +84,21 @@ def test_logits_stay_cut_only_next_to_a_loss(group: dist.ProcessGroup) -> None:
     assert parallel(tokens, labels=tokens).logits.shape == (1, 4, 34 if group.rank() == 0 else 33)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2_tp2_sp_lossparallel"])
-def test_tied_embeddings_stay_one_parameter(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, compare, "qwen3", cp, tp, keywords, 9, {"tied": True})
-    run_ranks(cp * tp, is_tied, cp, tp, keywords)
-
-
-def is_tied(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    parallel = parallelize(make("llama", tied=True), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2_sp", full=["tp2", "cp2_tp2_sp_lossparallel"])
+def test_tied_embeddings_stay_one_parameter(group: dist.ProcessGroup, layout: str) -> None:
+    compare(group, layout, "qwen3", 9, tied=True)
+    _, parallel = pair(group, layout, "llama", tied=True)
     assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
 
 
-def test_biases() -> None:
-    run_ranks(2, compare, "llama", 1, 2, {"sequence_parallel": True}, 7, {"attention_bias": True, "mlp_bias": True})
+@on_ranks(2)
+def test_biases(group: dist.ProcessGroup) -> None:
+    compare(group, "tp2_sp", "llama", 7, attention_bias=True, mlp_bias=True)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2_tp2"])
-def test_gradients_accumulate(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, accumulate, cp, tp, keywords)
-
-
-def accumulate(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2_sp", "cp2_tp2")
+def test_gradients_accumulate(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "llama")
     batches = make_tokens(4, 10).split(2)
     count = torch.tensor(sum(batch[:, 1:].numel() for batch in batches))
     for batch in batches:
@@ -127,15 +107,9 @@ def accumulate(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, A
     assert_same_gradients(parallel, whole)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
-def test_activation_checkpointing(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, checkpointed, cp, tp, keywords)
-
-
-def checkpointed(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make("llama").train()
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2_sp", "cp2")
+def test_activation_checkpointing(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "llama")
     parallel.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = make_tokens(2, 9)
     for model in (whole, parallel):
@@ -155,13 +129,9 @@ def test_without_grad_sync_the_mean_over_cp_is_the_gradient(group: dist.ProcessG
     assert_same_gradients(parallel, whole, factor=2)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "cp2_tp2"])
-def test_a_meta_model_gets_memory_for_its_shards_and_then_its_weights(layout: str) -> None:
+@on_layouts("tp2_sp", "cp2_tp2")
+def test_a_meta_model_gets_memory_for_its_shards_and_then_its_weights(group: dist.ProcessGroup, layout: str) -> None:
     cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, from_meta, cp, tp, keywords)
-
-
-def from_meta(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
     whole = make("llama", tied=True)
     with torch.device("meta"):
         parallel = make("llama", tied=True)
@@ -178,8 +148,7 @@ def from_meta(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, An
 
 @on_ranks(4)
 def test_inputs_embeds_get_their_gradient(group: dist.ProcessGroup) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    whole, parallel = pair(group, "cp2_tp2_sp", "llama")
     labels = make_tokens(2, 9)
     gradients: list[Any] = []
     for model in (whole, parallel):
@@ -192,8 +161,7 @@ def test_inputs_embeds_get_their_gradient(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("seq", [9, 1])
 def test_inputs_embeds_from_the_models_own_embedding(group: dist.ProcessGroup, seq: int) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "llama")
     tokens = make_tokens(2, seq)
     gradients: list[Any] = []
     for model in (whole, parallel):
@@ -229,8 +197,7 @@ def test_what_all_cp_ranks_compute_alike_counts_once(group: dist.ProcessGroup, k
 def saved_as_ever(group: dist.ProcessGroup, folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    whole = make("llama", tied=True)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2))
+    whole, parallel = pair(group, "cp2_tp2", "llama", tied=True)
     parallel.save_pretrained(folder)
     dist.barrier(group)
     read = AutoModelForCausalLM.from_pretrained(folder)
@@ -267,8 +234,7 @@ def test_save_pretrained_writes_the_whole_model(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_padding_on_the_right_needs_no_mask(group: dist.ProcessGroup) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    whole, parallel = pair(group, "cp2", "llama")
     tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, 5:] = 0
     labels = tokens.masked_fill(mask == 0, -100)
@@ -287,8 +253,7 @@ def test_padding_on_the_right_needs_no_mask(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_masks_under_sequence_parallelism(group: dist.ProcessGroup, family: str) -> None:
     changes: dict[str, Any] = {"sliding_window": 4} if family == "mistral" else {}
-    whole = make(family, **changes)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    whole, parallel = pair(group, "tp2_sp", family, **changes)
     tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
     labels = tokens.masked_fill(mask == 0, -100)
@@ -300,8 +265,7 @@ def test_masks_under_sequence_parallelism(group: dist.ProcessGroup, family: str)
 @on_ranks(2)
 def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group: dist.ProcessGroup) -> None:
     """Whether documents see each other depends on use_cache, which is turned off: so the caller must."""
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    whole, parallel = pair(group, "tp2_sp", "llama")
     tokens, positions = make_tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     with pytest.raises(ValueError, match="Pass use_cache=False"):
         parallel(tokens, position_ids=positions)
@@ -311,15 +275,10 @@ def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group
         assert_near(logits[1], logits[0], "logits")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2_tp2"])
-def test_generate(layout: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, generate, cp, tp, keywords)
-
-
-def generate(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make("llama").eval()
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2_sp", "cp2_tp2", full=["tp2"])
+def test_generate(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "llama")
+    whole.eval(), parallel.eval()
     tokens, mask = make_tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
     for how in ({}, {"cache_implementation": "static"}, {"use_cache": False, "attention_mask": None}):
@@ -354,8 +313,7 @@ def save_and_load(group: dist.ProcessGroup, folder: str) -> None:
 
 @on_ranks(4)
 def test_clip_grad_norm(group: dist.ProcessGroup) -> None:
-    whole = make("llama")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    whole, parallel = pair(group, "cp2_tp2_sp", "llama")
     tokens = make_tokens(2, 9)
     norms = []
     for model in (whole, parallel):
@@ -377,50 +335,38 @@ def test_base_model_returns_all_hidden_states(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "heads": (
+_PAIR = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    (
         "tp",
         {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
         {},
         ValueError,
         "TP sizes that work: 1, 3",
     ),
-    "kv_heads": ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*TP sizes that work: 1"),
-    "style": ("tp", {}, {"plan": {"lm_head": "packed_colwise"}}, ValueError, "'lm_head'.*'packed_colwise'"),
-    "no_such_module": ("tp", {}, {"plan": {"lm_heat": "colwise"}}, ValueError, "plan names 'lm_heat'"),
-    "not_linear": ("tp", {}, {"plan": {"model.norm": "colwise"}}, ValueError, "plain nn.Linear"),
-    "plan_word": ("tp", {}, {"plan": "fastest"}, ValueError, "'auto'"),
-    "plan_type": ("tp", {}, {"plan": 3}, TypeError, "plan must be"),
-    "dims": ("tp", {}, {"tp_dim": "x", "cp_dim": "y"}, ValueError, "neither 'x' nor 'y'"),
-    "same_dims": ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
-    "no_tp": ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
-    "no_head": (
-        "tp",
-        {},
-        {
-            "loss_parallel": True,
-            "plan": {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
-        },
-        ValueError,
-        "output layer",
-    ),
-    "tied": ("tp", {"tied": True}, {"plan": {"lm_head": "colwise_gather_output"}}, ValueError, "cut alike"),
-}
+    ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*TP sizes that work: 1"),
+    ("tp", {}, {"plan": {"lm_head": "packed_colwise"}}, ValueError, "'lm_head'.*'packed_colwise'"),
+    ("tp", {}, {"plan": {"lm_heat": "colwise"}}, ValueError, "plan names 'lm_heat'"),
+    ("tp", {}, {"plan": {"model.norm": "colwise"}}, ValueError, "plain nn.Linear"),
+    ("tp", {}, {"plan": "fastest"}, ValueError, "'auto'"),
+    ("tp", {}, {"plan": 3}, TypeError, "plan must be"),
+    ("tp", {}, {"tp_dim": "x", "cp_dim": "y"}, ValueError, "neither 'x' nor 'y'"),
+    ("tp", {}, {"cp_dim": "tp"}, ValueError, "different dims"),
+    ("cp", {}, {"sequence_parallel": True}, ValueError, "no dim 'tp'"),
+    ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
+    ("tp", {"tied": True}, {"plan": {"lm_head": "colwise_gather_output"}}, ValueError, "cut alike"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_a_sentence(case: str) -> None:
-    run_ranks(2, refused, case)
-
-
-def refused(group: dist.ProcessGroup, case: str) -> None:
-    dim, changes, keywords, error, says = REFUSED[case]
-    model = make("llama", **changes)
-    before = dict(model.named_parameters())
-    mesh = mesh_of(group, 2, 1) if dim == "cp" else mesh_of(group, 1, 2)
-    with pytest.raises(error, match=says):
-        parallelize(model, mesh, **keywords)
-    assert all(before[name] is p for name, p in model.named_parameters()), "the refused model was changed"
+@on_ranks(2)
+def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
+    for dim, changes, keywords, error, says in REFUSED:
+        model = make("llama", **changes)
+        before = dict(model.named_parameters())
+        mesh = mesh_of(group, 2, 1) if dim == "cp" else mesh_of(group, 1, 2)
+        with pytest.raises(error, match=says):
+            parallelize(model, mesh, **keywords)
+        assert all(before[name] is p for name, p in model.named_parameters()), "the refused model was changed"
 
 
 @on_ranks(2)

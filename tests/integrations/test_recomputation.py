@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,14 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.integrations.forward_shard import running_forward
 from fused_tp.integrations.parallelize import parallelize
-from tests.integrations.models import assert_near, assert_same_gradients, copy_of, make, make_tokens, mesh_of
-from tests.workers import on_ranks, run_ranks
+from tests.integrations.models import (
+    LAYOUTS,
+    assert_near,
+    assert_same_gradients,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+    pair,
+)
+from tests.workers import on_ranks
 
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
-    "tp2_sp": (1, 2, {"sequence_parallel": True}),
-    "cp2": (2, 1, {}),
-    "cp2_tp2_sp": (2, 2, {"sequence_parallel": True}),
-}
+FULL = pytest.mark.full
+TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+SMALLER = ("tp2_sp", "cp2")
 
 
 def recompute_layers(model: Any, use_reentrant: bool, *, nested: bool = False) -> None:
@@ -37,16 +46,17 @@ def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, 
     return checkpoint(partial(forward, **keywords), *args, use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not_reentrant", "nested_reentrant", "nested_not_reentrant"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_forwards_of_different_lengths_before_one_backward(layout: str, how: str) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, different_lengths, cp, tp, keywords, how)
-
-
-def different_lengths(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], how: str) -> None:
-    whole = make("plain")
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("cp2_tp2_sp", full=SMALLER)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "nested_reentrant",
+        "nested_not_reentrant",
+        *(pytest.param(how, marks=FULL) for how in ("reentrant", "not_reentrant")),
+    ],
+)
+def test_forwards_of_different_lengths_before_one_backward(group: dist.ProcessGroup, layout: str, how: str) -> None:
+    whole, parallel = pair(group, layout)
     recompute_layers(parallel, not how.endswith("not_reentrant"), nested=how.startswith("nested"))
     for model in (whole, parallel):
         # 9 and 10 tokens: rank 0 holds equally many of both. One token is not cut over the CP ranks.
@@ -60,16 +70,10 @@ def different_lengths(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict
     assert_same_gradients(parallel, whole)
 
 
+@on_layouts("cp2_tp2_sp", full=SMALLER)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_backward_in_another_thread(layout: str, use_reentrant: bool) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, other_thread, cp, tp, keywords, use_reentrant)
-
-
-def other_thread(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool) -> None:
-    whole = make("plain")
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+def test_backward_in_another_thread(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
+    whole, parallel = pair(group, layout)
     recompute_layers(parallel, use_reentrant)
     with ThreadPoolExecutor(1) as backward:
         # The threads count their nodes apart: in the first step one is ahead, later perhaps the other one. The last
@@ -90,18 +94,10 @@ def _in_new_thread(model: Any) -> Tensor:
         return thread.submit(_two_losses, model).result()
 
 
+@on_layouts("cp2_tp2_sp", full=SMALLER)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_model_checkpointed_by_its_caller(layout: str, use_reentrant: bool) -> None:
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, checkpointed_whole, cp, tp, keywords, use_reentrant)
-
-
-def checkpointed_whole(
-    group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool
-) -> None:
-    whole = make("plain")
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+def test_the_whole_model_checkpointed_by_its_caller(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
+    whole, parallel = pair(group, layout)
     recompute_layers(parallel, False)
     anchor = torch.ones((), requires_grad=True)  # reentrant checkpoints need an input that requires grad
     for model in (whole, parallel):
@@ -116,19 +112,11 @@ def _scaled_loss(model: Any, anchor: Tensor, tokens: Tensor) -> Tensor:
     return model(tokens, labels=tokens).loss * anchor
 
 
+@on_layouts("cp2_tp2_sp", full=SMALLER)
+@TRANSFORMERS
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_transformers_checkpointing(layout: str, use_reentrant: bool) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, transformers_lengths, cp, tp, keywords, use_reentrant)
-
-
-def transformers_lengths(
-    group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any], use_reentrant: bool
-) -> None:
-    whole = make("llama").train()
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+def test_transformers_checkpointing(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
+    whole, parallel = pair(group, layout, "llama")
     parallel.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
         parallel.enable_input_require_grads()
@@ -138,18 +126,10 @@ def transformers_lengths(
     assert_same_gradients(parallel, whole)
 
 
-@pytest.mark.parametrize("family", ["plain", "llama"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_modules_inside_called_by_themselves(layout: str, family: str) -> None:
-    if family == "llama":
-        pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
-    cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, called_apart, family, cp, tp, keywords)
-
-
-def called_apart(group: dist.ProcessGroup, family: str, cp: int, tp: int, keywords: dict[str, Any]) -> None:
-    whole = make(family)
-    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+@on_layouts("tp2_sp", "cp2", full=["cp2_tp2_sp"])
+@pytest.mark.parametrize("family", ["plain", pytest.param("llama", marks=TRANSFORMERS)])
+def test_modules_inside_called_by_themselves(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    whole, parallel = pair(group, layout, family)
     tokens = make_tokens(2, 9)
     with torch.no_grad():
         for _ in range(2):  # before any forward pass of the model, and after one
@@ -159,7 +139,7 @@ def called_apart(group: dist.ProcessGroup, family: str, cp: int, tp: int, keywor
             assert_near(hidden, expected, "hidden states")
             assert_near(parallel.lm_head(hidden), whole.lm_head(expected), "logits")
             assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
-    if cp > 1:
+    if layout != "tp2_sp":
         with pytest.raises(ValueError, match="Call that one"):
             parallel.model(tokens)
     else:
@@ -183,8 +163,7 @@ def test_a_loss_inside_of_a_checkpoint_is_refused(group: dist.ProcessGroup, use_
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_modules_inside_called_by_themselves(group: dist.ProcessGroup, use_reentrant: bool) -> None:
-    whole = make("plain")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    whole, parallel = pair(group, "tp2_sp")
     recompute_layers(parallel, use_reentrant)
     tokens = make_tokens(2, 9)
     for model in (whole, parallel):
@@ -196,11 +175,9 @@ def test_checkpointed_modules_inside_called_by_themselves(group: dist.ProcessGro
     assert_same_gradients(parallel, whole)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("keywords", [{"loss_parallel": True}, {"loss_parallel": True, "sequence_parallel": True}])
-def test_a_head_gathers_when_it_is_called_by_itself(group: dist.ProcessGroup, keywords: dict[str, Any]) -> None:
-    whole = make("plain")
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **keywords)
+@on_layouts("tp2_lossparallel", "tp2_sp_lossparallel")
+def test_a_head_gathers_when_it_is_called_by_itself(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout)
     tokens, hidden = make_tokens(2, 9), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
         parallel(tokens, labels=tokens).loss.backward()  # the logits stay cut
@@ -247,13 +224,9 @@ class Distilled(nn.Module):
 PLAN = {f"student.{name}": style for name, style in make("plain").tp_plan.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_parallel_model_inside_of_another(layout: str) -> None:
+@on_layouts("cp2_tp2_sp", full=SMALLER)
+def test_a_parallel_model_inside_of_another(group: dist.ProcessGroup, layout: str) -> None:
     cp, tp, keywords = LAYOUTS[layout]
-    run_ranks(cp * tp, inside, cp, tp, keywords)
-
-
-def inside(group: dist.ProcessGroup, cp: int, tp: int, keywords: dict[str, Any]) -> None:
     mesh, tokens = mesh_of(group, cp, tp), make_tokens(2, 13)
     whole = Distilled(make("plain"), make("plain"))
     outer = Distilled(copy_of(whole.student), parallelize(make("plain"), mesh, **keywords))
