@@ -64,7 +64,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-docs: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-docs
+docs: $(VENV)/installed $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/docs docs out/docs
 
 # The CPU core and the device kernels for all GPUs, tagged by the oldest glibc that they run on.

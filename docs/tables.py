@@ -60,10 +60,10 @@ ABOUT = {
 STYLES = {
     "colwise": "cut along the outputs",
     "colwise_gather_output": "cut along the outputs, which are gathered",
-    "colwise_rep": "the same",
+    "colwise_rep": "the same, by its older name",
     "rowwise": "cut along the inputs; the outputs are summed",
     "rowwise_split_input": "the same, of an input that every rank has in full",
-    "rowwise_rep": "the same",
+    "rowwise_rep": "the same, by its older name",
     "embedding_rowwise": "an embedding cut along the vocabulary",
     "replicate": "whole on every rank",
     "sequence_parallel": "whole on every rank, on this rank's tokens",
@@ -103,12 +103,12 @@ def schedules() -> str:
 
 
 def support() -> str:
-    """Which schedules have an implementation of their own for each op, in bfloat16."""
-    rows = (
-        (f"`{op}`", *("yes" if spec.supports(key, torch.bfloat16) else "" for spec in SCHEDULES.values()))
-        for op, key in OPS.items()
-    )
-    return table(("op", *(f"`{name}`" for name in SCHEDULES)), rows)
+    """Which schedules have no implementation of their own of an op, in bfloat16."""
+    rows = []
+    for op, key in OPS.items():
+        missing = [f"`{name}`" for name, spec in SCHEDULES.items() if not spec.supports(key, torch.bfloat16)]
+        rows.append((f"`{op}`", ("all but " + ", ".join(missing)) if missing else "all"))
+    return table(("op", "schedules"), rows)
 
 
 def defaults() -> str:

@@ -73,7 +73,7 @@ class ParallelAttention(nn.Module):
         >>> y = attention(x)                # [batch, seq, 512]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # its public keywords
         self,
         hidden_size: int,
         num_heads: int,

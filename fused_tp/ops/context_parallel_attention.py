@@ -43,7 +43,7 @@ def context_parallel_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def context_parallel_attention(
+def context_parallel_attention(  # noqa: PLR0913  # its public keywords
     q: Tensor,
     k: Tensor,
     v: Tensor,

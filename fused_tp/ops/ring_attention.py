@@ -65,7 +65,7 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def ring_attention(
+def ring_attention(  # noqa: PLR0913  # its public keywords
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -54,7 +54,7 @@ def ulysses_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def ulysses_attention(
+def ulysses_attention(  # noqa: PLR0913  # its public keywords
     q: Tensor,
     k: Tensor,
     v: Tensor,
