@@ -14,9 +14,8 @@ from fused_tp.attention.cache import scatter_new_tokens
 from fused_tp.attention.decode import equal_length_runs
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout, local_length
 from fused_tp.nn.linear import check_positive
-from fused_tp.ops.arguments import check_int, check_local, check_tensor
+from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
 from fused_tp.ops.attention_arguments import ScoreKeywords
-from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.context_parallel_decode import decode_over
 from fused_tp.runtime.group import GroupLike, group_identity, group_name, resolve_group
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.nn.linear import check_positive
-from fused_tp.ops.arguments import check_tensor
-from fused_tp.ops.context import autocast_dtype, cast
+from fused_tp.ops.arguments import autocast_dtype, cast, check_tensor
 
 
 class KVCache:

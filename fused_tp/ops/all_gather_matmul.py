@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import as_lists, check_linear, check_tensor, token_dim, total_size
-from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.ops.gradients import bias_grad, weight_grad
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.ops.arguments import (
+    as_lists,
+    autocast_dtype,
+    bias_grads,
+    cast_lists,
+    check_linears,
+    check_tensor,
+    spread,
+    token_dim,
+    total_size,
+)
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
+from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.gemm import weight_grad
+from fused_tp.transport.base import Pending
 
 
 @overload
@@ -46,19 +55,6 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x_shard: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: GroupLike,
-    gather_dim: int = 0,
-    gather_size: int | None = None,
-    return_gathered: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
-@overload
-def all_gather_matmul(
-    x_shard: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor | None] | None = None,
     *,
@@ -82,19 +78,6 @@ def all_gather_matmul(
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
-@overload
-def all_gather_matmul(
-    x_shard: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor | None] | None = None,
-    *,
-    group: GroupLike,
-    gather_dim: int = 0,
-    gather_size: int | None = None,
-    return_gathered: bool,
-) -> list[Tensor] | tuple[list[Tensor], Tensor]: ...
-
-
 def all_gather_matmul(
     x_shard: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -104,7 +87,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: bool = False,
-) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
+) -> Any:
     """y = all_gather(x_shard, gather_dim) @ weight^T + bias, with the gather and the matmul overlapped.
 
     Several weights that read the same input (q, k, v; gate, up) share one gather. Backward saves only the shard:
@@ -132,210 +115,170 @@ def all_gather_matmul(
     Source: the decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in
     Large Deep Learning Models", ASPLOS 2023; sequence parallelism of Korthikanti et al., 2022.
     """
-    weights, biases = as_lists(weight, bias)
-    dtype = autocast_dtype(x_shard)
-    if dtype is not None:
-        x_shard, *cast_all = cast(dtype, x_shard, *weights, *biases)
-        weights, biases = cast_all[: len(weights)], cast_all[len(weights) :]
-    check_tensor("x_shard", x_shard, least_dims=2)
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        check_linear("x_shard", x_shard, w, b, f"[{i}]" if len(weights) > 1 else "")
-    dim = token_dim("gather_dim", gather_dim, "x_shard", x_shard)
-    name, size, rank = group_identity(group)
-    total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    given = [b for b in biases if b is not None]
-    has_bias = [b is not None for b in biases]
-    outputs: list[Tensor] = ALL_GATHER_MATMUL(x_shard, weights, given, has_bias, name, dim, total, return_gathered)
+    weights, biases, has_bias = as_lists(weight, bias)
+    outputs = ALL_GATHER_MATMUL(x_shard, weights, biases, has_bias, gather_dim, gather_size, return_gathered, group)
     result = outputs[: len(weights)] if isinstance(weight, (list, tuple)) else outputs[0]
     return (result, outputs[-1]) if return_gathered else result
 
 
-def _schedule(
-    x_shard: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    has_bias: list[bool],
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-    return_gathered: bool,
-) -> Schedule:
-    shape = _gathered_shape(x_shard, gather_dim, gather_size)
-    rows = prod(shape[:-1])
-    return select_schedule(
-        "all_gather_matmul", group_by_name(group), x_shard.dtype, x_shard.device, rows, shape[-1], None
-    )
+class _Args(NamedTuple):
+    x_shard: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+    has_bias: list[bool]
+    gather_dim: int
+    gather_size: SymInt
+    return_gathered: bool
+    group: AnyGroup
 
 
-def _forward(
-    x_shard: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    has_bias: list[bool],
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-    return_gathered: bool,
-) -> list[Tensor]:
-    schedule = _schedule(
-        x_shard, weights, biases, has_bias, group, gather_dim, gather_size, return_gathered
-    )  # fmt: skip
-    given = iter(biases)
+class _Grads(NamedTuple):
+    d_outputs: list[Tensor]
+    d_gathered: Tensor | None
+    x_shard: Tensor
+    weights: list[Tensor]
+    needs_weight: list[bool]
+    needs_x: bool
+    gather_dim: int
+    gather_size: SymInt
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x_shard, weights, biases, has_bias, gather_dim, gather_size, return_gathered, group = a
+    dtype = autocast_dtype(x_shard)
+    if dtype is not None:
+        x_shard, weights, biases = cast_lists(dtype, x_shard, weights, biases)
+    check_tensor("x_shard", x_shard, least_dims=2)
+    check_linears("x_shard", x_shard, weights, biases, has_bias)
+    dim = token_dim("gather_dim", gather_dim, "x_shard", x_shard)
+    _, size, rank = group_identity(group)
+    total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
+    return _Args(x_shard, weights, biases, has_bias, dim, total, return_gathered, group)
+
+
+def _key(a: _Args) -> DispatchKey:
+    *rows, k = _gathered_shape(a)
+    return DispatchKey("all_gather_matmul", a.x_shard.dtype, a.x_shard.device, prod(rows), k, None)
+
+
+def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
     outputs, gathered = schedule.all_gather_matmul(
-        x_shard,
-        weights,
-        [next(given) if has else None for has in has_bias],
-        gather_dim=gather_dim,
-        gather_size=gather_size,
-        return_gathered=return_gathered,
+        a.x_shard,
+        a.weights,
+        spread(a.biases, a.has_bias),
+        gather_dim=a.gather_dim,
+        gather_size=a.gather_size,
+        return_gathered=a.return_gathered,
     )
     return outputs if gathered is None else [*outputs, gathered]
 
 
-def _fake(
-    x_shard: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    has_bias: list[bool],
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-    return_gathered: bool,
-) -> list[Tensor]:
-    shape = _gathered_shape(x_shard, gather_dim, gather_size)
-    outputs = [x_shard.new_empty((*shape[:-1], w.shape[0])) for w in weights]
-    return [*outputs, x_shard.new_empty(shape)] if return_gathered else outputs
+def _fake(a: _Args) -> list[Tensor]:
+    shape = _gathered_shape(a)
+    outputs = [a.x_shard.new_empty((*shape[:-1], w.shape[0])) for w in a.weights]
+    return [*outputs, a.x_shard.new_empty(shape)] if a.return_gathered else outputs
 
 
-def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    x_shard, weights, biases, has_bias, group, gather_dim, gather_size, _ = inputs
-    ctx.set_materialize_grads(False)  # an output nobody used costs nothing
-    ctx.save_for_backward(x_shard, *weights)
-    ctx.needs_x = x_shard.requires_grad
-    ctx.needs_weight = [w.requires_grad for w in weights]
-    ctx.needs_bias = [b.requires_grad for b in biases]
-    ctx.has_bias = has_bias
-    ctx.where = (group, gather_dim, gather_size)
-    ctx.main_grads = main_grads(weights)
+def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
+    a, needs = s.args, s.needs
+    used = [i for i, d in enumerate(grads[: len(a.weights)]) if d is not None]
+    d_gathered = grads[-1] if a.return_gathered else None
+    needs_x = needs.x_shard and (bool(used) or d_gathered is not None)
+    found: dict[str, Any] = {"biases": bias_grads(grads, a.has_bias, needs.biases)}
+    needs_weight = [needs.weights[i] for i in used]
+    if needs_x or any(needs_weight):
+        d_x, *d_weights = ALL_GATHER_MATMUL_BACKWARD(
+            [grads[i] for i in used],
+            d_gathered if needs_x else None,
+            a.x_shard,
+            [a.weights[i] for i in used],
+            needs_weight,
+            needs_x,
+            a.gather_dim,
+            a.gather_size,
+            a.group,
+        )
+        found["x_shard"] = d_x if needs_x else None
+        given = iter(d_weights)
+        found["weights"] = [next(given) if i in used and needed else None for i, needed in enumerate(needs.weights)]
+    return found
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x_shard, *weights = ctx.saved_tensors
-    used = [i for i, d in enumerate(grads[: len(weights)]) if d is not None]
-    d_gathered = grads[len(weights)] if len(grads) > len(weights) else None
-    needs_x = ctx.needs_x and (bool(used) or d_gathered is not None)
-    which = [i for i in used if ctx.needs_weight[i]]
-    d_x, *d_weights = ALL_GATHER_MATMUL_BACKWARD(
-        [grads[i] for i in used],
-        d_gathered,
-        x_shard,
-        [weights[i] for i in used],
-        [ctx.needs_weight[i] for i in used],
-        needs_x,
-        *ctx.where,
-    )
-    weight_grads: list[Tensor | None] = [None] * len(weights)
-    for i, d in zip(which, d_weights, strict=True):
-        weight_grads[i] = deliver(d, ctx.main_grads[i])
-    bias_owners = [i for i, has in enumerate(ctx.has_bias) if has]
-    bias_grads = [
-        bias_grad(d) if needs and (d := grads[i]) is not None else None
-        for i, needs in zip(bias_owners, ctx.needs_bias, strict=True)
-    ]
-    return d_x if needs_x else None, weight_grads, bias_grads, None, None, None, None, None
+# -- backward: dx_shard is a matmul_reduce_scatter, dW uses x gathered again while that runs ---------------------------
 
 
-def _grads_schedule(
-    d_outputs: list[Tensor],
-    d_gathered: Tensor | None,
-    x_shard: Tensor,
-    weights: list[Tensor],
-    needs_weight: list[bool],
-    needs_x: bool,
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-) -> Schedule:
-    shape = _gathered_shape(x_shard, gather_dim, gather_size)
-    rows = prod(shape[:-1])
-    return select_schedule(
-        "matmul_reduce_scatter", group_by_name(group), x_shard.dtype, x_shard.device, rows, None, shape[-1]
-    )
+def grad_input(schedule: Schedule, g: _Grads, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """dx_shard: dY @ W summed over ranks and scattered, plus what reached the gathered x directly."""
+    products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
+    d_x = None
+    if products:
+        d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=g.gather_dim, meanwhile=meanwhile)
+    elif meanwhile is not None:
+        meanwhile()
+    if g.d_gathered is None:
+        assert d_x is not None, "some result has a gradient"
+        return d_x
+    d_direct = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
+    return d_direct if d_x is None else d_x.add_(d_direct)
 
 
-def _compute_grads(
-    d_outputs: list[Tensor],
-    d_gathered: Tensor | None,
-    x_shard: Tensor,
-    weights: list[Tensor],
-    needs_weight: list[bool],
-    needs_x: bool,
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-) -> list[Tensor]:
+def gather_input(schedule: Schedule, g: _Grads) -> Pending[Tensor]:
+    """Starts gathering x for `grad_weight`."""
+    return schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
+
+
+def grad_weight(g: _Grads, gathering: Pending[Tensor]) -> list[Tensor]:
+    """dW = dY^T @ x of the weights that need one, for the gathered x."""
+    x = gathering.wait()
+    return [weight_grad(d, x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs]
+
+
+def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     """[dx_shard (empty where not needed), *dW of the weights that need one]."""
-    schedule = _grads_schedule(
-        d_outputs, d_gathered, x_shard, weights, needs_weight, needs_x, group, gather_dim, gather_size
-    )
     d_weights: list[Tensor] = []
     with schedule.abort_scope("all_gather_matmul_backward"):
-        gathering = (
-            schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size) if any(needs_weight) else None
-        )
+        gathering = gather_input(schedule, g) if any(g.needs_weight) else None
 
-        def compute_weight_grads() -> None:
+        def meanwhile() -> None:
             if gathering is not None:
-                x = gathering.wait()
-                d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
+                d_weights.extend(grad_weight(g, gathering))
 
-        d_x = x_shard.new_empty(0)
-        if needs_x and d_outputs:
-            products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=gather_dim, meanwhile=compute_weight_grads)
-        else:
-            compute_weight_grads()
-        if needs_x and d_gathered is not None:
-            d_direct = schedule.reduce_scatter(d_gathered, scatter_dim=gather_dim)
-            d_x = d_x.add_(d_direct) if d_outputs else d_direct
-    return [d_x, *d_weights]
+        if g.needs_x:
+            return [grad_input(schedule, g, meanwhile), *d_weights]
+        meanwhile()
+        return [g.x_shard.new_empty(0), *d_weights]
 
 
-def _grads_fake(
-    d_outputs: list[Tensor],
-    d_gathered: Tensor | None,
-    x_shard: Tensor,
-    weights: list[Tensor],
-    needs_weight: list[bool],
-    needs_x: bool,
-    group: str,
-    gather_dim: int,
-    gather_size: int,
-) -> list[Tensor]:
-    d_x = x_shard.new_empty(x_shard.shape if needs_x else 0)
-    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(weights, needs_weight, strict=True) if needs)]
+def _grads_key(g: _Grads) -> DispatchKey:
+    *rows, k = _gathered_shape(g)
+    return DispatchKey("matmul_reduce_scatter", g.x_shard.dtype, g.x_shard.device, prod(rows), None, k)
 
 
-def _gathered_shape(x_shard: Tensor, gather_dim: int, gather_size: int) -> list[int]:
-    shape = list(x_shard.shape)
-    shape[gather_dim] = gather_size
+def _grads_fake(g: _Grads) -> list[Tensor]:
+    d_x = g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0)
+    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
+
+
+def _gathered_shape(a: _Args | _Grads) -> list[int]:
+    shape = list(a.x_shard.shape)
+    shape[a.gather_dim] = a.gather_size
     return shape
 
 
-ALL_GATHER_MATMUL_BACKWARD = CustomOp(
-    "all_gather_matmul_backward(Tensor[] d_outputs, Tensor? d_gathered, Tensor x_shard, Tensor[] weights, "
-    "bool[] needs_weight, bool needs_x, str group, int gather_dim, SymInt gather_size) -> Tensor[]",
-    _compute_grads,
-    _grads_fake,
-    schedule=_grads_schedule,
+ALL_GATHER_MATMUL_BACKWARD = Op(
+    "all_gather_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
 )
 
-ALL_GATHER_MATMUL = CustomOp(
-    "all_gather_matmul(Tensor x_shard, Tensor[] weights, Tensor[] biases, bool[] has_bias, str group, "
-    "int gather_dim, SymInt gather_size, bool return_gathered) -> Tensor[]",
+ALL_GATHER_MATMUL = Op(
+    "all_gather_matmul",
+    _Args,
+    "Tensor[]",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("x_shard", "weights"),
+    backward=_backward,
+    materialize_grads=False,  # an output nobody used costs nothing
 )

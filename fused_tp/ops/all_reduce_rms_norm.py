@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.norm import rms_norm_backward
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.transport.base import accumulate_dtype
 
 
 def all_reduce_rms_norm(
@@ -42,18 +42,26 @@ def all_reduce_rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    partial = to_residual_dtype(partial, residual)
-    check_tensor("partial", partial)
-    check_norm("partial", partial, partial.shape, residual, norm_weight, eps)
-    normed, new_residual = ALL_REDUCE_RMS_NORM(partial, residual, norm_weight, float(eps), group_identity(group)[0])
+    normed, new_residual = ALL_REDUCE_RMS_NORM(partial, residual, norm_weight, eps, group)
     return normed, new_residual
 
 
-def to_residual_dtype(partial: Any, residual: Any) -> Any:
-    """Under autocast matmuls give float16 or bfloat16 while the residual stream stays float32, as the sum then does."""
+class _Args(NamedTuple):
+    partial: Tensor
+    residual: Tensor
+    norm_weight: Tensor
+    eps: float
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    partial, residual, norm_weight, eps, group = a
+    # Under autocast matmuls give float16 or bfloat16 while the residual stream stays float32, as the sum then does.
     if isinstance(partial, Tensor) and isinstance(residual, Tensor) and torch.is_autocast_enabled(partial.device.type):
-        return partial.to(residual.dtype)
-    return partial
+        partial = partial.to(residual.dtype)
+    check_tensor("partial", partial)
+    check_norm("partial", partial, partial.shape, residual, norm_weight, eps)
+    return _Args(partial, residual, norm_weight, float(eps), group)
 
 
 def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_weight: Any, eps: Any) -> None:
@@ -68,43 +76,52 @@ def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_wei
         raise ValueError(f"eps is {eps}; it must be positive, or a row of zeros would be divided by zero.")
 
 
-def _schedule(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> Schedule:
-    columns = partial.shape[-1]
-    rows = partial.numel() // max(1, columns)
-    return select_schedule(
-        "all_reduce_rms_norm", group_by_name(group), partial.dtype, partial.device, rows, None, columns
-    )
+def _key(a: _Args) -> DispatchKey:
+    *rows, n = a.partial.shape
+    return DispatchKey("all_reduce_rms_norm", a.partial.dtype, a.partial.device, prod(rows), None, n)
 
 
-def _forward(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
-    schedule = _schedule(partial, residual, norm_weight, eps, group)
-    return schedule.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    return schedule.all_reduce_rms_norm(a.partial, a.residual, a.norm_weight, a.eps)
 
 
-def _fake(partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
-    return partial.new_empty(partial.shape), partial.new_empty(partial.shape)
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    _, _, norm_weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(output[1], norm_weight)
-    ctx.needs_stream = inputs[0].requires_grad or inputs[1].requires_grad
-    ctx.needs_weight = norm_weight.requires_grad
+def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
+    """Both halves are local."""
+    (new_residual,), norm_weight, needs = s.outputs, s.args.norm_weight, s.needs
+    d_h, d_weight = rms_norm_backward(d_normed, new_residual, norm_weight, s.args.eps)
+    d_stream = (d_h + d_new_residual).to(new_residual.dtype) if needs.partial or needs.residual else None
+    return {
+        "partial": d_stream,
+        "residual": d_stream,
+        "norm_weight": d_weight.to(norm_weight.dtype) if needs.norm_weight else None,
+    }
 
 
-def _backward(ctx: Any, d_normed: Tensor, d_new_residual: Tensor) -> tuple[Any, ...]:
-    new_residual, norm_weight = ctx.saved_tensors
-    d_h, d_weight = rms_norm_backward(d_normed, new_residual, norm_weight, ctx.eps)
-    d_stream = (d_h + d_new_residual).to(new_residual.dtype) if ctx.needs_stream else None
-    return d_stream, d_stream, d_weight.to(norm_weight.dtype) if ctx.needs_weight else None, None, None
+def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """d(new_residual), d(norm_weight) of normed = h * rsqrt(mean(h^2) + eps) * weight, in float32 or float64."""
+    dtype = accumulate_dtype(new_residual.dtype)
+    h, d = new_residual.to(dtype), d_normed.to(dtype)
+    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    h_hat = h * scale
+    d_hat = d * norm_weight.to(dtype)
+    d_h = scale * (d_hat - h_hat * (d_hat * h_hat).mean(-1, keepdim=True))
+    d_weight = (d * h_hat).flatten(0, -2).sum(0)
+    return d_h, d_weight
 
 
-ALL_REDUCE_RMS_NORM = CustomOp(
-    "all_reduce_rms_norm(Tensor partial, Tensor residual, Tensor norm_weight, float eps, str group) "
-    "-> (Tensor, Tensor)",
+ALL_REDUCE_RMS_NORM = Op(
+    "all_reduce_rms_norm",
+    _Args,
+    "(Tensor, Tensor)",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("norm_weight",),
+    saves_outputs=(1,),
+    backward=_backward,
 )

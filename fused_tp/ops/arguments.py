@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fused_tp.runtime.partition import shard_range
+from fused_tp.schedules.gemm import bias_grad
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -65,22 +66,65 @@ def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "
         check_shape(f"bias{suffix}", bias, weight.shape[:1], f"one for each row of weight{suffix}")
 
 
-def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
-    """Weight and bias as lists of equal length, as callers may give one weight or several that read the same input."""
+def check_linears(
+    x_name: str, x: Tensor, weights: Sequence[Any], biases: Sequence[Any], has_bias: Sequence[bool]
+) -> None:
+    """`check_linear` of every weight, with those biases that there are."""
+    for i, (weight, bias) in enumerate(zip(weights, spread(biases, has_bias), strict=True)):
+        check_linear(x_name, x, weight, bias, f"[{i}]" if len(weights) > 1 else "")
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
+    # Of meta, which autocast does not know, torch would raise.
+    if isinstance(x, Tensor) and (device := x.device.type) != "meta" and torch.is_autocast_enabled(device):
+        return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+    return None
+
+
+def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+    """Floating-point tensors in `dtype`, differentiably; anything else as it is, for the checks to refuse."""
+    return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
+
+
+def cast_lists(dtype: torch.dtype, x: Any, *lists: Sequence[Any]) -> tuple[Any, ...]:
+    """`cast` of a tensor and of lists of them."""
+    return (*cast(dtype, x), *(cast(dtype, *one) for one in lists))
+
+
+def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
+    """Weights, the biases that there are, and which weights have one, of one weight or several that read one input.
+
+    autograd follows lists of tensors, and none in which some are None.
+    """
     if not isinstance(weight, (list, tuple)):
         if isinstance(bias, (list, tuple)):
             raise TypeError(f"bias is a {type(bias).__name__}, but weight is a single tensor; pass one bias or None.")
-        return [weight], [bias]
+        return [weight], [] if bias is None else [bias], [bias is not None]
     if not weight:
         raise ValueError("weight is an empty list; pass at least one weight.")
     if bias is None:
-        return list(weight), [None] * len(weight)
+        return list(weight), [], [False] * len(weight)
     if not isinstance(bias, (list, tuple)) or len(bias) != len(weight):
         given = f"a list of {len(bias)}" if isinstance(bias, (list, tuple)) else type(bias).__name__
         raise ValueError(
             f"bias is {given}, but weight is a list of {len(weight)}; pass a bias or None for each weight."
         )
-    return list(weight), list(bias)
+    return list(weight), [b for b in bias if b is not None], [b is not None for b in bias]
+
+
+def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
+    """A bias or None for each weight, from what `as_lists` has made of them."""
+    given = iter(biases)
+    return [next(given) if has else None for has in has_bias]
+
+
+def bias_grads(
+    d_outputs: Sequence[Tensor | None], has_bias: Sequence[bool], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """A gradient or None for each of the biases that there are."""
+    owners = [d for d, has in zip(d_outputs, has_bias, strict=False) if has]
+    return [bias_grad(d) if needed and d is not None else None for d, needed in zip(owners, needs, strict=True)]
 
 
 def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:

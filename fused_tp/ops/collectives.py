@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
 
 from fused_tp.ops.arguments import any_dim, check_tensor, total_size
-from fused_tp.ops.custom_op import CustomOp
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
@@ -40,11 +39,7 @@ def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int 
     Example:
         x = all_gather(x_shard_m, 0, group=mesh["tp"])
     """
-    check_tensor("x_shard", x_shard)
-    dim = any_dim("dim", dim, "x_shard", x_shard)
-    name, size, rank = group_identity(group)
-    total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    result: Tensor = ALL_GATHER(x_shard, dim, total, name)
+    result: Tensor = ALL_GATHER(x_shard, dim, gather_size, group)
     return result
 
 
@@ -65,8 +60,7 @@ def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     Example:
         y_shard_m = reduce_scatter(partial, 0, group=mesh["tp"])
     """
-    check_tensor("x", x)
-    result: Tensor = REDUCE_SCATTER(x, any_dim("dim", dim, "x", x), group_identity(group)[0])
+    result: Tensor = REDUCE_SCATTER(x, dim, group)
     return result
 
 
@@ -86,8 +80,7 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
     Example:
         y = all_reduce(partial, group=mesh["tp"])
     """
-    check_tensor("x", x, least_dims=0)
-    result: Tensor = ALL_REDUCE(x, group_identity(group)[0])
+    result: Tensor = ALL_REDUCE(x, group)
     return result
 
 
@@ -154,109 +147,111 @@ def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | No
 # -- custom ops: what moves -------------------------------------------------------------------------------------------
 
 
-def _schedule(op: str, x: Tensor, shape: Sequence[int], group: str) -> Schedule:
+class _AllGather(NamedTuple):
+    x_shard: Tensor
+    dim: int
+    gather_size: SymInt
+    group: AnyGroup
+
+
+class _ReduceScatter(NamedTuple):
+    x: Tensor
+    dim: int
+    group: AnyGroup
+
+
+class _AllReduce(NamedTuple):
+    x: Tensor
+    group: AnyGroup
+
+
+def _key(op: str, x: Tensor, shape: Sequence[int]) -> DispatchKey:
     """By the `shape` of the tensor that is the same on all ranks: by that of a shard the ranks might choose apart."""
     rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
-    return select_schedule(op, group_by_name(group), x.dtype, x.device, rows, None, columns)
+    return DispatchKey(op, x.dtype, x.device, rows, None, columns)
 
 
-def _all_gather_schedule(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Schedule:
-    return _schedule("all_gather", x_shard, _gathered_shape(x_shard, dim, gather_size), group)
+def _prepare_all_gather(a: _AllGather) -> _AllGather:
+    check_tensor("x_shard", a.x_shard)
+    dim = any_dim("dim", a.dim, "x_shard", a.x_shard)
+    _, size, rank = group_identity(a.group)
+    what = f"x_shard along dim {dim}"
+    return _AllGather(
+        a.x_shard, dim, total_size("gather_size", a.gather_size, a.x_shard.shape[dim], size, rank, what), a.group
+    )
 
 
-def _all_gather(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Tensor:
-    schedule = _all_gather_schedule(x_shard, dim, gather_size, group)
-    x = schedule.all_gather(x_shard, gather_dim=dim, gather_size=gather_size).wait()
-    return x_shard.clone() if x is x_shard else x
+def _all_gather(schedule: Schedule, a: _AllGather) -> Tensor:
+    x = schedule.all_gather(a.x_shard, gather_dim=a.dim, gather_size=a.gather_size).wait()
+    return a.x_shard.clone() if x is a.x_shard else x
 
 
-def _all_gather_fake(x_shard: Tensor, dim: int, gather_size: int, group: str) -> Tensor:
-    return x_shard.new_empty(_gathered_shape(x_shard, dim, gather_size))
-
-
-def _gathered_shape(x_shard: Tensor, dim: int, gather_size: int) -> list[int]:
-    shape = list(x_shard.shape)
-    shape[dim] = gather_size
+def _gathered_shape(a: _AllGather) -> list[int]:
+    shape = list(a.x_shard.shape)
+    shape[a.dim] = a.gather_size
     return shape
 
 
-def _all_gather_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, ctx.dim, _, ctx.group = inputs
+def _prepare_reduce_scatter(a: _ReduceScatter) -> _ReduceScatter:
+    check_tensor("x", a.x)
+    return _ReduceScatter(a.x, any_dim("dim", a.dim, "x", a.x), a.group)
 
 
-def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return REDUCE_SCATTER(grad, ctx.dim, ctx.group), None, None, None
+def _reduce_scatter_fake(a: _ReduceScatter) -> Tensor:
+    group, shape = group_by_name(a.group), list(a.x.shape)
+    shape[a.dim] = shard_sizes(shape[a.dim], group.size)[group.rank]
+    return a.x.new_empty(shape)
 
 
-def _reduce_scatter_schedule(x: Tensor, dim: int, group: str) -> Schedule:
-    return _schedule("reduce_scatter", x, x.shape, group)
+def _prepare_all_reduce(a: _AllReduce) -> _AllReduce:
+    check_tensor("x", a.x, least_dims=0)
+    return a
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
-    return _reduce_scatter_schedule(x, dim, group).reduce_scatter(x, scatter_dim=dim)
+def _all_gather_backward(s: Saved[_AllGather], grad: Tensor) -> dict[str, Any]:
+    return {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None}
 
 
-def _reduce_scatter_fake(x: Tensor, dim: int, group: str) -> Tensor:
-    known = group_by_name(group)
-    shape = list(x.shape)
-    shape[dim] = shard_sizes(shape[dim], known.size)[known.rank]
-    return x.new_empty(shape)
+def _reduce_scatter_backward(s: Saved[_ReduceScatter], grad: Tensor) -> dict[str, Any]:
+    size: Any = s.shapes.x
+    return {"x": ALL_GATHER(grad, s.args.dim, size[s.args.dim], s.args.group) if s.needs.x else None}
 
 
-def _reduce_scatter_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, ctx.dim, ctx.group = inputs
-    ctx.size = x.shape[ctx.dim]
+def _all_reduce_backward(s: Saved[_AllReduce], grad: Tensor) -> dict[str, Any]:
+    return {"x": grad if s.needs.x else None}
 
 
-def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return ALL_GATHER(grad, ctx.dim, ctx.size, ctx.group), None, None
-
-
-def _all_reduce_schedule(x: Tensor, group: str) -> Schedule:
-    return _schedule("all_reduce", x, x.shape, group)
-
-
-def _all_reduce(x: Tensor, group: str) -> Tensor:
-    return _all_reduce_schedule(x, group).all_reduce(x)
-
-
-def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _all_reduce_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    pass
-
-
-def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return grad, None
-
-
-ALL_GATHER = CustomOp(
-    "all_gather(Tensor x_shard, int dim, SymInt gather_size, str group) -> Tensor",
+ALL_GATHER = Op(
+    "all_gather",
+    _AllGather,
+    "Tensor",
     _all_gather,
-    _all_gather_fake,
-    _all_gather_setup,
-    _all_gather_backward,
-    _all_gather_schedule,
+    lambda a: a.x_shard.new_empty(_gathered_shape(a)),
+    key=lambda a: _key("all_gather", a.x_shard, _gathered_shape(a)),
+    prepare=_prepare_all_gather,
+    backward=_all_gather_backward,
 )
 
-REDUCE_SCATTER = CustomOp(
-    "reduce_scatter(Tensor x, int dim, str group) -> Tensor",
-    _reduce_scatter,
+REDUCE_SCATTER = Op(
+    "reduce_scatter",
+    _ReduceScatter,
+    "Tensor",
+    lambda schedule, a: schedule.reduce_scatter(a.x, scatter_dim=a.dim),
     _reduce_scatter_fake,
-    _reduce_scatter_setup,
-    _reduce_scatter_backward,
-    _reduce_scatter_schedule,
+    key=lambda a: _key("reduce_scatter", a.x, a.x.shape),
+    prepare=_prepare_reduce_scatter,
+    backward=_reduce_scatter_backward,
 )
 
-ALL_REDUCE = CustomOp(
-    "all_reduce(Tensor x, str group) -> Tensor",
-    _all_reduce,
-    _all_reduce_fake,
-    _all_reduce_setup,
-    _all_reduce_backward,
-    _all_reduce_schedule,
+ALL_REDUCE = Op(
+    "all_reduce",
+    _AllReduce,
+    "Tensor",
+    lambda schedule, a: schedule.all_reduce(a.x),
+    lambda a: a.x.new_empty(a.x.shape),
+    key=lambda a: _key("all_reduce", a.x, a.x.shape),
+    prepare=_prepare_all_reduce,
+    backward=_all_reduce_backward,
 )
 
 
@@ -271,7 +266,7 @@ class _CopyToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ALL_REDUCE(grad, ctx.group), None
+        return ALL_REDUCE.named(grad, ctx.group), None
 
 
 class _Scatter(Function):
@@ -284,14 +279,14 @@ class _Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ALL_GATHER(grad, ctx.dim, ctx.total, ctx.group), None, None, None, None
+        return ALL_GATHER.named(grad, ctx.dim, ctx.total, ctx.group), None, None, None, None
 
 
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x_shard: Tensor, dim: int, total: int, group: str, size: int, rank: int) -> Any:
         ctx.dim, ctx.own = dim, shard_range(total, size, rank)
-        return ALL_GATHER(x_shard, dim, total, group)
+        return ALL_GATHER.named(x_shard, dim, total, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from fused_tp.ops.arguments import as_lists, check_linear, check_tensor
-from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.ops.gradients import bias_grad, weight_grad
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.ops.arguments import (
+    as_lists,
+    autocast_dtype,
+    bias_grads,
+    cast_lists,
+    check_linears,
+    check_tensor,
+    spread,
+)
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.gemm import weight_grad
 
 
 @overload
@@ -57,113 +63,111 @@ def column_parallel_matmul(
 
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
-    weights, biases = as_lists(weight, bias)
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, *cast_all = cast(dtype, x, *weights, *biases)
-        weights, biases = cast_all[: len(weights)], cast_all[len(weights) :]
-    check_tensor("x", x)
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        check_linear("x", x, w, b, f"[{i}]" if len(weights) > 1 else "")
-    given = [b for b in biases if b is not None]
-    has_bias = [b is not None for b in biases]
-    outputs: list[Tensor] = COLUMN_PARALLEL_MATMUL(x, weights, given, has_bias, group_identity(group)[0])
+    weights, biases, has_bias = as_lists(weight, bias)
+    outputs: list[Tensor] = COLUMN_PARALLEL_MATMUL(x, weights, biases, has_bias, group)
     return outputs if isinstance(weight, (list, tuple)) else outputs[0]
 
 
-def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], has_bias: list[bool], group: str) -> list[Tensor]:
-    given = iter(biases)
-    return [
-        torch.nn.functional.linear(x, w, next(given) if has else None) for w, has in zip(weights, has_bias, strict=True)
-    ]
+class _Args(NamedTuple):
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+    has_bias: list[bool]
+    group: AnyGroup
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], has_bias: list[bool], group: str) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-1], w.shape[0])) for w in weights]
+class _Grads(NamedTuple):
+    d_outputs: list[Tensor]
+    x: Tensor
+    weights: list[Tensor]
+    needs_weight: list[bool]
+    needs_x: bool
+    group: AnyGroup
 
 
-def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    x, weights, biases, has_bias, group = inputs
-    ctx.set_materialize_grads(False)  # an output nobody used costs nothing
-    ctx.save_for_backward(x, *weights)
-    ctx.needs_x = x.requires_grad
-    ctx.needs_weight = [w.requires_grad for w in weights]
-    ctx.needs_bias = [b.requires_grad for b in biases]
-    ctx.has_bias = has_bias
-    ctx.group = group
-    ctx.main_grads = main_grads(weights)
+def _prepare(a: _Args) -> _Args:
+    x, weights, biases, has_bias, group = a
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weights, biases = cast_lists(dtype, x, weights, biases)
+    check_tensor("x", x)
+    check_linears("x", x, weights, biases, has_bias)
+    group_identity(group)  # which refuses what is no group
+    return _Args(x, weights, biases, has_bias, group)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
+def _forward(schedule: None, a: _Args) -> list[Tensor]:
+    return [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)]
+
+
+def _fake(a: _Args) -> list[Tensor]:
+    return [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights]
+
+
+def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
+    a, needs = s.args, s.needs
     used = [i for i, d in enumerate(grads) if d is not None]
-    needs_x = ctx.needs_x and bool(used)
-    which = [i for i in used if ctx.needs_weight[i]]
+    needs_x = needs.x and bool(used)
     d_x, *d_weights = COLUMN_PARALLEL_MATMUL_BACKWARD(
         [grads[i] for i in used],
-        x,
-        [weights[i] for i in used],
-        [ctx.needs_weight[i] for i in used],
+        a.x,
+        [a.weights[i] for i in used],
+        [needs.weights[i] for i in used],
         needs_x,
-        ctx.group,
+        a.group,
     )
-    weight_grads: list[Tensor | None] = [None] * len(weights)
-    for i, d in zip(which, d_weights, strict=True):
-        weight_grads[i] = deliver(d, ctx.main_grads[i])
-    bias_owners = [i for i, has in enumerate(ctx.has_bias) if has]
-    bias_grads = [
-        bias_grad(d) if needs and (d := grads[i]) is not None else None
-        for i, needs in zip(bias_owners, ctx.needs_bias, strict=True)
-    ]
-    return d_x if needs_x else None, weight_grads, bias_grads, None, None
+    given = iter(d_weights)
+    return {
+        "x": d_x if needs_x else None,
+        "weights": [next(given) if i in used and needed else None for i, needed in enumerate(needs.weights)],
+        "biases": bias_grads(grads, a.has_bias, needs.biases),
+    }
 
 
-def _grads_schedule(
-    d_outputs: list[Tensor], x: Tensor, weights: list[Tensor], needs_weight: list[bool], needs_x: bool, group: str
-) -> Schedule | None:
-    if not needs_x:
-        return None
-    rows = prod(x.shape[:-1])
-    return select_schedule("matmul_all_reduce", group_by_name(group), x.dtype, x.device, rows, None, x.shape[-1])
+# -- backward: dx is a matmul_all_reduce, and dW is computed while that runs ------------------------------------------
 
 
-def _compute_grads(
-    d_outputs: list[Tensor], x: Tensor, weights: list[Tensor], needs_weight: list[bool], needs_x: bool, group: str
-) -> list[Tensor]:
+def grad_input(schedule: Schedule, g: _Grads, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """dx: dY @ W summed over ranks."""
+    products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
+    return schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
+
+
+def grad_weight(g: _Grads) -> list[Tensor]:
+    """dW = dY^T @ x of the weights that need one."""
+    return [weight_grad(d, g.x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs]
+
+
+def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
     """[dx (empty where not needed), *dW of the weights that need one]."""
-    d_weights: list[Tensor] = []
-
-    def compute_weight_grads() -> None:
-        d_weights.extend(weight_grad(d, x) for d, needs in zip(d_outputs, needs_weight, strict=True) if needs)
-
-    schedule = _grads_schedule(d_outputs, x, weights, needs_weight, needs_x, group)
     if schedule is None:
-        compute_weight_grads()
-        return [x.new_empty(0), *d_weights]
-    products = [(d, w.t()) for d, w in zip(d_outputs, weights, strict=True)]
-    d_x = schedule.matmul_all_reduce(products, None, meanwhile=compute_weight_grads)
-    return [d_x, *d_weights]
+        return [g.x.new_empty(0), *grad_weight(g)]
+    d_weights: list[Tensor] = []
+    return [grad_input(schedule, g, lambda: d_weights.extend(grad_weight(g))), *d_weights]
 
 
-def _grads_fake(
-    d_outputs: list[Tensor], x: Tensor, weights: list[Tensor], needs_weight: list[bool], needs_x: bool, group: str
-) -> list[Tensor]:
-    d_x = x.new_empty(x.shape if needs_x else 0)
-    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(weights, needs_weight, strict=True) if needs)]
+def _grads_key(g: _Grads) -> DispatchKey | None:
+    rows, k = prod(g.x.shape[:-1]), g.x.shape[-1]
+    return DispatchKey("matmul_all_reduce", g.x.dtype, g.x.device, rows, None, k) if g.needs_x else None
 
 
-COLUMN_PARALLEL_MATMUL_BACKWARD = CustomOp(
-    "column_parallel_matmul_backward(Tensor[] d_outputs, Tensor x, Tensor[] weights, bool[] needs_weight, "
-    "bool needs_x, str group) -> Tensor[]",
-    _compute_grads,
-    _grads_fake,
-    schedule=_grads_schedule,
+def _grads_fake(g: _Grads) -> list[Tensor]:
+    d_x = g.x.new_empty(g.x.shape if g.needs_x else 0)
+    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
+
+
+COLUMN_PARALLEL_MATMUL_BACKWARD = Op(
+    "column_parallel_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
 )
 
-COLUMN_PARALLEL_MATMUL = CustomOp(
-    "column_parallel_matmul(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str group) -> Tensor[]",
+COLUMN_PARALLEL_MATMUL = Op(
+    "column_parallel_matmul",
+    _Args,
+    "Tensor[]",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
+    prepare=_prepare,
+    saves=("x", "weights"),
+    backward=_backward,
+    materialize_grads=False,  # an output nobody used costs nothing
 )

@@ -15,7 +15,7 @@ from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import Scores
-from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor
+from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import (
     ScoreKeywords,
     check_per_head,
@@ -23,7 +23,6 @@ from fused_tp.ops.attention_arguments import (
     checked_softcap,
     checked_window,
 )
-from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError

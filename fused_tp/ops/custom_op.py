@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from fused_tp.ops.op import LIBRARY
 from fused_tp.runtime.tracing import recording, span
-
-LIBRARY = torch.library.Library("fused_tp", "DEF")
 
 _PLAIN = frozenset({Tensor, Parameter})
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_linear
-from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.ops.gradients import bias_grad, weight_grad
-from fused_tp.ops.repeated_call import repeated_call
-from fused_tp.runtime.group import GroupLike, group_by_name, group_name
+from fused_tp.ops.arguments import autocast_dtype, cast, check_linear
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import linear
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.gemm import bias_grad, linear, weight_grad
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:
@@ -41,55 +36,57 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
-    if bias is None:
-        again = repeated_call(MATMUL_ALL_REDUCE.name, x, weight, group)
-        if again is not None:
-            return again(x, weight)
+    result: Tensor = MATMUL_ALL_REDUCE(x, weight, bias, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x, weight, bias, group = a
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
     check_linear("x", x, weight, bias)
-    result: Tensor = MATMUL_ALL_REDUCE(x, weight, bias, group_name(group))
-    return result
+    return _Args(x, weight, bias, group)
 
 
-def _schedule(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Schedule:
-    return select_schedule(
-        "matmul_all_reduce", group_by_name(group), x.dtype, x.device, prod(x.shape[:-1]), None, weight.shape[0]
-    )
+def _key(a: _Args) -> DispatchKey:
+    rows, n = a.x.shape[:-1].numel(), a.weight.shape[0]
+    return DispatchKey("matmul_all_reduce", a.x.dtype, a.x.device, rows, None, n)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return _schedule(x, weight, bias, group).matmul_all_reduce([(x, weight)], bias)
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    return schedule.matmul_all_reduce([(a[0], a[1])], a[2])
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _fake(a: _Args) -> Tensor:
+    return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]))
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.needs = (x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-    ctx.main_grads = main_grads([weight])
+def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+    """Both halves are local."""
+    a, needs = s.args, s.needs
+    return {
+        "x": linear(d_output, a.weight.t()) if needs.x else None,
+        "weight": weight_grad(d_output, a.x) if needs.weight else None,
+        "bias": bias_grad(d_output) if needs.bias else None,
+    }
 
 
-def _backward(ctx: Any, d_output: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs
-    return (
-        linear(d_output, weight.t()) if needs_x else None,
-        deliver(weight_grad(d_output, x), ctx.main_grads[0]) if needs_weight else None,
-        bias_grad(d_output) if needs_bias else None,
-        None,
-    )
-
-
-MATMUL_ALL_REDUCE = CustomOp(
-    "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
+MATMUL_ALL_REDUCE = Op(
+    "matmul_all_reduce",
+    _Args,
+    "Tensor",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("x", "weight"),
+    backward=_backward,
 )

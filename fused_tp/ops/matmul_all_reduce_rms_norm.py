@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.all_reduce_rms_norm import check_norm
-from fused_tp.ops.arguments import check_linear, check_tensor
-from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.ops.gradients import weight_grad
+from fused_tp.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
+from fused_tp.ops.arguments import autocast_dtype, cast, check_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.norm import add_rms_norm, rms_norm_backward
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike
+from fused_tp.schedules.base import Schedule, add_rms_norm
+from fused_tp.schedules.gemm import weight_grad
 
 
 def matmul_all_reduce_rms_norm(
@@ -48,70 +45,72 @@ def matmul_all_reduce_rms_norm(
     Source: as `all_reduce_rms_norm`.
     """
     dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight = cast(dtype, x, weight)
-    check_tensor("x", x)
-    check_linear("x", x, weight, None)
-    shape = (*x.shape[:-1], weight.shape[0])
     if dtype is not None and isinstance(residual, Tensor) and residual.dtype != dtype:
-        check_norm("residual", residual, shape, residual, norm_weight, eps)
+        x, weight = cast(dtype, x, weight)
+        check_linear("x", x, weight, None)
+        check_norm("residual", residual, (*x.shape[:-1], weight.shape[0]), residual, norm_weight, eps)
         # Two dtypes in one kernel is for no schedule to carry; the norm after the fused matmul is cheap.
         return add_rms_norm(matmul_all_reduce(x, weight, group=group), residual, norm_weight, float(eps))
-    check_norm("x", x, shape, residual, norm_weight, eps)
-    normed, new_residual = MATMUL_ALL_REDUCE_RMS_NORM(
-        x, weight, residual, norm_weight, float(eps), group_identity(group)[0]
-    )
+    normed, new_residual = MATMUL_ALL_REDUCE_RMS_NORM(x, weight, residual, norm_weight, eps, group)
     return normed, new_residual
 
 
-def _schedule(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str) -> Schedule:
-    rows = prod(x.shape[:-1])
-    return select_schedule(
-        "matmul_all_reduce_rms_norm", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
-    )
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    residual: Tensor
+    norm_weight: Tensor
+    eps: float
+    group: AnyGroup
 
 
-def _forward(
-    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    schedule = _schedule(x, weight, residual, norm_weight, eps, group)
-    return schedule.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+def _prepare(a: _Args) -> _Args:
+    x, weight, residual, norm_weight, eps, group = a
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight = cast(dtype, x, weight)
+    check_linear("x", x, weight, None)
+    check_norm("x", x, (*x.shape[:-1], weight.shape[0]), residual, norm_weight, eps)
+    return _Args(x, weight, residual, norm_weight, float(eps), group)
 
 
-def _fake(
-    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+def _key(a: _Args) -> DispatchKey:
+    rows, n = prod(a.x.shape[:-1]), a.weight.shape[0]
+    return DispatchKey("matmul_all_reduce_rms_norm", a.x.dtype, a.x.device, rows, None, n)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    x, weight, residual, norm_weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(x, weight, output[1], norm_weight)
-    ctx.needs = tuple(t.requires_grad for t in (x, weight, residual, norm_weight))
-    ctx.main_grads = main_grads([weight])
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    return schedule.matmul_all_reduce_rms_norm(a.x, a.weight, a.residual, a.norm_weight, a.eps)
 
 
-def _backward(ctx: Any, d_normed: Tensor, d_new_residual: Tensor) -> tuple[Any, ...]:
-    x, weight, new_residual, norm_weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_residual, needs_norm_weight = ctx.needs
-    d_h, d_norm_weight = rms_norm_backward(d_normed, new_residual, norm_weight, ctx.eps)
-    d_stream = (d_h + d_new_residual).to(new_residual.dtype)
-    return (
-        d_stream @ weight if needs_x else None,
-        deliver(weight_grad(d_stream, x), ctx.main_grads[0]) if needs_weight else None,
-        d_stream if needs_residual else None,
-        d_norm_weight.to(norm_weight.dtype) if needs_norm_weight else None,
-        None,
-        None,
-    )
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape)
 
 
-MATMUL_ALL_REDUCE_RMS_NORM = CustomOp(
-    "matmul_all_reduce_rms_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, float eps, str group) "
-    "-> (Tensor, Tensor)",
+def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
+    """Both halves are local; the second reuses the gradient of the residual stream."""
+    a, (new_residual,), needs = s.args, s.outputs, s.needs
+    if s.kept is None:
+        d_h, d_norm_weight = rms_norm_backward(d_normed, new_residual, a.norm_weight, a.eps)
+        s.kept = (d_h + d_new_residual).to(new_residual.dtype), d_norm_weight
+    d_stream, d_norm_weight = s.kept
+    return {
+        "x": d_stream @ a.weight if needs.x else None,
+        "weight": weight_grad(d_stream, a.x) if needs.weight else None,
+        "residual": d_stream if needs.residual else None,
+        "norm_weight": d_norm_weight.to(a.norm_weight.dtype) if needs.norm_weight else None,
+    }
+
+
+MATMUL_ALL_REDUCE_RMS_NORM = Op(
+    "matmul_all_reduce_rms_norm",
+    _Args,
+    "(Tensor, Tensor)",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("x", "weight", "norm_weight"),
+    saves_outputs=(1,),
+    backward=_backward,
 )

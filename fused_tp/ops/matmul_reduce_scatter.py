@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_linear, check_tensor, token_dim
-from fused_tp.ops.context import autocast_dtype, cast, deliver, main_grads
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.ops.gradients import bias_grad, weight_grad
-from fused_tp.runtime.group import Group, GroupLike, group_by_name, group_identity
+from fused_tp.ops.arguments import autocast_dtype, cast, check_linear, check_tensor, token_dim
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike, group_by_name
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
+from fused_tp.schedules.gemm import bias_grad, weight_grad
 
 
 def matmul_reduce_scatter(
@@ -48,110 +46,108 @@ def matmul_reduce_scatter(
 
     Source: as `all_gather_matmul`.
     """
+    result: Tensor = MATMUL_REDUCE_SCATTER(x, weight, bias, scatter_dim, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scatter_dim: int
+    group: AnyGroup
+
+
+class _Grads(NamedTuple):
+    d_shard: Tensor
+    x: Tensor
+    weight: Tensor
+    needs_x: bool
+    needs_d_output: bool
+    scatter_dim: int
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x, weight, bias, scatter_dim, group = a
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
     check_tensor("x", x, least_dims=2)
     check_linear("x", x, weight, bias)
-    dim = token_dim("scatter_dim", scatter_dim, "x", x)
-    result: Tensor = MATMUL_REDUCE_SCATTER(x, weight, bias, group_identity(group)[0], dim)
-    return result
+    return _Args(x, weight, bias, token_dim("scatter_dim", scatter_dim, "x", x), group)
 
 
-def _schedule(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Schedule:
-    rows = prod(x.shape[:-1])
-    return select_schedule(
-        "matmul_reduce_scatter", group_by_name(group), x.dtype, x.device, rows, None, weight.shape[0]
+def _key(a: _Args) -> DispatchKey:
+    return DispatchKey("matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.x.shape[:-1]), None, a.weight.shape[0])
+
+
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    return schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim)
+
+
+def _fake(a: _Args) -> Tensor:
+    group = group_by_name(a.group)
+    shape = [*a.x.shape[:-1], a.weight.shape[0]]
+    shape[a.scatter_dim] = shard_sizes(shape[a.scatter_dim], group.size)[group.rank]
+    return a.x.new_empty(shape)
+
+
+def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
+    a, needs, found = s.args, s.needs, dict[str, Any]()
+    if needs.x or (s.kept is None and (needs.weight or needs.bias)):
+        keep = s.all_needs.weight or s.all_needs.bias
+        results = MATMUL_REDUCE_SCATTER_BACKWARD(d_shard, a.x, a.weight, needs.x, keep, a.scatter_dim, a.group)
+        found["x"] = results[0] if needs.x else None
+        s.kept = results[-1] if keep else None
+    if needs.weight:
+        found["weight"] = weight_grad(s.kept, a.x)
+    if needs.bias:
+        found["bias"] = bias_grad(s.kept)
+    return found
+
+
+# -- backward: dx is an all_gather_matmul of dy, and the dy it gathers gives dW and db --------------------------------
+
+
+def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
+    """Those of dx and the gathered dy that are needed."""
+    size = g.x.shape[g.scatter_dim]
+    if not g.needs_x:
+        d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
+        return [g.d_shard.clone() if d_output is g.d_shard else d_output]
+    grads, gathered = schedule.all_gather_matmul(
+        g.d_shard,
+        [g.weight.t()],
+        [None],
+        gather_dim=g.scatter_dim,
+        gather_size=size,
+        return_gathered=g.needs_d_output,
     )
+    return grads if gathered is None else [*grads, gathered]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
-    schedule = _schedule(x, weight, bias, group, scatter_dim)
-    return schedule.matmul_reduce_scatter([(x, weight)], bias, scatter_dim=scatter_dim)
+def _grads_key(g: _Grads) -> DispatchKey:
+    return DispatchKey("all_gather_matmul", g.x.dtype, g.x.device, prod(g.x.shape[:-1]), g.weight.shape[0], None)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
-    return x.new_empty(_scattered_shape(x, weight, group_by_name(group), scatter_dim))
+def _grads_fake(g: _Grads) -> list[Tensor]:
+    shapes = [(g.x.shape, g.needs_x), ((*g.x.shape[:-1], g.weight.shape[0]), g.needs_d_output)]
+    return [g.x.new_empty(shape) for shape, needed in shapes if needed]
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, weight, bias, group, scatter_dim = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.needs = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
-    ctx.where = (group, scatter_dim)
-    ctx.main_grads = main_grads([weight])
-
-
-def _backward(ctx: Any, d_shard: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    grads = iter(MATMUL_REDUCE_SCATTER_BACKWARD(d_shard, x, weight, ctx.needs, *ctx.where))
-    d_x, d_weight, d_bias = (next(grads) if needs else None for needs in ctx.needs)
-    if d_weight is not None:
-        d_weight = deliver(d_weight, ctx.main_grads[0])
-    return d_x, d_weight, d_bias, None, None
-
-
-def _grads_schedule(
-    d_shard: Tensor, x: Tensor, weight: Tensor, needs: list[bool], group: str, scatter_dim: int
-) -> Schedule:
-    rows = prod(x.shape[:-1])
-    return select_schedule("all_gather_matmul", group_by_name(group), x.dtype, x.device, rows, weight.shape[0], None)
-
-
-def _compute_grads(
-    d_shard: Tensor, x: Tensor, weight: Tensor, needs: list[bool], group: str, scatter_dim: int
-) -> list[Tensor]:
-    """Those of dx, dW, db that are needed."""
-    needs_x, needs_weight, needs_bias = needs
-    gather_size = x.shape[scatter_dim]
-    schedule = _grads_schedule(d_shard, x, weight, needs, group, scatter_dim)
-    grads: list[Tensor] = []
-    if needs_x:
-        grads, d_output = schedule.all_gather_matmul(
-            d_shard,
-            [weight.t()],
-            [None],
-            gather_dim=scatter_dim,
-            gather_size=gather_size,
-            return_gathered=needs_weight or needs_bias,
-        )
-    else:
-        d_output = schedule.all_gather(d_shard, gather_dim=scatter_dim, gather_size=gather_size).wait()
-    if needs_weight:
-        assert d_output is not None
-        grads.append(weight_grad(d_output, x))
-    if needs_bias:
-        assert d_output is not None
-        grads.append(bias_grad(d_output))
-    return grads
-
-
-def _grads_fake(
-    d_shard: Tensor, x: Tensor, weight: Tensor, needs: list[bool], group: str, scatter_dim: int
-) -> list[Tensor]:
-    shapes = [x.shape, weight.shape, weight.shape[:1]]
-    return [x.new_empty(shape) for shape, needed in zip(shapes, needs, strict=True) if needed]
-
-
-def _scattered_shape(x: Tensor, weight: Tensor, group: Group, scatter_dim: int) -> list[int]:
-    shape = [*x.shape[:-1], weight.shape[0]]
-    shape[scatter_dim] = shard_sizes(shape[scatter_dim], group.size)[group.rank]
-    return shape
-
-
-MATMUL_REDUCE_SCATTER_BACKWARD = CustomOp(
-    "matmul_reduce_scatter_backward(Tensor d_shard, Tensor x, Tensor weight, bool[] needs, str group, "
-    "int scatter_dim) -> Tensor[]",
-    _compute_grads,
-    _grads_fake,
-    schedule=_grads_schedule,
+MATMUL_REDUCE_SCATTER_BACKWARD = Op(
+    "matmul_reduce_scatter_backward", _Grads, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
 )
 
-MATMUL_REDUCE_SCATTER = CustomOp(
-    "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int scatter_dim) -> Tensor",
+MATMUL_REDUCE_SCATTER = Op(
+    "matmul_reduce_scatter",
+    _Args,
+    "Tensor",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("x", "weight"),
+    backward=_backward,
 )

@@ -18,6 +18,7 @@ from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
 from fused_tp.attention.ring_messages import MessageRing
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import SCHEMA, AttentionArguments
+from fused_tp.ops.arguments import autocast_dtype, cast
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     annotate_mismatch,
@@ -25,7 +26,6 @@ from fused_tp.ops.attention_arguments import (
     checksum,
     describe,
 )
-from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.custom_op import CustomOp
 from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity

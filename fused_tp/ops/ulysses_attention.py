@@ -21,8 +21,8 @@ from fused_tp.ops.all_to_all import (
     check_shared,
     moved_columns,
 )
+from fused_tp.ops.arguments import autocast_dtype, cast
 from fused_tp.ops.attention_arguments import AttentionKeywords, checked_arguments
-from fused_tp.ops.context import autocast_dtype, cast
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_tensor, total_size
-from fused_tp.ops.custom_op import CustomOp
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.layout import as_rows
-from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport.base import accumulate_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -57,19 +57,10 @@ def vocab_parallel_cross_entropy(
 
     Source: the parallel loss of Shoeybi et al., "Megatron-LM", 2019; label smoothing of Szegedy et al., 2016.
     """
-    check_tensor("logits_shard", logits_shard)
-    _check_target(target, logits_shard)
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
-        raise TypeError(f"label_smoothing must be a float, not {type(label_smoothing).__name__}.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it must be between 0 and 1.")
-    check_int("ignore_index", ignore_index)
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
-    name, size, rank = group_identity(group)
-    vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
     losses: Tensor
-    losses, _ = VOCAB_PARALLEL_CROSS_ENTROPY(logits_shard, target, name, vocab, float(label_smoothing), ignore_index)
+    losses, _ = VOCAB_PARALLEL_CROSS_ENTROPY(logits_shard, target, vocab_size, label_smoothing, ignore_index, group)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -90,19 +81,38 @@ def _check_target(target: Any, logits_shard: Tensor) -> None:
         raise ValueError(f"target is on {target.device}, but logits_shard on {logits_shard.device}; move one of them.")
 
 
-def _schedule(
-    logits_shard: Tensor, target: Tensor, group: str, vocab_size: int, label_smoothing: float, ignore_index: int
-) -> Schedule:
-    dtype = accumulate_dtype(logits_shard.dtype)
-    return select_schedule(
-        "vocab_parallel_cross_entropy", group_by_name(group), dtype, target.device, target.numel(), None, _STATISTICS
-    )
+class _Args(NamedTuple):
+    logits_shard: Tensor
+    target: Tensor
+    vocab_size: SymInt
+    label_smoothing: float
+    ignore_index: int
+    group: AnyGroup
 
 
-def _forward(
-    logits_shard: Tensor, target: Tensor, group: str, vocab_size: int, label_smoothing: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+def _prepare(a: _Args) -> _Args:
+    logits_shard, target, vocab_size, label_smoothing, ignore_index, group = a
+    check_tensor("logits_shard", logits_shard)
+    _check_target(target, logits_shard)
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
+        raise TypeError(f"label_smoothing must be a float, not {type(label_smoothing).__name__}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be between 0 and 1.")
+    check_int("ignore_index", ignore_index)
+    _, size, rank = group_identity(group)
+    vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
+    return _Args(logits_shard, target, vocab, float(label_smoothing), ignore_index, group)
+
+
+def _key(a: _Args) -> DispatchKey:
+    dtype = accumulate_dtype(a.logits_shard.dtype)
+    rows = prod(a.logits_shard.shape[:-1])
+    return DispatchKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _STATISTICS)
+
+
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     """(loss per token, log sum exp over the whole vocabulary)."""
+    logits_shard, target, vocab_size, label_smoothing, ignore_index, group = a
     known = group_by_name(group)
     counts = target != ignore_index
     if target.device.type == "cpu":  # on a GPU the question would stop the host
@@ -114,7 +124,6 @@ def _forward(
             )
     stats = _local_stats(logits_shard, target, shard_range(vocab_size, known.size, known.rank), label_smoothing != 0.0)
     rows = target.numel()
-    schedule = _schedule(logits_shard, target, group, vocab_size, label_smoothing, ignore_index)
     everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait()
     maximum, exp_sum, target_logit, logit_sum = everyone.view(known.size, rows, _STATISTICS).unbind(-1)
     top = maximum.amax(0)
@@ -166,41 +175,40 @@ def _sum(terms: Tensor) -> Tensor:
     return total
 
 
-def _fake(
-    logits_shard: Tensor, target: Tensor, group: str, vocab_size: int, label_smoothing: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    dtype = accumulate_dtype(logits_shard.dtype)
-    return logits_shard.new_empty(target.shape, dtype=dtype), logits_shard.new_empty(target.shape, dtype=dtype)
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    shape, dtype = a.target.shape, accumulate_dtype(a.logits_shard.dtype)
+    return a.logits_shard.new_empty(shape, dtype=dtype), a.logits_shard.new_empty(shape, dtype=dtype)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    logits_shard, target, ctx.group, ctx.vocab_size, ctx.label_smoothing, ctx.ignore_index = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits_shard, target, output[1])
-
-
-def _backward(ctx: Any, d_losses: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
     """d logits = (softmax - (1 - s) * onehot(target) - s / V) * d loss; local, because lse is known."""
-    logits_shard, target, log_sum_exp = ctx.saved_tensors
-    known = group_by_name(ctx.group)
-    d_rows = torch.where(target != ctx.ignore_index, d_losses, torch.zeros_like(d_losses))[..., None]
+    if not s.needs.logits_shard:
+        return {}
+    a, (log_sum_exp,) = s.args, s.outputs
+    logits_shard, target = a.logits_shard, a.target
+    known = group_by_name(a.group)
+    d_rows = torch.where(target != a.ignore_index, d_losses, torch.zeros_like(d_losses))[..., None]
     d_logits = torch.exp(logits_shard.to(log_sum_exp.dtype) - log_sum_exp[..., None])
-    if ctx.label_smoothing != 0.0:
-        d_logits = d_logits - ctx.label_smoothing / ctx.vocab_size
+    if a.label_smoothing != 0.0:
+        d_logits = d_logits - a.label_smoothing / a.vocab_size
     d_logits = d_logits * d_rows
     if logits_shard.shape[-1] > 0:
-        local, here = _local_target(target, shard_range(ctx.vocab_size, known.size, known.rank))
-        d_target = torch.where(here.view(target.shape)[..., None], (ctx.label_smoothing - 1.0) * d_rows, 0.0)
+        local, here = _local_target(target, shard_range(a.vocab_size, known.size, known.rank))
+        d_target = torch.where(here.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)
         d_logits = d_logits.scatter_add(-1, local.view(target.shape)[..., None], d_target)
-    return d_logits.to(logits_shard.dtype), None, None, None, None, None
+    return {"logits_shard": d_logits.to(logits_shard.dtype)}
 
 
-VOCAB_PARALLEL_CROSS_ENTROPY = CustomOp(
-    "vocab_parallel_cross_entropy(Tensor logits_shard, Tensor target, str group, SymInt vocab_size, "
-    "float label_smoothing, int ignore_index) -> (Tensor, Tensor)",
+VOCAB_PARALLEL_CROSS_ENTROPY = Op(
+    "vocab_parallel_cross_entropy",
+    _Args,
+    "(Tensor, Tensor)",
     _forward,
     _fake,
-    _setup_context,
-    _backward,
-    _schedule,
+    key=_key,
+    prepare=_prepare,
+    saves=("logits_shard", "target"),
+    saves_outputs=(1,),
+    backward=_backward,
+    non_differentiable=(1,),
 )

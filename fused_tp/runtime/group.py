@@ -47,7 +47,7 @@ class GroupSlot(dict[Group, T]):
     """What one module keeps for each group: made at the first `slot[group]`, dropped once the group is destroyed.
 
     A dict and no object around one: decode-sized calls look up several slots, and a Python frame costs them more than
-    a lookup does (`ops.repeated_call` has the numbers).
+    a lookup does (`ops.op` has the numbers).
 
     Args:
         make: makes the value of a group; None where the module sets it, as `slot[group] = value`.
@@ -153,17 +153,27 @@ def resolve_group(group: GroupLike) -> Group:
     return SINGLE if process_group is None else _describe(process_group)
 
 
-def known_group(group: GroupLike) -> Group | None:
+class GroupName(str):
+    """The name of a group where an op expects a group: ops that call ops have no more. From callers it is an error."""
+
+
+def known_group(group: GroupLike | GroupName) -> Group | None:
     """`resolve_group` of a group that is alive and was resolved before, in few steps; None for any other."""
-    process_group = _process_group(group)
+    if isinstance(group, GroupName):
+        known = _groups.get(group)
+        return known if known is not None and known.process_group in _pg_map else None
+    process_group = group if isinstance(group, ProcessGroup) else _process_group(group)
     if process_group is None or process_group not in _pg_map:
         return None
     known = _groups.get(process_group.group_name)
     return known if known is not None and known.process_group is process_group else None
 
 
-def group_identity(group: GroupLike) -> tuple[str, int, int]:
+def group_identity(group: GroupLike | GroupName) -> tuple[str, int, int]:
     """Name, size and own rank of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
+    if isinstance(group, GroupName):
+        known = group_by_name(group)
+        return known.name, known.size, known.rank
     process_group = _process_group(group)
     if process_group is None:
         return SINGLE_NAME, 1, 0

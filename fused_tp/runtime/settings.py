@@ -17,6 +17,7 @@ _SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN, _ATTENTION = (
     getattr(os.environ, "encodekey", str)(f"FUSED_TP_{name}")
     for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN", "ATTENTION")
 )
+ROUTING = _SCHEDULE, _SHM, _TABLE  # whatever decides between schedules, as `RAW` names it
 # What every op call asks is parsed once for each text.
 _parsed_timeout: tuple[object, float] = None, DEFAULT_TIMEOUT_SECONDS
 _parsed_margin: tuple[object, int] = None, 0

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from fused_tp.schedules.gemm import Product, linear
-from fused_tp.schedules.norm import add_rms_norm
-from fused_tp.transport.base import Pending
+from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 
@@ -107,3 +107,16 @@ class Schedule(ABC):
     ) -> tuple[Tensor, Tensor]:
         """`all_reduce_rms_norm` of `x @ weight^T`."""
         return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+
+def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, new_residual) for new_residual = residual + total, normed = new_residual / rms(new_residual) * weight.
+
+    The norm is taken of the rounded new_residual, because that is what backward has and what the next layer sees. It is
+    computed in float32 (float64 for float64) and rounded once.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    new_residual = residual + total
+    h = new_residual.to(accumulate_dtype(new_residual.dtype))
+    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * scale * norm_weight).to(new_residual.dtype), new_residual

@@ -18,10 +18,10 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.base import add_rms_norm
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
-from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules.base import add_rms_norm
 from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
-from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.failure import abort_hook, abort_on_partial_failure, check_usable

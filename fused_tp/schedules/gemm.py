@@ -72,3 +72,13 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
     for x, w in others:
         as_rows(out).addmm_(as_rows(x), w.t())
     return out
+
+
+def weight_grad(d_output: Tensor, x: Tensor) -> Tensor:
+    """dW [N, K] = dY^T @ X, over all leading dims."""
+    return linear(as_rows(d_output).t(), as_rows(x).t())
+
+
+def bias_grad(d_output: Tensor) -> Tensor:
+    """db [N]: the sum of dY over all leading dims."""
+    return as_rows(d_output).sum(0)

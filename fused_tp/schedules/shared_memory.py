@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
+from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.base import Schedule, add_rms_norm
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, rank_offsets, row_sizes, to_rank_major
-from fused_tp.schedules.norm import add_rms_norm
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
 from fused_tp.transport.torch_dist import TorchDist
@@ -35,6 +34,7 @@ with suppress(ImportError):  # where it is not built no group shares memory, and
 
 # Below this many bytes of result the native all-reduce, which chunks for the cache, beats a call of several steps.
 _DIRECT_BYTES = 1 << 20
+_MAX_DESCRIBED = 1024
 
 
 class SharedMemory(Schedule):
@@ -46,6 +46,8 @@ class SharedMemory(Schedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self._core_group = transport.core_group
+        self._described: dict[Any, tuple[int, int, Any]] = {}  # of sums, by shape and dtype
         self._gathers: WeakSet[Workspace] = WeakSet()  # under way
 
     @property
@@ -159,38 +161,28 @@ class SharedMemory(Schedule):
         self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
         x, w = products[0]
-        shape = [*x.shape[:-1], w.shape[0]]
         own_bias = bias if self.rank == 0 else None
-        if prod(shape) * x.dtype.itemsize < _DIRECT_BYTES:
-            partial = linear(x, w, own_bias) if len(products) == 1 else sum_of_products(products, own_bias)
+        # Few steps for decoding, which is here token after token: see ops/op.py.
+        if x.shape[:-1].numel() * w.shape[0] * x.dtype.itemsize < _DIRECT_BYTES:
+            y = linear(x, w, own_bias) if len(products) == 1 else sum_of_products(products, own_bias)
             if meanwhile is not None:
                 meanwhile()
-            return self.transport.all_reduce(partial, out=partial, called="matmul_all_reduce")
+            described = self._described.get((y.shape, y.dtype))
+            if described is None:
+                described = self.transport.described("matmul_all_reduce", "sum", y.dtype, y.shape)
+                if len(self._described) >= _MAX_DESCRIBED:  # lengths that keep changing
+                    self._described.clear()
+                self._described[y.shape, y.dtype] = described
+            address = y.data_ptr()
+            _core.all_reduce(self._core_group, address, address, *described)
+            return y
         return self.transport.all_reduce_of(
             "matmul_all_reduce",
-            shape,
+            [*x.shape[:-1], w.shape[0]],
             x.dtype,
             lambda y: sum_of_products(products, own_bias, out=as_rows(y)),
             meanwhile,
         )
-
-    def repeatable(self, op: str, x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """`call(x, w)` that does all of `op` on tensors like these, or None; see ops/repeated_call.py."""
-        if op != "matmul_all_reduce":
-            return None
-        shape = torch.Size((*x.shape[:-1], w.shape[0]))
-        if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
-            return lambda x, w: self.matmul_all_reduce([(x, w)], None)
-        core_group = self.transport.core_group
-        described = self.transport.described(op, "sum", x.dtype, shape)
-
-        def call(x: Tensor, w: Tensor) -> Tensor:
-            y = linear(x, w)
-            address = y.data_ptr()
-            _core.all_reduce(core_group, address, address, *described)
-            return y
-
-        return call
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

@@ -288,7 +288,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
     """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
     with forced(group, "two_shot") as schedule:
         schedule.all_reduce(X)
-        transport, outside = schedule.fallback().transport, torch.ones(4)
+        transport, outside = schedule.fallback.transport, torch.ones(4)
         if dist.get_rank(group) == 0:
             schedule.device.give_up("the kernels of rank 0 have failed.")
             return "", ""

@@ -24,13 +24,13 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
-    (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], "", 1, 3, True)),
-    (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), "", 1)),
+    (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], 1, 3, True, "")),
+    (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), 1, "")),
     (MATMUL_ALL_REDUCE, (leaf(3, 4), leaf(5, 4), None, "")),
     (COLUMN_PARALLEL_MATMUL, (leaf(3, 4), [leaf(5, 4), leaf(2, 4)], [leaf(5)], [True, False], "")),
     (ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(3, 4, seed=1), leaf(4), 1e-6, "")),
     (MATMUL_ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(5, 4), leaf(3, 5), leaf(5), 1e-6, "")),
-    (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), "", 4, 0.1, -100)),
+    (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), 4, 0.1, -100, "")),
     (ALL_GATHER, (leaf(3, 4), 1, 4, "")),
     (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
     (ALL_REDUCE, (leaf(3, 4), "")),
@@ -46,9 +46,9 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 def test_both_doors_lead_to_the_same(op: Any, args: tuple[Any, ...]) -> None:
     """The eager shortcut and the torch.library op: same outputs, same gradients, to the bit."""
     results = []
-    for door in (op, op.overload):
-        copies = [_copy(arg) for arg in args]
-        out = door(*copies)
+    for door, group in ((op, None), (op.overload, "")):
+        copies = [_copy(arg) for arg in args[:-1]]
+        out = door(*copies, group)
         outputs = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if t.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
         leaves = [t for arg in copies for t in (arg if isinstance(arg, list) else [arg]) if _is_leaf(t)]

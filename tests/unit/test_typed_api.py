@@ -38,16 +38,6 @@ def test_all_gather_matmul() -> None:
     assert is_list(ys) and isinstance(x, Tensor)
 
 
-def test_flags_that_are_known_at_run_time_only() -> None:
-    flag = bool(X.sum() > 0)
-    both = fused_tp.all_gather_matmul(X, W, group=None, return_gathered=flag)
-    assert_type(both, Tensor | tuple[Tensor, Tensor])
-    assert isinstance(both, tuple)
-    lists = fused_tp.all_gather_matmul(X, [W], group=None, return_gathered=flag)
-    assert_type(lists, list[Tensor] | tuple[list[Tensor], Tensor])
-    assert isinstance(lists, tuple)
-
-
 def test_column_parallel_matmul() -> None:
     assert isinstance(assert_type(fused_tp.column_parallel_matmul(X, W, B, group=None), Tensor), Tensor)
     assert is_list(assert_type(fused_tp.column_parallel_matmul(X, [W, W], group=None), list[Tensor]))

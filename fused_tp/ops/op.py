@@ -1,0 +1,461 @@
+"""One differentiable op, with all that belongs to it: schema, forward, fake, backward, and what dispatch chooses by.
+
+`torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) must see one op
+with a schema, a fake and an autograd formula: a `torch.library` op. In eager mode that costs 17 us a call where nothing
+needs a gradient and 52 us where something does (list arguments, torch 2.13, one x86 core), against 7 us for a whole
+decode-sized `F.linear`. So plain tensors in eager mode go straight to the forward, or through an `autograd.Function`
+around the very same forward and backward (12 us). `torch.library.custom_op` was measured too: 4 to 6 us more than
+`Library.define` + `impl` for the same.
+
+Decoding repeats one call, token after token, and a decode-sized matmul streams its whole weight through the caches: all
+that runs after it starts cold, and each Python frame then costs 5 to 10 us where it costs 0.2 us in a hot loop. So what
+comes out the same for every call of one shape, the checked arguments and the schedule, is a plan that is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_name, known_group
+from fused_tp.runtime.tracing import recording, span
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.registry import select_schedule
+
+LIBRARY = torch.library.Library("fused_tp", "DEF")
+AnyGroup: TypeAlias = Any
+"""Annotation of `group`: what callers pass, and from `prepare` on a `GroupName`."""
+SymInt: TypeAlias = int
+"""Annotation of an argument that may be symbolic under `torch.compile`."""
+
+_PLAIN = frozenset({Tensor, Parameter})
+_SCHEDULE, _SHM, _TABLE = settings.ROUTING
+_MAX_PLANS = 1024  # of an op in a group: lengths may keep changing
+_NEW: Any = tuple.__new__  # in C: the constructor that NamedTuple writes is a Python frame
+_WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
+
+A = TypeVar("A", bound=tuple[Any, ...])
+
+
+class DispatchKey(NamedTuple):
+    """What dispatch chooses a schedule by; m, k and n are those of `runtime.dispatch.choose`."""
+
+    op: str
+    dtype: torch.dtype
+    device: torch.device
+    m: int
+    k: int | None
+    n: int | None
+
+
+class Saved(Generic[A]):
+    """What a backward has of its forward.
+
+    Attributes:
+        args: the arguments; None for tensors that were not saved.
+        needs: for each of them whether a gradient is to be computed, a list of bools for a list of tensors.
+        all_needs: the same for both halves of backward.
+        shapes: of the tensors among them.
+        outputs: those results that were saved.
+        kept: what one half leaves for the other.
+    """
+
+    def __init__(self, args: A, needs: Any, shapes: Any, outputs: Sequence[Tensor]) -> None:
+        self.args, self.needs, self.all_needs, self.shapes, self.outputs = args, needs, needs, shapes, outputs
+        self.kept: Any = None
+
+    @contextmanager
+    def only(self, weights: bool) -> Iterator[None]:
+        """Inside, nothing but weights (or nothing but the other arguments) needs a gradient."""
+        masked = [
+            need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
+            for name, need in zip(_fields(self.all_needs), self.all_needs, strict=True)
+        ]
+        self.needs = type(self.all_needs)(*masked)
+        try:
+            yield
+        finally:
+            self.needs = self.all_needs
+
+
+class Op(Generic[A]):
+    """One op `fused_tp::<name>`.
+
+    Its arguments travel as one NamedTuple, whose annotations are the schema and whose last field, `group`, is whatever
+    names the ranks: what callers pass until `prepare` has seen it, the group's name from then on. Calling the op takes
+    them one by one.
+
+    Args:
+        name: of the op.
+        arguments: the NamedTuple.
+        returns: of the schema: "Tensor", "Tensor[]" or "(Tensor, Tensor)".
+        forward: results for a schedule (None without `key`) and the arguments. They must not share memory with
+            arguments: the compiler counts on that.
+        fake: results without numbers, of the arguments.
+        key: what dispatch chooses the schedule by, of the arguments; None for a call that moves nothing.
+        prepare: arguments that are checked, cast and brought into one form. It depends on shapes, dtypes, devices and
+            on what is no tensor, and on nothing else, but where autocast is on.
+        saves: names of the tensors that backward needs.
+        saves_outputs: which results it needs.
+        backward: gradients by name of argument, of (saved, gradients of the results); see `grad_input`. An op without
+            one is itself (part of) a backward.
+        materialize_grads: results that nobody used have gradients of zeros, not None.
+        non_differentiable: results without a gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type[A],
+        returns: str,
+        forward: Callable[[Any, A], Any],
+        fake: Callable[[A], Any],
+        *,
+        key: Callable[[A], DispatchKey | None] | None = None,
+        prepare: Callable[[A], A] | None = None,
+        saves: Sequence[str] = (),
+        saves_outputs: Sequence[int] = (),
+        backward: Callable[..., dict[str, Any]] | None = None,
+        materialize_grads: bool = True,
+        non_differentiable: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.qualified_name = f"fused_tp::{name}"
+        self.arguments: Any = arguments
+        self.forward = forward
+        self.key = key
+        self.prepare = prepare
+        self.backward = backward
+        self.returns_list = returns == "Tensor[]"
+        self._saves, self._saves_outputs = frozenset(saves), saves_outputs
+        self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
+        self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(lambda group: {})
+        LIBRARY.define(f"{name}({_schema(arguments)}) -> {returns}")
+        LIBRARY.impl(name, self._dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(self.qualified_name, lambda *values: fake(arguments(*values)), lib=LIBRARY)
+        if backward is not None:
+            torch.library.register_autograd(
+                self.qualified_name, self.run_backward, setup_context=self.setup_context, lib=LIBRARY
+            )
+        self.overload = getattr(torch.ops.fused_tp, name).default
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *values: Any) -> Any:
+        """The results for the arguments; the last, `group`, may be a `GroupName`."""
+        # `is_compiling` runs two more frames to ask for TorchScript and export; export traces under a dispatch mode.
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._is_any_autocast_enabled()
+            or torch.autograd.profiler._is_profiler_enabled
+            or tracing.TOOL
+            or settings.RAW.get(tracing.NVTX)
+            or forward_ad._current_level >= 0
+            or torch._C._are_functorch_transforms_active()
+            or (group := known_group(values[-1])) is None
+        ):
+            return self._call(values)
+        raw = settings.RAW
+        parts: list[Any] = [raw.get(_SCHEDULE), raw.get(_SHM), raw.get(_TABLE)]
+        needs_grad = False
+        for value in values[:-1]:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                parts += (value.shape, value.dtype, value.device)
+                needs_grad = needs_grad or value.requires_grad
+            elif kind is list:
+                parts.append(len(value))
+                for one in value:
+                    if type(one) is Tensor or type(one) is Parameter:
+                        parts += (one.shape, one.dtype, one.device)
+                        needs_grad = needs_grad or one.requires_grad
+                    elif isinstance(one, Tensor):
+                        return self._call(values)
+                    else:
+                        parts.append(one)
+            elif isinstance(value, Tensor):
+                return self._call(values)
+            else:
+                parts += (kind, value)  # True is 1, but not for the checks
+        key = tuple(parts)
+        try:
+            plan = self._plans[group].get(key)
+        except TypeError:  # what has no hash the checks refuse
+            return self._call(values)
+        if plan is None:
+            return self._call(values, key)
+        given = list(values)
+        for index, value in plan.changed:
+            given[index] = value
+        args: A = _NEW(self.arguments, given)
+        if needs_grad and torch.is_grad_enabled():
+            return self._with_grad(plan.schedule, args)
+        return self.forward(plan.schedule, args)
+
+    def named(self, *values: Any) -> Any:
+        """The same for arguments that have been prepared, of which the last is a group's name, for other backwards."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.overload(*values)
+        return self(*values[:-1], GroupName(values[-1]))
+
+    def _call(self, values: Sequence[Any], key: object = None) -> Any:
+        """A call without a plan; with `key` it leaves one for the next."""
+        args: Any = self.arguments(*values)
+        if self.prepare is not None:
+            args = self.prepare(args)
+        name = str(args[-1]) if isinstance(args[-1], GroupName) else group_name(args[-1])
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or any(type(t) not in _PLAIN for t in _tensors(args))
+        ):
+            return self.overload(*args[:-1], name)
+        if forward_ad._current_level >= 0:
+            raise RuntimeError(
+                f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
+                "Use backward, or call it outside of forward_ad.dual_level()."
+            )
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
+                "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
+            )
+        args = self.arguments(*args[:-1], GroupName(name))
+        schedule = self.select(args)
+        if key is not None:
+            self._remember(key, values, args, schedule)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))
+        run = self._with_grad if needs_grad else self.forward
+        if not recording():
+            return run(schedule, args)
+        with _as_dispatched(self.qualified_name), self._range(schedule, args):
+            return run(schedule, args)
+
+    def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
+        changed = [(i, new) for i, (old, new) in enumerate(zip(values, args, strict=True)) if new is not old]
+        if next(_tensors([new for _, new in changed]), None) is not None:  # cast or copied, as every call must be
+            return
+        plans = self._plans[group_by_name(args[-1])]
+        if len(plans) >= _MAX_PLANS:
+            plans.clear()
+        plans[key] = _Plan(schedule, tuple(changed))
+
+    def select(self, args: A) -> Schedule | None:
+        """The schedule for a call; None where nothing moves."""
+        key = None if self.key is None else self.key(args)
+        return None if key is None else select_schedule(key[0], group_by_name(args[-1]), *key[1:])
+
+    def _dispatched(self, *values: Any) -> Any:
+        """The op as torch's dispatcher calls it."""
+        args = self.arguments(*values[:-1], GroupName(values[-1]))
+        schedule = self.select(args)
+        if not recording():
+            return self.forward(schedule, args)
+        with self._range(schedule, args):
+            return self.forward(schedule, args)
+
+    def _range(self, schedule: Schedule | None, args: A) -> AbstractContextManager[object]:
+        return span(self.name, args, None if schedule is None else schedule.name)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def grad_input(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
+        """Gradients of all arguments that are no weights, by name, for gradients of the results.
+
+        With `grad_weight` this is all of backward, in two halves that a pipeline schedule runs apart. What the second
+        half needs and the first has at hand is kept in `saved`, so that nothing is communicated twice.
+        """
+        assert self.backward is not None
+        with saved.only(weights=False):
+            return self.backward(saved, *grads)
+
+    def grad_weight(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
+        """Gradients of weights, biases and norm weights, by name; see `grad_input`."""
+        assert self.backward is not None
+        with saved.only(weights=True):
+            return self.backward(saved, *grads)
+
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Saves for backward what the op asks for, and of the rest shapes and whatever is no tensor."""
+        tensors: list[Tensor] = []
+        args: list[Any] = []
+        needs: list[Any] = []
+        shapes: list[Any] = []
+        ctx.where = {}
+        ctx.main_grads = {}
+        for index, (name, value) in enumerate(zip(_fields(self.arguments), inputs, strict=True)):
+            if isinstance(value, Tensor):
+                needs.append(value.requires_grad)
+                shapes.append(value.shape)
+            elif type(value) is list and (not value or isinstance(value[0], Tensor)):
+                needs.append([t.requires_grad for t in value])
+                shapes.append([t.shape for t in value])
+            else:
+                args.append(value)
+                needs.append(False)
+                shapes.append(None)
+                continue
+            args.append(None)
+            if name in self._saves:
+                at = len(tensors)
+                ctx.where[index] = slice(at, at + len(value)) if type(value) is list else at
+                tensors += value if type(value) is list else [value]
+            if name in ("weight", "weights"):
+                ctx.main_grads[name] = main_grads(value if type(value) is list else [value])
+        args[-1] = GroupName(args[-1])
+        outputs = [output[index] for index in self._saves_outputs]
+        ctx.args, ctx.needs, ctx.shapes, ctx.outputs = args, needs, shapes, len(outputs)
+        ctx.set_materialize_grads(self._materialize_grads)
+        if self._non_differentiable:
+            ctx.mark_non_differentiable(*(output[index] for index in self._non_differentiable))
+        ctx.save_for_backward(*tensors, *outputs)
+
+    def saved(self, ctx: Any) -> Saved[A]:
+        """What `setup_context` has saved."""
+        tensors = ctx.saved_tensors
+        args = list(ctx.args)
+        for index, where in ctx.where.items():
+            args[index] = list(tensors[where]) if isinstance(where, slice) else tensors[where]
+        kind: Any = self.arguments
+        return Saved(kind(*args), kind(*ctx.needs), kind(*ctx.shapes), tensors[len(tensors) - ctx.outputs :])
+
+    def run_backward(self, ctx: Any, *grads: Any) -> Any:
+        """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
+        assert self.backward is not None
+        if not recording() or torch._C._len_torch_dispatch_stack():
+            return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
+        with span(f"{self.name} backward", grads):
+            return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
+
+    def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
+        """Gradients by name as autograd wants them: one for each argument, a list for a list of tensors."""
+        result: list[Any] = []
+        for name, needs in zip(_fields(self.arguments), ctx.needs, strict=True):
+            grad = found.get(name)
+            if isinstance(needs, list) and grad is None:
+                grad = [None] * len(needs)
+            if (targets := ctx.main_grads.get(name)) is not None:
+                many = grad if isinstance(grad, list) else [grad]
+                many = [accumulate_main_grad(one, target) for one, target in zip(many, targets, strict=True)]
+                grad = many if isinstance(needs, list) else many[0]
+            result.append(grad)
+        return tuple(result)
+
+    def _with_grad(self, schedule: Schedule | None, args: A) -> Any:
+        if self.backward is None:
+            raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")
+        flat: list[Any] = []
+        lengths = []  # of the tensor lists; -1 for anything else
+        for arg in args:
+            if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
+                lengths.append(len(arg))
+                flat += arg
+            else:
+                lengths.append(-1)
+                flat.append(arg)
+        outputs = _Eager.apply(self, schedule, lengths, *flat)
+        return list(outputs) if self.returns_list else outputs
+
+
+class _Plan(NamedTuple):
+    """What all calls of one shape have in common: the schedule, and what `prepare` makes of arguments, by place."""
+
+    schedule: Schedule | None
+    changed: tuple[tuple[int, Any], ...]
+
+
+class _Eager(torch.autograd.Function):
+    """Autograd tracks tensors that are arguments themselves, not those in lists: lists travel flattened."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat: Any) -> Any:
+        values: list[Any] = []
+        at = 0
+        for length in lengths:
+            values.append(flat[at] if length < 0 else list(flat[at : at + length]))
+            at += abs(length)
+        args = _NEW(op.arguments, values)
+        output = op.forward(schedule, args)
+        op.setup_context(ctx, args, output)
+        ctx.op, ctx.lengths = op, lengths
+        return tuple(output) if op.returns_list else output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        op = ctx.op
+        result = op.run_backward(ctx, list(grads)) if op.returns_list else op.run_backward(ctx, *grads)
+        flat: list[Any] = [None, None, None]
+        for value, length in zip(result, ctx.lengths, strict=True):
+            if length < 0:
+                flat.append(value)
+            else:
+                flat += value
+        return tuple(flat)
+
+
+# -- main_grad --------------------------------------------------------------------------------------------------------
+
+
+def main_grads(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor] | None]:
+    """(weight, its main_grad) where it has one. Looked up in forward: unpacked saved tensors lose Python attributes."""
+    grads = [getattr(w, "main_grad", None) for w in weights]
+    return [None if grad is None else (w, grad) for w, grad in zip(weights, grads, strict=True)]
+
+
+def accumulate_main_grad(weight_grad: Tensor | None, target: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """What autograd is to see of a weight's gradient, which is added to `main_grad` where there is one.
+
+    Megatron-Core's convention (gradient_accumulation_fusion in its tensor_parallel/layers.py): a weight that has
+    `grad_added_to_main_grad` gets it set, so that its data-parallel hook does not add the gradient again, and autograd
+    gets a zero gradient, because that hook asserts that there is one. Any other weight gets no `.grad`.
+    """
+    if target is None or weight_grad is None:
+        return weight_grad
+    weight, main_grad = target
+    main_grad.add_(weight_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  # Tensor does not declare it
+    return torch.zeros_like(weight)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _fields(arguments: Any) -> tuple[str, ...]:
+    fields: tuple[str, ...] = arguments._fields
+    return fields
+
+
+def _schema(arguments: Any) -> str:
+    """`Tensor x, Tensor? bias, str group`, from the annotations of a NamedTuple."""
+    texts = []
+    for name, annotation in arguments.__annotations__.items():
+        kind = getattr(annotation, "__forward_arg__", annotation)
+        optional = kind.endswith(" | None")
+        kind = kind.removesuffix(" | None")
+        if kind.startswith("list["):
+            kind = f"{kind.removeprefix('list[').removesuffix(']')}[]"
+        kind = "str" if kind == "AnyGroup" else kind
+        texts.append(f"{kind}{'?' if optional else ''} {name}")
+    return ", ".join(texts)
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        for t in arg if type(arg) is list else (arg,):
+            if isinstance(t, Tensor):
+                yield t
+
+
+def _as_dispatched(name: str) -> AbstractContextManager[object]:
+    """The range in which torch's profiler shows an op that comes through torch's own dispatcher."""
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
