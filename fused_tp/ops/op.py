@@ -21,6 +21,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fused_tp.runtime import settings, tracing
@@ -36,7 +38,15 @@ SymInt: TypeAlias = int
 """Annotation of an argument that may be symbolic under `torch.compile`."""
 
 _PLAIN = frozenset({Tensor, Parameter})
+# What every call asks, by one name each.
 _SCHEDULE, _SHM, _TABLE = settings.ROUTING
+_ENVIRONMENT, _NVTX = settings.RAW, tracing.NVTX
+_in_dispatch_mode = torch._C._len_torch_dispatch_stack
+_in_autocast = torch._C._is_any_autocast_enabled
+_in_functorch = torch._C._are_functorch_transforms_active
+
+# What all calls of one shape have in common: the schedule, what `prepare` makes of arguments, by place, and the group.
+_Plan: TypeAlias = tuple["Schedule | None", tuple[tuple[int, Any], ...], GroupName]
 _MAX_PLANS = 1024  # of an op in a group: lengths may keep changing
 _NEW: Any = tuple.__new__  # in C: the constructor that NamedTuple writes is a Python frame
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
@@ -152,30 +162,32 @@ class Op(Generic[A]):
         """The results for the arguments; the last, `group`, may be a `GroupName`."""
         # `is_compiling` runs two more frames to ask for TorchScript and export; export traces under a dispatch mode.
         if (
-            torch.compiler.is_dynamo_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._is_any_autocast_enabled()
-            or torch.autograd.profiler._is_profiler_enabled
+            is_dynamo_compiling()
+            or _in_dispatch_mode()
+            or _in_autocast()
+            or _profiler._is_profiler_enabled
             or tracing.TOOL
-            or settings.RAW.get(tracing.NVTX)
+            or _ENVIRONMENT.get(_NVTX)
             or forward_ad._current_level >= 0
-            or torch._C._are_functorch_transforms_active()
+            or _in_functorch()
             or (group := known_group(values[-1])) is None
         ):
             return self._call(values)
-        raw = settings.RAW
-        parts: list[Any] = [raw.get(_SCHEDULE), raw.get(_SHM), raw.get(_TABLE)]
+        given: Sequence[Any] = values[:-1]
+        parts = [_ENVIRONMENT.get(_SCHEDULE), _ENVIRONMENT.get(_SHM), _ENVIRONMENT.get(_TABLE)]
         needs_grad = False
-        for value in values[:-1]:
+        for value in given:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                parts += (value.shape, value.dtype, value.device)
+                parts += value.shape, value.dtype, value.device
                 needs_grad = needs_grad or value.requires_grad
+            elif value is None:
+                parts.append(None)
             elif kind is list:
                 parts.append(len(value))
                 for one in value:
                     if type(one) is Tensor or type(one) is Parameter:
-                        parts += (one.shape, one.dtype, one.device)
+                        parts += one.shape, one.dtype, one.device
                         needs_grad = needs_grad or one.requires_grad
                     elif isinstance(one, Tensor):
                         return self._call(values)
@@ -184,7 +196,7 @@ class Op(Generic[A]):
             elif isinstance(value, Tensor):
                 return self._call(values)
             else:
-                parts += (kind, value)  # True is 1, but not for the checks
+                parts += kind, value  # True is 1, but not for the checks
         key = tuple(parts)
         try:
             plan = self._plans[group].get(key)
@@ -192,17 +204,19 @@ class Op(Generic[A]):
             return self._call(values)
         if plan is None:
             return self._call(values, key)
-        given = list(values)
-        for index, value in plan.changed:
-            given[index] = value
-        args: A = _NEW(self.arguments, given)
+        schedule, changed, name = plan
+        if changed:
+            given = fresh = list(given)
+            for index, value in changed:
+                fresh[index] = value
+        args: A = _NEW(self.arguments, (*given, name))
         if needs_grad and torch.is_grad_enabled():
-            return self._with_grad(plan.schedule, args)
-        return self.forward(plan.schedule, args)
+            return self._with_grad(schedule, args)
+        return self.forward(schedule, args)
 
     def named(self, *values: Any) -> Any:
         """The same for arguments that have been prepared, of which the last is a group's name, for other backwards."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
 
@@ -212,18 +226,14 @@ class Op(Generic[A]):
         if self.prepare is not None:
             args = self.prepare(args)
         name = str(args[-1]) if isinstance(args[-1], GroupName) else group_name(args[-1])
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or any(type(t) not in _PLAIN for t in _tensors(args))
-        ):
+        if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(args)):
             return self.overload(*args[:-1], name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
                 f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
                 "Use backward, or call it outside of forward_ad.dual_level()."
             )
-        if torch._C._are_functorch_transforms_active():
+        if _in_functorch():
             raise RuntimeError(
                 f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
                 "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
@@ -240,13 +250,14 @@ class Op(Generic[A]):
             return run(schedule, args)
 
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
-        changed = [(i, new) for i, (old, new) in enumerate(zip(values, args, strict=True)) if new is not old]
+        both = enumerate(zip(values[:-1], args[:-1], strict=True))
+        changed = [(i, new) for i, (old, new) in both if new is not old]
         if next(_tensors([new for _, new in changed]), None) is not None:  # cast or copied, as every call must be
             return
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        plans[key] = _Plan(schedule, tuple(changed))
+        plans[key] = schedule, tuple(changed), args[-1]
 
     def select(self, args: A) -> Schedule | None:
         """The schedule for a call; None where nothing moves."""
@@ -330,7 +341,7 @@ class Op(Generic[A]):
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
         """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
         assert self.backward is not None
-        if not recording() or torch._C._len_torch_dispatch_stack():
+        if not recording() or _in_dispatch_mode():
             return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
         with span(f"{self.name} backward", grads):
             return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
@@ -363,13 +374,6 @@ class Op(Generic[A]):
                 flat.append(arg)
         outputs = _Eager.apply(self, schedule, lengths, *flat)
         return list(outputs) if self.returns_list else outputs
-
-
-class _Plan(NamedTuple):
-    """What all calls of one shape have in common: the schedule, and what `prepare` makes of arguments, by place."""
-
-    schedule: Schedule | None
-    changed: tuple[tuple[int, Any], ...]
 
 
 class _Eager(torch.autograd.Function):
@@ -458,4 +462,4 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
 
 def _as_dispatched(name: str) -> AbstractContextManager[object]:
     """The range in which torch's profiler shows an op that comes through torch's own dispatcher."""
-    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+    return torch.profiler.record_function(name) if _profiler._is_profiler_enabled else nullcontext()

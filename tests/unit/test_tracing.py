@@ -126,9 +126,10 @@ def test_ops_in_nvtx(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, forward and backward, through both doors of an op; the loss has no tensor of two dims but one."""
     monkeypatch.setenv("FUSED_TP_NVTX", "1")
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    for op in (matmul_all_reduce.MATMUL_ALL_REDUCE, matmul_all_reduce.MATMUL_ALL_REDUCE.overload):
+    op = matmul_all_reduce.MATMUL_ALL_REDUCE
+    for run, group in ((op, None), (op.overload, "")):
         nvtx.names.clear()
-        op(x, w, None, "").sum().backward()
+        run(x, w, None, group).sum().backward()
         assert nvtx.names == ["matmul_all_reduce [4, 8]x[6, 8] f32 local", "matmul_all_reduce backward [4, 6] f32"]
     assert nvtx.depth == 0
 
