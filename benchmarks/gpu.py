@@ -99,7 +99,7 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see fused_tp.transport.local; before CUDA starts
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see benchmarks.local_ranks; before CUDA starts
     os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not take all the minutes
     problem = obstacle()
     if problem:

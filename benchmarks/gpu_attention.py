@@ -26,7 +26,7 @@ from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 
 from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import RankMemory, normal, prepare

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_tp
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.native_kernels import no_native_kernels
 
 from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 
 from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import RankMemory, meet, normal, prepare, set_flags

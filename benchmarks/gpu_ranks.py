@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.transport.local import LocalRank
+from benchmarks.local_ranks import LocalRank
 
 # Above the number of any call, so a flag that holds it is set for ever.
 ALWAYS = 1 << 62

@@ -22,7 +22,7 @@ import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.local import LocalRank
+from benchmarks.local_ranks import LocalRank
 from fused_tp.transport.peer_watch import PeerWatch
 from fused_tp.transport.symm_mem import GroupMemory, KernelMemory, is_capturing
 

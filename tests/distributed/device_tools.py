@@ -19,7 +19,7 @@ from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.local import LocalSymmetricMemory
+from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.native_build import cpu_device_library

@@ -27,7 +27,7 @@ from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed.device_tools import CPU, device_ranks, forced, fresh_device_ranks
 from tests.native_build import cpu_device_library

@@ -25,7 +25,7 @@ from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, AllToAllLayout
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases

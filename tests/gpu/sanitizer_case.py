@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu_matmul import only
 from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.triton_kernels.comm.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm

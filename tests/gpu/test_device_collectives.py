@@ -23,7 +23,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.local import LocalGroup, LocalRank, run_local
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed import test_device_faults as faults
 from tests.distributed import test_device_schedules as checks

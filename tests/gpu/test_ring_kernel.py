@@ -22,7 +22,7 @@ from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.triton_kernels.attention import ring_forward, ring_keys
 from fused_tp.triton_kernels.attention.launch import Terms
 from tests.attention_reference import dense_attention, dense_mask

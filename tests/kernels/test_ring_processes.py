@@ -196,7 +196,7 @@ def test_what_has_not_arrived_is_not_computed_with() -> None:
 
 
 def bad_input(_group: Any) -> list[str]:
-    from fused_tp.transport.local import LocalGroup
+    from benchmarks.local_ranks import LocalGroup
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 

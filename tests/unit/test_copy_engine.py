@@ -16,7 +16,7 @@ import torch
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport import copy_engine
 from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
-from fused_tp.transport.local import LocalGroup, LocalRank, run_local
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from tests.native_build import build_program, build_shared, prebuild, require_sanitizer
 
 pytestmark = pytest.mark.full

@@ -410,7 +410,7 @@ def gpu_test_case(_group: dist.ProcessGroup, file: str, function: str, world_siz
     import importlib.util
     import sys
 
-    from fused_tp.transport.local import run_local
+    from benchmarks.local_ranks import run_local
 
     spec = importlib.util.spec_from_file_location("gpu_tests", file)
     assert spec is not None and spec.loader is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_tp.transport import native_kernels
-from fused_tp.transport.local import run_local
+from benchmarks.local_ranks import run_local
 from tests.distributed import nccl_tools
 from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_copy_engine as engine_tests

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport import workspace
-from fused_tp.transport.local import LocalRank, run_local
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import Facts, shared_sms
 from fused_tp.transport.workspace import Workspaces
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.transport.local import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
+from benchmarks.local_ranks import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
 from fused_tp.transport.symm_mem import CHANNELS
 from fused_tp.triton_kernels.comm.workspace import Workspace
 

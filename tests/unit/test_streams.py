@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_tp.transport import local
-from fused_tp.transport.local import LocalGroup
+from benchmarks.local_ranks import LocalGroup
 from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.full
