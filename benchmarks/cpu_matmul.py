@@ -158,10 +158,10 @@ def all_reduce(context: RankContext, nbytes: int) -> Makers:
 def shared_memory():  # type: ignore[no-untyped-def]  # a transport, whose module needs the native core
     """The shared-memory transport of all ranks; Unavailable where there is none."""
     from fused_tp.runtime.group import resolve_group
-    from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+    from fused_tp.transport.shm import shm_availability, shm_transport
 
     group = resolve_group(None)
     transport = shm_transport(group)
     if transport is None:
-        raise Unavailable(f"fused_tp has no shared memory here: {shm_unavailable_reason(group)}.")
+        raise Unavailable(f"fused_tp has no shared memory here: {shm_availability(group).reason}.")
     return transport

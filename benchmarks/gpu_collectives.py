@@ -28,7 +28,7 @@ from torch import Tensor
 
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
-from fused_tp.transport.native_kernels import no_native_kernels
+from fused_tp.transport.native_kernels import native_kernels_available
 
 from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import normal
@@ -149,9 +149,9 @@ class Ranks:
     """
 
     def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
-        reason = no_native_kernels(context.arch)
-        if reason is not None:
-            raise Unavailable(f"it needs the library of device kernels, and {reason} ({HOW_TO_BUILD})")
+        available = native_kernels_available(context.arch)
+        if not available:
+            raise Unavailable(f"it needs the library of device kernels, and {available.reason} ({HOW_TO_BUILD})")
         self.context, self.world_size, self.call = context, world_size, call
         self.streams = context.streams(world_size)
         alone = Alone(world_size)

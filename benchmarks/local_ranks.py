@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process on one device, with the interface of `symmetric_memory`.
+"""Several ranks as threads of one process on one device, with the interface of `fused_tp.transport.symm_mem`.
 
     def fn(rank: LocalRank, ...): ...
     results = run_local(4, fn, ..., device="cuda")
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -139,14 +139,14 @@ class LocalRank:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.
         sms: this rank's share of its multiprocessors; on CPU how many programs of a kernel to interpret.
         pids: none; peers are threads of this process, which cannot die alone.
-        memo: what others keep with this rank.
+        serialized_by: itself; ranks of one device must not wait for each other's turn.
     """
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self._meetings = 0
         self._memories = 0
-        self.memo: dict[Hashable, Any] = {}
+        self.serialized_by = self
         self.rank = rank
         self.world_size = group.world_size
         self.device = group.device
@@ -158,7 +158,7 @@ class LocalRank:
             self.sms = max(1, properties.multi_processor_count // self.world_size)
 
     def allocate(self, nbytes: int) -> tuple[Tensor, LocalSymmetricMemory]:
-        """`symmetric_empty` of uint8 [nbytes], which is what makes this a `kernel_memory.KernelMemory`."""
+        """`symmetric_empty` of uint8 [nbytes], which is what makes this a `symm_mem.KernelMemory`."""
         return self.symmetric_empty(nbytes)
 
     def symmetric_empty(

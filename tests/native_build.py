@@ -28,7 +28,10 @@ from pathlib import Path
 
 import pytest
 
+from fused_tp.transport import copy_engine, native_kernels, nccl
+
 REPOSITORY = Path(__file__).parent.parent
+INSTALLED = native_kernels.LIBRARY
 COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
 
 # Kernels on the CPU: the folder with its doubles of CUDA's headers comes first, and .cu files are C++. Packets are read
@@ -190,3 +193,24 @@ def _digest_of_files(files: Sequence[str]) -> str:
         path = REPOSITORY / file
         digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()[:16]
+
+
+def use_library(path: str | Path | None) -> None:
+    """Device kernels come from the library at `path`, such as `cpu_device_library()`, for tensors of the CPU; None:
+    from this installation again."""
+    native_kernels.LIBRARY = INSTALLED if path is None else Path(path).resolve()
+    native_kernels.DEVICES = ("cuda",) if path is None else ("cpu",)
+
+
+def use_driver(path: str | Path | None) -> None:
+    """Copy engines of the CPU are those of the look-alike of the CUDA driver at `path`; None: there are none."""
+    copy_engine.LIBRARIES.pop("cpu", None)
+    if path is not None:
+        copy_engine.LIBRARIES["cpu"] = str(path)
+
+
+def use_nccl(nccl_library: str | Path | None, driver: str | Path | None = None) -> None:
+    """Communicators for tensors of the CPU go by look-alikes of NCCL and of the CUDA driver; None: there are none."""
+    nccl.LIBRARIES.pop("cpu", None)
+    if nccl_library is not None:
+        nccl.LIBRARIES["cpu"] = (str(nccl_library), str(driver))

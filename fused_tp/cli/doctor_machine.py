@@ -347,8 +347,8 @@ def _fused_kernels(on_gpu: bool) -> Finding:
 def _device_kernels(archs: list[int]) -> Finding:
     built = native_kernels.built_for()
     what = f"built for {', '.join(built.archs)} by CUDA {dotted(built.toolkit[:2])}" if built is not None else "there"
-    reasons = {arch: native_kernels.no_native_kernels(arch) for arch in archs or [0]}
-    problems = [reason for reason in reasons.values() if reason is not None]
+    found = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
+    problems = [available.reason for available in found if not available]
     if not problems:
         return _finding("device kernels", what)
     if not archs or built is None:

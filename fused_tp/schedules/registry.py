@@ -22,14 +22,14 @@ from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on
+from fused_tp.transport import native_kernels
+from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.kernels import has_triton, interpreted
-from fused_tp.transport.native_kernels import native_kernels_for_cpu, no_native_kernels
 from fused_tp.transport.nccl import NcclDist, nccl_dist
-from fused_tp.transport.shm import shm_transport, shm_unavailable_reason
+from fused_tp.transport.shm import shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
@@ -217,10 +217,6 @@ def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
     return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
 
 
-def _unless(reason: str | None) -> Availability:
-    return AVAILABLE if reason is None else unavailable(reason)
-
-
 def _has_shared_memory(group: Group, device: torch.device) -> bool:
     return device.type == "cpu" and settings.shared_memory_allowed() and shm_transport(group) is not None
 
@@ -230,7 +226,7 @@ def _shared_memory_available(group: Group, device: torch.device) -> Availability
         return unavailable(f"it moves CPU tensors only, not {device.type}")
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns it off")
-    return AVAILABLE if shm_transport(group) is not None else _unless(shm_unavailable_reason(group))
+    return AVAILABLE if shm_transport(group) is not None else shm_availability(group)
 
 
 def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
@@ -270,9 +266,9 @@ def device_kernels_on(device: torch.device) -> Availability:
     """Whether the device kernels can run on `device`, whatever the group."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return _unless(no_native_kernels(10 * major + minor))
-    if device.type == "cpu" and native_kernels_for_cpu():
-        return _unless(no_native_kernels())
+        return native_kernels.native_kernels_available(10 * major + minor)
+    if device.type in native_kernels.DEVICES:
+        return native_kernels.native_kernels_available()
     return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
 
 
@@ -364,7 +360,7 @@ def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Sche
     plain = _plain(group, device)
     made = _ENGINES[group]
     if device not in made:
-        made[device] = CopyEngine(_memory(group, device), driver_of(device), on_failure=abort_hook(plain.transport))
+        made[device] = CopyEngine(_memory(group, device), abort_hook(plain.transport))
     return CopyEngineSchedule(made[device], plain, chunks)
 
 
@@ -425,7 +421,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             "copy_engine",
             # Sums, and no matmul to hide them behind.
             _lacks("copy engines have nothing for {op}", "all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
-            _in_symmetric_memory("copy engines", lambda device: _unless(no_copy_engine_on(device))),
+            _in_symmetric_memory("copy engines", copy_engine_available),
             _copy_engine,
             **_SYMMETRIC,
         ),

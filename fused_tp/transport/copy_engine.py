@@ -14,8 +14,8 @@ CUDA graphs: as in `kernel_workspaces`, the memory has to be there and large eno
 capture, and between replays and other calls, it is the caller who orders: one op of a group at a time, alike on all
 ranks.
 
-Tests load a look-alike of the CUDA driver (`use_driver`) that moves memory of the host. Then tensors of the CPU go
-through all this unchanged; what waits in a stream there blocks, and raises at once.
+A look-alike of the CUDA driver may move memory of the host (`LIBRARIES`). Then tensors of the CPU go through all this
+unchanged; what waits in a stream there blocks, and raises at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport.peer_watch import PeerWatch
 from fused_tp.transport.symm_mem import KernelMemory
@@ -51,42 +51,23 @@ _ROUNDED_TO = 16 << 20
 # Failure of csrc/copy_engine/keeper.h.
 _NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
-_LIBRARY = "libcuda.so.1"
-_for_cpu: str | None = None
+# The driver's library, by type of device.
+LIBRARIES = {"cuda": "libcuda.so.1"}
 
 
-def use_driver(library: str | Path | None) -> None:
-    """For tests: a look-alike of the CUDA driver, for tensors of the CPU. None: there is none any more."""
-    global _for_cpu
-    _for_cpu = None if library is None else str(library)
-
-
-def driver_of(device: torch.device) -> str:
-    """The driver's library for tensors on `device`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if device.type == "cuda":
-        return _LIBRARY
-    if device.type == "cpu" and _for_cpu is not None:
-        return _for_cpu
-    raise ValueError(f"device is {device}; copy engines are those of NVIDIA GPUs.")
-
-
-def no_copy_engine_on(device: torch.device) -> str | None:
-    """Why tensors on `device` cannot be moved so, whatever the group, or None."""
+def copy_engine_available(device: torch.device) -> Availability:
+    """Whether tensors on `device` can move by copy engines, whatever the group."""
     if find_spec("fused_tp._core") is None:
-        return "this installation has no native core"
+        return unavailable("this installation has no native core")
+    if device.type not in LIBRARIES:
+        return unavailable(f"copy engines are those of NVIDIA GPUs; this is {device.type}")
     try:
-        driver = import_module("fused_tp._core").Driver(driver_of(device))
+        driver = import_module("fused_tp._core").Driver(LIBRARIES[device.type])
         if not driver.has_stream_memory_ops(device.index or 0):
-            return "streams of this device cannot wait for a word of memory"
-    except ValueError:
-        return f"copy engines are those of NVIDIA GPUs; this is {device.type}"
+            return unavailable("streams of this device cannot wait for a word of memory")
     except RuntimeError as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return None
+        return unavailable(str(error).splitlines()[0].rstrip("."))
+    return AVAILABLE
 
 
 @dataclass
@@ -197,7 +178,6 @@ class CopyEngine:
 
     Args:
         memory: of the group.
-        driver: its library, as `driver_of` says.
         on_failure: is told why the group is unusable from now on.
 
     Example:
@@ -207,9 +187,7 @@ class CopyEngine:
             call.finish(gathered)
     """
 
-    def __init__(
-        self, memory: KernelMemory, driver: str, on_failure: Callable[[str], object] = lambda sentence: None
-    ) -> None:
+    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], object] = lambda sentence: None) -> None:
         self._memory = memory
         self.rank = memory.rank
         self.world_size = memory.world_size
@@ -217,7 +195,7 @@ class CopyEngine:
         self._index = 0
         if self.device.type == "cuda":
             self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        self._driver = driver
+        self._driver = LIBRARIES[self.device.type]
         self._on_failure = on_failure
         self._slot: _Slot | None = None
         self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use

@@ -33,7 +33,7 @@ from fused_tp.transport.device_plans import (
     sequence_to_heads,
     with_dense_heads,
 )
-from fused_tp.transport.native_kernels import native_kernels, no_native_kernels
+from fused_tp.transport.native_kernels import native_kernels, native_kernels_available
 from fused_tp.transport.shm import dtype_number
 from fused_tp.transport.symm_mem import KernelMemory
 from fused_tp.transport.workspace import Workspaces
@@ -504,4 +504,4 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 def _has_kernels(index: int) -> bool:
     """Whether the library serves this very GPU: one built for others only has no code for it."""
     major, minor = torch.cuda.get_device_capability(index)
-    return no_native_kernels(10 * major + minor) is None
+    return native_kernels_available(10 * major + minor).ok

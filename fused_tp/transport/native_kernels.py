@@ -7,7 +7,6 @@ asks for it.
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import threading
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from typing import Any
 
 import torch
 
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport import cuda_driver
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.so"
+DEVICES = ("cuda",)  # types of devices that it has kernels for
 HOW_TO_BUILD = (
     "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
     "FUSED_TP_CUDA=1"
@@ -45,7 +46,6 @@ class BuiltFor:
 
 
 _lock = threading.Lock()
-_chosen: Path | None = None  # by use_library
 _loaded: dict[Path, Any] = {}
 
 
@@ -55,49 +55,31 @@ def native_kernels() -> Any:
     Raises:
         RuntimeError: they cannot be used here; says why.
     """
-    kernels = _loaded.get(_chosen or LIBRARY)
+    kernels = _loaded.get(LIBRARY)
     if kernels is not None:
         return kernels
-    reason = no_native_kernels()
-    if reason is not None:
-        raise RuntimeError(f"The device kernels cannot be used: {reason}.")
-    return _loaded[_chosen or LIBRARY]
+    available = native_kernels_available()
+    if not available:
+        raise RuntimeError(f"The device kernels cannot be used: {available.reason}.")
+    return _loaded[LIBRARY]
 
 
-def no_native_kernels(arch: int = 0) -> str | None:
-    """Why this process cannot use the device kernels, as the part of a sentence, or None.
+def native_kernels_available(arch: int = 0) -> Availability:
+    """Whether this process can use the device kernels.
 
     Args:
-        arch: compute capability of the GPU in question, as 90; 0: any, or the CPU where `use_library` gave a library
-            for that.
+        arch: compute capability of the GPU in question, as 90; 0: any.
     """
-    path = _chosen or LIBRARY
-    if path == LIBRARY:
-        reason = _not_here(arch)
-        if reason is not None:
-            return reason
+    if "cuda" in DEVICES and not (here := _here(arch)):
+        return here
     try:
         core = import_module("fused_tp._core")
         with _lock:
-            if path not in _loaded:
-                _loaded[path] = core.DeviceKernels(str(path))
+            if LIBRARY not in _loaded:
+                _loaded[LIBRARY] = core.DeviceKernels(str(LIBRARY))
     except (ImportError, RuntimeError) as error:
-        return str(error).rstrip(".")
-    return None
-
-
-def use_library(path: str | os.PathLike[str] | None) -> None:
-    """Takes the device kernels from `path` from now on; None: from this installation again. For tests.
-
-    The same sources compiled for the CPU are such a library.
-    """
-    global _chosen
-    _chosen = None if path is None else Path(path).resolve()
-
-
-def native_kernels_for_cpu() -> bool:
-    """Whether `use_library` has given a library, which is one for the CPU: then CPU tensors may go through kernels."""
-    return _chosen is not None
+        return unavailable(str(error).rstrip("."))
+    return AVAILABLE
 
 
 @cache
@@ -134,28 +116,28 @@ def suggested_blocks(op: str, algorithm: int, count: int, chunk: int, dtype: int
     return int(core.device_suggested_blocks(op, algorithm, count, chunk, dtype, world, most))
 
 
-def _not_here(arch: int) -> str | None:
-    """What this machine lacks for the library of this installation."""
+def _here(arch: int) -> Availability:
+    """Whether this machine has what the library needs."""
     if not LIBRARY.exists():
-        return f"they were not built when fused_tp was installed; {HOW_TO_BUILD}"
+        return unavailable(f"they were not built when fused_tp was installed; {HOW_TO_BUILD}")
     if not torch.cuda.is_available():
         why = "no GPU or no driver for it" if torch.version.cuda else "a torch that was built without CUDA"
-        return f"torch finds no GPU here ({why})"
+        return unavailable(f"torch finds no GPU here ({why})")
     built = built_for(LIBRARY)
     if built is None:
-        return None  # nothing speaks against it
+        return AVAILABLE  # nothing speaks against it
     if arch and not built.runs_on(arch):
-        return (
+        return unavailable(
             f"they were built for {', '.join(built.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
             f"FUSED_TP_CUDA_ARCHS={arch}"
         )
     driver = cuda_driver.cuda_version()
     if driver is not None and driver[0] < built.toolkit[0]:
-        return (
+        return unavailable(
             f"they were built by CUDA {built.toolkit[0]}.{built.toolkit[1]}, and the driver serves CUDA {driver[0]}."
             f"{driver[1]}; update the driver, or reinstall fused_tp with a CUDA toolkit of that version"
         )
-    return None
+    return AVAILABLE
 
 
 def _serves(name: str, arch: int) -> bool:

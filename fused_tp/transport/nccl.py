@@ -9,8 +9,8 @@ ends the communicator, so that no stream waits on.
 
 Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
 
-Tests load look-alikes of NCCL and of the CUDA driver (`use_libraries`) that move memory of the host. Then tensors of
-the CPU go through all this unchanged; what waits in a stream there blocks, and raises at once.
+Look-alikes of NCCL and of the CUDA driver may move memory of the host (`LIBRARIES`). Then tensors of the CPU go
+through all this unchanged; what waits in a stream there blocks, and raises at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ class NcclDist(TorchDist):
         self.device = device
         self.communicator = communicator
         self._core = import_module("fused_tp._core")
-        _, self._driver = load()
+        _, self._driver = load(device)
         self._pid = os.getpid()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
@@ -459,7 +458,7 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     facts = [Facts(**{**one, "process": tuple(one["process"])}) for one in told]
     if not (found := judged(facts)):
         return found
-    library, driver = load()
+    library, driver = load(device)
     communicator = import_module("fused_tp._core").Communicator(
         library,
         driver,
@@ -480,41 +479,28 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
 # facts.
 
 
-@dataclass(frozen=True)
-class _Libraries:
-    """Paths of the two, and whether they take tensors of the CPU."""
-
-    nccl: str = ""  # that which torch has loaded
-    cuda: str = "libcuda.so.1"
-    on_cpu: bool = False
+# The libraries of NCCL (empty: that which torch has loaded) and of the driver, by type of device.
+LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 
 
-_libraries = _Libraries()
-
-
-def use_libraries(nccl: str | Path | None, cuda: str | Path | None = None) -> None:
-    """For tests: look-alikes of NCCL and of the CUDA driver, for tensors of the CPU. None: the real ones again."""
-    global _libraries
-    _libraries = _Libraries() if nccl is None else _Libraries(str(nccl), str(cuda), on_cpu=True)
-
-
-def no_nccl_on(device: torch.device) -> str | None:
-    """Why tensors on `device` cannot go through an NCCL communicator of ours, whatever the group, or None."""
+def nccl_available(device: torch.device) -> Availability:
+    """Whether tensors on `device` can go through an NCCL communicator of ours, whatever the group."""
     if find_spec("fused_tp._core") is None:
-        return "this installation has no native core"
-    if device.type != "cuda" and not (device.type == "cpu" and _libraries.on_cpu):
-        return f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}"
+        return unavailable("this installation has no native core")
+    if device.type not in LIBRARIES:
+        return unavailable(f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
     try:
-        load()
+        load(device)
     except RuntimeError as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return None
+        return unavailable(str(error).splitlines()[0].rstrip("."))
+    return AVAILABLE
 
 
-def load() -> tuple[Any, Any]:
+def load(device: torch.device) -> tuple[Any, Any]:
     """`_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError where one of them cannot be had."""
     core = import_module("fused_tp._core")
-    return core.NcclLibrary(_libraries.nccl), core.Driver(_libraries.cuda)
+    nccl, driver = LIBRARIES[device.type]
+    return core.NcclLibrary(nccl), core.Driver(driver)
 
 
 @dataclass(frozen=True)
@@ -530,11 +516,11 @@ class Facts:
 
 def own_facts(group: Group, device: torch.device) -> Facts:
     """What this rank has to tell."""
-    problem = no_nccl_on(device)
-    if problem is not None:
-        return Facts(own_process(), problem=problem)
+    available = nccl_available(device)
+    if not available:
+        return Facts(own_process(), problem=available.reason)
     try:
-        library, _ = load()
+        library, _ = load(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:

@@ -6,7 +6,7 @@ memory, signals stages of its work, waits for stages of others, reads their memo
 group may be in flight; memory is recycled once every rank has ended the call.
 
 Not reachable (another host, another container, another user, no native core): the group gets None, on every rank, and
-the ops run plain collectives. `shm_unavailable_reason` says why.
+the ops run plain collectives. `shm_availability` says why.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.store import exchange, first_call_failed
@@ -415,8 +416,8 @@ class ShmTransport:
         return normed, new_residual
 
 
-# A transport, or the sentence why there is none, or how the rendezvous failed.
-_TRANSPORTS: GroupSlot[ShmTransport | str | FusedTPError] = GroupSlot()
+# A transport, or why there is none, or how the rendezvous failed.
+_TRANSPORTS: GroupSlot[ShmTransport | Availability | FusedTPError] = GroupSlot()
 
 
 def shm_transport(group: Group) -> ShmTransport | None:
@@ -442,9 +443,7 @@ def shm_transport(group: Group) -> ShmTransport | None:
         _TRANSPORTS[group] = found
     if isinstance(found, FusedTPError):
         raise found.copy()
-    if isinstance(found, str):
-        return None
-    return found
+    return None if isinstance(found, Availability) else found
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
@@ -453,21 +452,22 @@ def known_shm_transport(group: Group) -> ShmTransport | None:
     return found if isinstance(found, ShmTransport) else None
 
 
-def shm_unavailable_reason(group: Group) -> str | None:
-    """Why `shm_transport(group)` is None, as a sentence; None when it is there. Never waits for other ranks."""
+def shm_availability(group: Group) -> Availability:
+    """Whether `shm_transport(group)` is there, as far as is known. Never waits for other ranks."""
     if not settings.shared_memory_allowed():
-        return "FUSED_TP_SHM=0 turns shared memory off"
+        return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     if _core is None:
-        return _why_no_core
+        return unavailable(_why_no_core)
     if group.process_group is None:
-        return "torch.distributed is not initialised"
+        return unavailable("torch.distributed is not initialised")
     found = _TRANSPORTS.get(group)
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, Availability) else AVAILABLE
 
 
-def _rendezvous(group: Group) -> ShmTransport | str:
+def _rendezvous(group: Group) -> ShmTransport | Availability:
     if group.size > (_core.MAX_RANKS if _core is not None else 64):
-        return f"the group has {group.size} ranks; shared memory serves at most {_core.MAX_RANKS if _core else 64}"
+        limit = _core.MAX_RANKS if _core is not None else 64
+        return unavailable(f"the group has {group.size} ranks; shared memory serves at most {limit}")
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
     core_group, problem = None, ""
 
@@ -491,7 +491,7 @@ def _rendezvous(group: Group) -> ShmTransport | str:
     problems = [text.decode() for text in exchange(group, _MEETING, problem.encode(), gone)]
     for rank, text in enumerate(problems):
         if text:
-            return f"rank {rank}: {text}"
+            return unavailable(f"rank {rank}: {text}")
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
     _open.add(core_group)

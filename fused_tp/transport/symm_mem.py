@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, GroupLike, GroupSlot, resolve_group
 from fused_tp.transport.peer_watch import own_process, watchable
-from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
+from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange
 from fused_tp.transport.two_level import own_host
 
@@ -47,6 +47,7 @@ class KernelMemory(Protocol):
         arch: compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted.
         sms: multiprocessors, of the rank that has fewest; ranks of one GPU have a share each.
         pids: processes of peers that can be watched from here, by rank.
+        serialized_by: ops in memories of an equal value are serialized with each other.
     """
 
     @property
@@ -66,6 +67,9 @@ class KernelMemory(Protocol):
 
     @property
     def pids(self) -> Mapping[int, int]: ...
+
+    @property
+    def serialized_by(self) -> Hashable: ...
 
     def allocate(self, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
         """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. All ranks call it alike."""
@@ -118,6 +122,10 @@ class GroupMemory:
     def world_size(self) -> int:
         return self.group.size
 
+    @property
+    def serialized_by(self) -> torch.device:
+        return self.device
+
     def allocate(self, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
         if self.device.type == "cpu":
             return symmetric_empty((nbytes,), torch.uint8, group=self.group.process_group)
@@ -166,7 +174,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     found, multicast = judged(facts), False
     if found and device.type == "cpu":
         if shm_transport(group) is None:
-            found = unavailable(f"the ranks cannot share memory: {shm_unavailable_reason(group)}")
+            found = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
     elif found:
         found, multicast = _try_fabric(group, device)
     if not found:
@@ -481,7 +489,7 @@ def symmetric_empty(
         raise ValueError(f"device is {device}; symmetric memory is there for cpu and cuda.")
     transport = shm_transport(described)
     if transport is None:
-        raise ValueError(f"The ranks cannot share memory: {shm_unavailable_reason(described)}.")
+        raise ValueError(f"The ranks cannot share memory: {shm_availability(described).reason}.")
     memory = CpuSymmetricMemory(transport, math.prod(sizes) * dtype.itemsize)
     return memory.get_buffer(memory.rank, sizes, dtype), memory
 

@@ -13,18 +13,18 @@ who orders: one op of a group at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from benchmarks.local_ranks import LocalRank
 from fused_tp.transport.peer_watch import PeerWatch
-from fused_tp.transport.symm_mem import GroupMemory, KernelMemory, is_capturing
+from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 
 _LOG = logging.getLogger("fused_tp")
 
@@ -38,7 +38,7 @@ _ROUNDED_TO = 64 << 20  # above it a workspace is a multiple of it, below it a p
 
 @dataclass
 class _Turn:
-    """Of ops that take turns, the last one."""
+    """The most recently launched op among those that are serialized."""
 
     stream: torch.cuda.Stream | None = None
     done: torch.cuda.Event | None = None
@@ -81,7 +81,7 @@ class Workspaces:
         self._lost: list[int] = []  # in the order in which they ended
         self._told = False
         self._on_failure = on_failure
-        self._turn = _turn_of(memory)
+        self._turn = _turns.setdefault(memory.serialized_by, _Turn())
         self.calls = 0  # of ops that have been given a workspace
         self.broken: FusedTPError | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
@@ -284,17 +284,6 @@ def _timeout_seconds() -> float:
     return min(settings.timeout_seconds(), _LONGEST_SECONDS)
 
 
-def _turn_of(memory: KernelMemory) -> _Turn:
-    """What all ops of this rank on its device take turns by."""
-    if isinstance(memory, GroupMemory):
-        return _turns.setdefault(memory.device, _Turn())
-    # Ranks that are threads share a device, but must not wait for each other's turn.
-    if isinstance(memory, LocalRank):
-        turn: _Turn = memory.memo.setdefault("turn of kernels", _Turn())
-        return turn
-    return _Turn()
-
-
-# Of each device, for all groups: two ops that wait for other ranks, on two streams, could fill two GPUs with kernels
-# that each wait for one which finds no room.
-_turns: dict[torch.device, _Turn] = {}
+# Of ops that wait for other ranks, on two streams, two could fill two GPUs with kernels that each wait for one which
+# finds no room. So those of all groups of a device are serialized.
+_turns: WeakValueDictionary[Hashable, _Turn] = WeakValueDictionary()

@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.plain import Plain
-from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
-from tests.native_build import cpu_device_library
+from tests.native_build import cpu_device_library, use_library
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -47,12 +46,12 @@ def fresh_device_ranks(
 
 
 def with_library(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    native_kernels.use_library(library)
+    use_library(library)
     try:
         with multicast():
             return fn(group, *args)
     finally:  # the process goes on to other tests
-        native_kernels.use_library(None)
+        use_library(None)
 
 
 def collectives_of(group: Any) -> DeviceCollectives:

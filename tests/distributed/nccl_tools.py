@@ -13,9 +13,9 @@ import torch
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport import nccl
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from tests.native.doubles.libraries import cuda_double, nccl_double
+from tests.native_build import use_nccl
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -41,11 +41,11 @@ def fresh_nccl_ranks(
 
 
 def with_doubles(group: Any, libraries: tuple[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    nccl.use_libraries(*libraries)
+    use_nccl(*libraries)
     try:
         return fn(group, *args)
     finally:  # the process goes on to other tests
-        nccl.use_libraries(None)
+        use_nccl(None)
 
 
 def transport_of(group: Any) -> NcclDist:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmTransport, shm_transport, shm_unavailable_reason
+from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import STORES, BoundedStore
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,7 +27,7 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 def transport_of(group: dist.ProcessGroup) -> ShmTransport:
     transport = shm_transport(resolve_group(group))
-    assert transport is not None, shm_unavailable_reason(resolve_group(group))
+    assert transport is not None, shm_availability(resolve_group(group)).reason
     return transport
 
 

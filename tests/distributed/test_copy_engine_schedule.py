@@ -28,13 +28,13 @@ from fused_tp.runtime.group import GroupSlot, resolve_group
 from fused_tp.schedules import copy_engine, registry
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
-from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.copy_engine import LIBRARIES, CopyEngine, copy_engine_available
 from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_tp_ops as cases
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native_build import build_shared
+from tests.native_build import build_shared, use_driver
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 from tests.workers import fresh_ranks, run_ranks
 
@@ -67,13 +67,13 @@ UNDER_TEST: GroupSlot[CopyEngineSchedule] = GroupSlot()
 def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
     """The schedule of a group, made once, as dispatch would."""
     use_driver(library)
-    assert no_copy_engine_on(CPU) is None
+    assert copy_engine_available(CPU)
     described = resolve_group(group)
     if described not in UNDER_TEST:
         memory = group_memory(described, CPU)
         assert isinstance(memory, GroupMemory), memory
         plain = Plain(torch_dist(described, "cpu"))
-        engine = CopyEngine(memory, driver_of(CPU), abort_hook(plain.transport))
+        engine = CopyEngine(memory, abort_hook(plain.transport))
         UNDER_TEST[described] = CopyEngineSchedule(engine, plain)
     return UNDER_TEST[described]
 
@@ -257,7 +257,7 @@ def test_workspaces_grow_and_stay() -> None:
 
 def two_engines(schedule: CopyEngineSchedule) -> None:
     """Calls of two groups, as far as copy engines know, one inside of the other."""
-    other = CopyEngineSchedule(CopyEngine(schedule.engine._memory, driver_of(CPU)), schedule._plain)
+    other = CopyEngineSchedule(CopyEngine(schedule.engine._memory), schedule._plain)
     for number in range(10):
         x, w = seeded(9, 4, dtype=torch.float32, seed=number), seeded(5, 4, dtype=torch.float32, seed=1)
         moving = schedule.all_gather(rows_of(schedule, x, 0), gather_dim=0, gather_size=9)
@@ -275,7 +275,7 @@ def test_two_groups_at_once() -> None:
 
 def stalled(schedule: CopyEngineSchedule) -> list[int]:
     """Which shards have been multiplied while no side stream moves, and after all."""
-    library = ctypes.CDLL(driver_of(CPU))
+    library = ctypes.CDLL(LIBRARIES["cpu"])
     x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
     schedule.matmul_all_reduce([(x, w)], None)
     multiplied: list[int] = []

@@ -20,17 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed.device_tools import CPU, device_ranks, forced, fresh_device_ranks
-from tests.native_build import cpu_device_library
+from tests.native_build import cpu_device_library, use_library
 
 pytestmark = pytest.mark.full
 
@@ -53,7 +52,7 @@ NAMES = {"one_shot": "all_reduce", "two_shot": "all_reduce", "rms_norm": "all_re
 def no_library_stays() -> Iterator[None]:
     """Ranks that are threads have set one in this very process."""
     yield
-    native_kernels.use_library(None)
+    use_library(None)
 
 
 def own_kernels(group: Any) -> DeviceCollectives:
@@ -199,7 +198,7 @@ def test_an_op_whose_peer_dies() -> None:
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_thread_that_does_not_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel: what was to come from the missing rank is not there, and the call says so."""
-    native_kernels.use_library(cpu_device_library())
+    use_library(cpu_device_library())
     sentences: list[str] = []
 
     def ranks(rank: LocalRank) -> None:
@@ -228,7 +227,7 @@ MADE = {
 @pytest.mark.parametrize("name", list(MADE))
 def test_what_did_not_arrive_is_nan_never_what_was_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results, which an error keeps from the caller, but which on a GPU he holds already: no finite leftovers."""
-    native_kernels.use_library(cpu_device_library())
+    use_library(cpu_device_library())
 
     def ranks(rank: LocalRank) -> None:
         device = DeviceCollectives(rank)

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, AllToAllLayout
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
@@ -38,7 +37,7 @@ from tests.distributed.device_tools import (
     rank_and_size,
     summed,
 )
-from tests.native_build import cpu_device_library
+from tests.native_build import cpu_device_library, use_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 
 pytestmark = pytest.mark.full
@@ -51,7 +50,7 @@ SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
 def no_library_stays() -> Iterator[None]:
     """Ranks that are threads have set one in this very process."""
     yield
-    native_kernels.use_library(None)
+    use_library(None)
 
 
 def same_bits(actual: Tensor, wanted: Tensor) -> None:
@@ -176,7 +175,7 @@ def test_collectives_of_processes(world_size: int, dtype_name: str) -> None:
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    native_kernels.use_library(cpu_device_library())
+    use_library(cpu_device_library())
     with multicast():
         yield
 

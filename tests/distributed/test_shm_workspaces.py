@@ -144,7 +144,7 @@ def fallback(group: Any) -> tuple[str | None, float]:
     total = fused_tp.all_reduce(torch.ones(5), group=group).sum().item()
     name = select_schedule("all_reduce", described, torch.float32, torch.device("cpu"), 5, None, 1).name
     assert name != "one_sided"
-    return shm.shm_unavailable_reason(described), total
+    return shm.shm_availability(described).reason or None, total
 
 
 def test_turned_off() -> None:
@@ -258,7 +258,7 @@ def test_a_pool_that_is_too_small() -> None:
 def bad_reserve(group: Any, text: str) -> str:
     os.environ["FUSED_TP_SHM_RESERVE"] = text
     try:
-        return str(shm.shm_transport(resolve_group(group)) or shm.shm_unavailable_reason(resolve_group(group)))
+        return str(shm.shm_transport(resolve_group(group)) or shm.shm_availability(resolve_group(group)).reason)
     except ValueError as error:
         return f"ValueError: {error}"
 

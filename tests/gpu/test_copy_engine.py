@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import sum_in_rank_order
-from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
+from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.store import agree
 from fused_tp.transport.symm_mem import group_memory
@@ -27,6 +27,7 @@ from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_copy_engine_schedule as checks
 from tests.distributed import test_tp_ops as ops
 from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.native_build import use_driver
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -38,15 +39,14 @@ PATIENCE = "60"  # seconds, for a GPU to start
 def schedule_on(group: Any, device: torch.device) -> CopyEngineSchedule | str:
     """The schedule of a group, with all that a first call sets up; or why it cannot have it."""
     described = resolve_group(group)
-    why_not = no_copy_engine_on(device)
-    found = agree(described, "copy engines", lambda: unavailable(why_not) if why_not else AVAILABLE)
+    found = agree(described, "copy engines", lambda: copy_engine_available(device))
     if not found:
         return found.reason
     memory = group_memory(described, device)
     if isinstance(memory, Availability):
         return memory.reason
     plain = Plain(torch_dist(described, device.type))
-    engine = CopyEngine(memory, driver_of(device), abort_hook(plain.transport))
+    engine = CopyEngine(memory, abort_hook(plain.transport))
     schedule = CopyEngineSchedule(engine, plain)
     with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
         x = torch.ones(8, 8, device=device)

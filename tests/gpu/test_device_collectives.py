@@ -18,17 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
-from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed import test_device_faults as faults
 from tests.distributed import test_device_schedules as checks
 from tests.distributed import test_tp_ops as ops
 from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.native_build import use_library
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -40,9 +41,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = native_kernels.no_native_kernels()
-    if reason is not None:
-        pytest.skip(f"needs the library of device kernels: {reason}")
+    available = native_kernels.native_kernels_available()
+    if not available:
+        pytest.skip(f"needs the library of device kernels: {available.reason}")
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "60")
     monkeypatch.setattr(checks, "ALGORITHMS", ALGORITHMS)
 
@@ -211,7 +212,7 @@ def on_another_stream(group: Any, kind: str, library: str | None) -> str:
     """Forward and backward run on one stream and are then captured on another, which has no side stream yet."""
     device = device_of(dist.get_rank(group), kind)
     if library is not None:
-        native_kernels.use_library(library)
+        use_library(library)
     reason = why_not(group, "two_shot", device)
     if reason is not None:
         return reason
@@ -305,7 +306,7 @@ def group_collectives(group: Any, kind: str, library: str | None) -> Any:
     """The collectives of this process, which take tensors of the CPU; or why there are none."""
     device = device_of(dist.get_rank(group), kind)
     if library is not None:
-        native_kernels.use_library(library)
+        use_library(library)
     memory = group_memory(resolve_group(group), device)
     return memory.reason if isinstance(memory, Availability) else collectives_on(device, DeviceCollectives(memory))
 
@@ -363,7 +364,7 @@ def public_ops(group: Any, kind: str, library: str | None, schedule: str, dtype_
     """'' or why not; forward and all gradients of the public ops."""
     device = device_of(dist.get_rank(group), kind)
     if library is not None:
-        native_kernels.use_library(library)
+        use_library(library)
     reason = why_not(group, schedule, device)
     if reason is not None:
         return reason

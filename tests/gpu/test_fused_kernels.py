@@ -18,8 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import RankMemory, normal, prepare
-from fused_tp.runtime.partition import shard_range
 from benchmarks.local_ranks import LocalRank, run_local
+from fused_tp.runtime.partition import shard_range
 from tests.reference import assert_within_dtype_error, matmul64, rms_norm64
 
 pytestmark = pytest.mark.gpu

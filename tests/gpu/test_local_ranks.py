@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from fused_tp.runtime.errors import CollectiveTimeoutError
 from benchmarks.local_ranks import LocalRank, run_local
+from fused_tp.runtime.errors import CollectiveTimeoutError
 from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.gpu

@@ -21,13 +21,13 @@ from torch import Tensor
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport import nccl
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from tests.distributed import test_nccl_faults as faults
 from tests.distributed import test_nccl_pipeline as checks
 from tests.distributed import test_tp_ops as ops
 from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.native_build import use_nccl
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -40,7 +40,7 @@ NOTICE_SECONDS = 8.0  # and some to abort
 def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.device:
     if libraries is not None:
         os.environ["CUDA_DOUBLE"] = libraries[1]  # for the one of NCCL
-        nccl.use_libraries(*libraries)
+        use_nccl(*libraries)
     return device_of(dist.get_rank(group), kind)
 
 

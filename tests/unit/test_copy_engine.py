@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport import copy_engine
-from fused_tp.transport.copy_engine import CopyEngine, driver_of, no_copy_engine_on, use_driver
-from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from tests.native_build import build_program, build_shared, prebuild, require_sanitizer
+from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
+from tests.native_build import build_program, build_shared, prebuild, require_sanitizer, use_driver
 
 pytestmark = pytest.mark.full
 
@@ -135,26 +135,24 @@ def driver() -> Iterator[None]:
 
 
 def test_there_are_none_on_a_cpu() -> None:
-    assert no_copy_engine_on(CPU) in (
+    assert copy_engine_available(CPU).reason in (
         "copy engines are those of NVIDIA GPUs; this is cpu",
         "this installation has no native core",
     )
-    with pytest.raises(ValueError, match="copy engines are those of NVIDIA GPUs"):
-        driver_of(CPU)
 
 
 @NEEDS_CORE
 def test_a_driver_that_cannot_be_loaded_is_a_reason(tmp_path: Path) -> None:
     use_driver(tmp_path / "libcuda.so")
     try:
-        assert "the CUDA driver could not be loaded" in str(no_copy_engine_on(CPU))
+        assert "the CUDA driver could not be loaded" in copy_engine_available(CPU).reason
     finally:
         use_driver(None)
 
 
 @NEEDS_CORE
 def test_a_group_of_one(driver: Any) -> None:
-    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    engine = CopyEngine(LocalGroup(1).rank(0))
     shard = torch.arange(5.0)
     with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
         call.gather(shard, [shard])
@@ -164,7 +162,7 @@ def test_a_group_of_one(driver: Any) -> None:
 
 @NEEDS_CORE
 def test_it_does_not_grow_under_capture(driver: Any) -> None:
-    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    engine = CopyEngine(LocalGroup(1).rank(0))
     with engine.call("all_gather", gather_bytes=100) as call:
         call.finish()
     with mock.patch.object(copy_engine, "_capturing", return_value=True):
@@ -181,7 +179,7 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
 
 @NEEDS_CORE
 def test_two_scatters_at_a_time(driver: Any) -> None:
-    engine = CopyEngine(LocalGroup(1).rank(0), driver_of(CPU))
+    engine = CopyEngine(LocalGroup(1).rank(0))
     call = engine.call("matmul_all_reduce", scatter_bytes=100)
     first, second = call.scatter(), call.scatter()
     with pytest.raises(RuntimeError, match="before one of those that have begun has been received"):
@@ -194,7 +192,7 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
 
 
 def as_thread(rank: LocalRank) -> None:
-    schedule = CopyEngineSchedule(CopyEngine(rank, driver_of(CPU)), None, chunks=2)
+    schedule = CopyEngineSchedule(CopyEngine(rank), None, chunks=2)
     x, w = torch.arange(21.0).view(7, 3), torch.ones(2, 3)
     shard = x[3 * rank.rank : 3 * rank.rank + 3]
     for _ in range(3):

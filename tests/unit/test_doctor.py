@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fused_tp.cli import doctor, doctor_machine
 from fused_tp.cli.main import COMMANDS, main
+from fused_tp.runtime.availability import AVAILABLE
 from fused_tp.transport import cuda_driver, native_kernels
 
 pytestmark = pytest.mark.full
@@ -249,7 +250,7 @@ def test_device_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
         found = machine.findings()["device kernels"]
         assert found.status == doctor.NOTE
         assert found.value.startswith("built for sm_90a, compute_90 by CUDA 13.0; torch finds no GPU")
-    monkeypatch.setattr(native_kernels, "no_native_kernels", lambda arch: None)
+    monkeypatch.setattr(native_kernels, "native_kernels_available", lambda arch: AVAILABLE)
     found = machine.findings()["device kernels"]
     assert (found.status, found.value) == (doctor.OK, "built for sm_90a, compute_90 by CUDA 13.0")
 

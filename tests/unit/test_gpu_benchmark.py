@@ -19,6 +19,7 @@ from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows
 from benchmarks.results import Machine, Record, records_of
 from benchmarks.runner import Times, run_case
 from benchmarks.table import markdown
+from fused_tp.runtime.availability import unavailable
 from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
 
@@ -318,17 +319,16 @@ class Graph:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuContext]:
-    from fused_tp.transport import native_kernels
-    from tests.native_build import cpu_device_library
+    from tests.native_build import cpu_device_library, use_library
 
-    native_kernels.use_library(cpu_device_library())
+    use_library(cpu_device_library())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext())
     try:
         with pretended_gpu() as context:
             yield context
     finally:
-        native_kernels.use_library(None)
+        use_library(None)
 
 
 def latency_without_check(context: GpuContext, **parameters: Any) -> Makers:
@@ -397,7 +397,7 @@ def test_bytes_that_must_be_moved() -> None:
 
 def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1}
-    monkeypatch.setattr(gpu_collectives, "no_native_kernels", lambda arch: "they were not built")
+    monkeypatch.setattr(gpu_collectives, "native_kernels_available", lambda arch: unavailable("they were not built"))
     one = Case("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
         _, skipped = gpu.run_all([one], Budget(1000), lambda case: run_case(context, case, 2).skipped)

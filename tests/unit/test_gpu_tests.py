@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.transport import native_kernels
 from benchmarks.local_ranks import run_local
 from tests.distributed import nccl_tools
 from tests.distributed import test_device_schedules as checks
@@ -17,7 +16,7 @@ from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_nccl as nccl_tests
 from tests.gpu.on_device import OnDevice, mapped, on_device, there
-from tests.native_build import cpu_device_library
+from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
 pytestmark = [
@@ -29,11 +28,11 @@ pytestmark = [
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     path = str(cpu_device_library())
-    native_kernels.use_library(path)
+    use_library(path)
     monkeypatch.setattr(checks, "ALGORITHMS", collectives.ALGORITHMS)
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "30")
     yield path
-    native_kernels.use_library(None)
+    use_library(None)
 
 
 def test_threads(library: str) -> None:

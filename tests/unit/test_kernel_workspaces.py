@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport import workspace
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.symm_mem import Facts, shared_sms
 from fused_tp.transport.workspace import Workspaces
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from benchmarks.local_ranks import CPU_PROGRAMS, LocalGroup, LocalRank, run_local
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.transport.symm_mem import CHANNELS
 from fused_tp.triton_kernels.comm.workspace import Workspace
 

@@ -21,11 +21,11 @@ import torch
 from fused_tp.transport import cuda_driver, native_kernels
 from fused_tp.transport.native_kernels import (
     BuiltFor,
-    no_native_kernels,
+    native_kernels_available,
     suggested_blocks,
-    use_library,
     workspace_bytes,
 )
+from tests.native_build import use_library
 from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.full
@@ -74,7 +74,7 @@ def test_it_is_loaded_once_by_whichever_thread_comes_first(double: Path) -> None
         for thread in threads:
             thread.join()
         assert len(found) == 8 and len(set(map(id, found))) == 1
-        assert no_native_kernels(80) is None, "the arch of a GPU does not matter to a library that was chosen"
+        assert native_kernels_available(80), "the arch of a GPU does not matter to a library that was chosen"
     finally:
         use_library(None)
 
@@ -153,7 +153,7 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
         try:
             with pytest.raises(RuntimeError, match=f"^The device kernels cannot be used: .*{sentence}"):
                 native_kernels.native_kernels()
-            assert not str(no_native_kernels()).endswith(".")
+            assert not native_kernels_available().reason.endswith(".")
         finally:
             use_library(None)
 
@@ -173,13 +173,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_gpu_that_was_built_for(installed: Path) -> None:
     assert native_kernels.built_for(installed) == BuiltFor(("sm_90a", "compute_100"), (13, 0, 88))
-    assert no_native_kernels() is None
-    assert no_native_kernels(90) is None and no_native_kernels(120) is None
+    assert native_kernels_available()
+    assert native_kernels_available(90) and native_kernels_available(120)
     assert native_kernels.native_kernels() is native_kernels.native_kernels()
 
 
 def test_a_gpu_that_was_not_built_for(installed: Path) -> None:
-    reason = no_native_kernels(80)
+    reason = native_kernels_available(80).reason
     assert reason == (
         "they were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with FUSED_TP_CUDA_ARCHS=80"
     )
@@ -187,20 +187,21 @@ def test_a_gpu_that_was_not_built_for(installed: Path) -> None:
 
 def test_a_driver_older_than_the_toolkit(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
-    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in str(no_native_kernels(90))
+    said = native_kernels_available(90).reason
+    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in said
 
 
 def test_no_gpu_to_use_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert no_native_kernels() == "torch finds no GPU here (no GPU or no driver for it)"
+    assert native_kernels_available().reason == "torch finds no GPU here (no GPU or no driver for it)"
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert no_native_kernels() == "torch finds no GPU here (a torch that was built without CUDA)"
+    assert native_kernels_available().reason == "torch finds no GPU here (a torch that was built without CUDA)"
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native_kernels, "LIBRARY", tmp_path / "_cuda.so")
-    reason = str(no_native_kernels())
+    reason = native_kernels_available().reason
     assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
     assert native_kernels.built_for(tmp_path / "_cuda.so") is None
     with pytest.raises(RuntimeError, match="The device kernels cannot be used: they were not built"):
@@ -209,7 +210,7 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_no_core_to_load_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
-    assert "_core" in str(no_native_kernels())
+    assert "_core" in native_kernels_available().reason
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_tp.transport.nccl import Facts, judged, no_nccl_on, own_facts, use_libraries
+from fused_tp.transport.nccl import Facts, judged, nccl_available, own_facts
 from tests.distributed import nccl_tools
+from tests.native_build import use_nccl
 
 pytestmark = pytest.mark.full
 
@@ -22,7 +23,7 @@ needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="nee
 @pytest.fixture(autouse=True)
 def real_libraries_afterwards() -> Iterator[None]:
     yield
-    use_libraries(None)
+    use_nccl(None)
 
 
 def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
@@ -49,19 +50,19 @@ def test_what_keeps_ranks_from_it(told: list[Facts], said: str) -> None:
 
 @needs_core
 def test_tensors_of_the_cpu_need_the_doubles() -> None:
-    assert no_nccl_on(CPU) == "NCCL moves tensors of NVIDIA GPUs, not of cpu"
+    assert nccl_available(CPU).reason == "NCCL moves tensors of NVIDIA GPUs, not of cpu"
 
 
 @needs_core
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
-    use_libraries(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
-    assert str(tmp_path) in str(no_nccl_on(CPU))
+    use_nccl(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
+    assert str(tmp_path) in nccl_available(CPU).reason
 
 
 @needs_core
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
 def test_an_environment_that_makes_nccl_block(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_libraries(*nccl_tools.doubles())
+    use_nccl(*nccl_tools.doubles())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
     told = own_facts(SimpleNamespace(rank=0), CPU)  # all that it looks at
     assert told.problem.startswith("NCCL_COMM_BLOCKING is set") == refused

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.transport import local
 from benchmarks.local_ranks import LocalGroup
+from fused_tp.transport import local
 from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.full
