@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -35,33 +35,6 @@ class After(Pending[T_co]):
 
     def wait(self) -> T_co:
         return self._finish()
-
-
-class Workspace(Protocol):
-    """Memory of every rank for one op, readable and writable by all. Leaving the context ends the op on this rank."""
-
-    def __enter__(self) -> Workspace: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor: ...
-
-    def signal(self, stage: int) -> None: ...
-
-    def wait(self, rank: int, stage: int) -> None: ...
-
-    def wait_all(self, stage: int) -> None: ...
-
-
-class OneSided(Protocol):
-    """A transport whose ranks read each other's memory in place."""
-
-    rank: int
-    world_size: int
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-
-    def begin(self, op: str, dims: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Workspace: ...
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
