@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
-from benchmarks.local_ranks import LocalRank, run_local
 
 from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import RankMemory, normal, prepare

@@ -18,11 +18,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import prepare
+from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.triton_kernels.attention import ring_forward, ring_keys
 from fused_tp.triton_kernels.attention.launch import Terms
 from tests.attention_reference import dense_attention, dense_mask
