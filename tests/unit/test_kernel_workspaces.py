@@ -22,7 +22,7 @@ pytestmark = pytest.mark.full
 
 class Memory:
     rank, world_size, arch, sms = 0, 2, 0, 1
-    device = torch.device("cpu")
+    device = serialized_by = torch.device("cpu")
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
