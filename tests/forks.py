@@ -180,6 +180,9 @@ def _main() -> None:
     import numpy  # noqa: F401  # for the forks
     import pytest  # noqa: F401  # for the forks
     import torch
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
     import torch.distributed.tensor
 
     from tests.forks import _serve as serve  # under its own name

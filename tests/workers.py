@@ -207,14 +207,12 @@ def stop_pool() -> None:
 
 
 _the_pool: _Workers | None = None
-_pools_started = 0
 
 
 def _pool() -> _Workers:
-    global _the_pool, _pools_started
+    global _the_pool
     if _the_pool is None:
-        _the_pool = _Workers(POOL_SIZE, forked=_pools_started > 0 and forks.can_fork())
-        _pools_started += 1
+        _the_pool = _Workers(POOL_SIZE)
         atexit.register(stop_pool)
     return _the_pool
 
@@ -236,8 +234,8 @@ def _exit_name(code: int | None) -> str:
 class _Workers:
     """`size` processes joined by one gloo default group, and the pipes to them.
 
-    Forked ones start in a moment (`tests.forks`). Those of the first pool are processes of their own: ranks that went
-    through a set in the order of its hashes would differ there, as they do in real life.
+    Forked ones start in a moment (`tests.forks`). Rank 0 of the pool is a process of its own: ranks that went through a
+    set in the order of its hashes would differ from it, as they do in real life.
     """
 
     def __init__(self, size: int, env: Mapping[str, str | None] | None = None, forked: bool = False) -> None:
@@ -345,7 +343,7 @@ class _Workers:
 
     def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
         arguments = [rank, self.size, self.store.port]
-        if self.forked:
+        if self.forked or (rank > 0 and forks.can_fork()):
             return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers", str(os.getpid()), *map(str, [pipe, *arguments])],

@@ -39,7 +39,7 @@ def generated(model: Any, tokens: Tensor, **keywords: Any) -> Any:
 
 def held(cache: Any) -> list[list[int]]:
     """Tokens of each text and layer on this rank."""
-    return [[layer.cache._dealing.count(n) for n in layer.cache.lengths] for layer in cache.layers]
+    return [[layer.cache._layout.count(n) for n in layer.cache.lengths] for layer in cache.layers]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
