@@ -18,13 +18,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks ranks, re
 OP_TIMEOUT = 1.5
 
 
-@beside(lambda: trials("kill", "--count", str(len(op_names())), "--seed", "1"))
-def test_a_killed_rank_is_noticed_by_all_others(outcome: list[Trial]) -> None:
+@beside(lambda count: trials("kill", "--count", str(count), "--seed", "1"))
+@pytest.mark.parametrize("count", [4, pytest.param(len(op_names()), marks=pytest.mark.full)])
+def test_a_killed_rank_is_noticed_by_all_others(outcome: list[Trial], count: int) -> None:
     assert {trial.op for trial in outcome} == set(op_names())
     for trial in outcome:
         check_killed(trial)
 
 
+@pytest.mark.full
 @beside(
     lambda schedule, count, options: trials(
         "kill", "--count", str(count), "--seed", "2", "--schedule", schedule, *options

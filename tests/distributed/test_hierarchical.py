@@ -289,6 +289,7 @@ def whole_and_parts(_: Any) -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 def test_three_hosts_of_two_ranks_and_two_of_them() -> None:
     for outcome in fresh_ranks(6, whole_and_parts, env=FORCED):
         outcome.unwrap()

@@ -348,6 +348,7 @@ def in_a_world_of_two(check: Callable[[dist.ProcessGroup], None]) -> None:
         outcome.unwrap()
 
 
+@pytest.mark.full
 def test_generation_under_autocast() -> None:
     in_a_world_of_two(autocast_generation)
 

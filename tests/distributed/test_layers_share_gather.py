@@ -236,6 +236,7 @@ def compiled(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(k(x), full.linears[1](x), **EXACT)
 
 
+@pytest.mark.full
 def test_under_compile() -> None:
     run_ranks(2, compiled)
 

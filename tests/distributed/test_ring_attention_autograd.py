@@ -43,6 +43,7 @@ def checked(group: dist.ProcessGroup) -> None:
         )
 
 
+@pytest.mark.full
 @ON_EVERY_ROUTE
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradcheck(world_size: int, route: str) -> None:

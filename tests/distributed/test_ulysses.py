@@ -276,6 +276,7 @@ def over_nccl(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor |
         return on_ranks(group, cases, ulysses_attention)
 
 
+@pytest.mark.full
 def test_nccl() -> None:
     cases = [case(13, causal=True, batch=2, kv_heads=1, dtype=torch.bfloat16, grad_lse=True), case(16)]
     compare_with_messages(nccl_ranks(2, over_nccl, cases), cases)
@@ -295,6 +296,7 @@ def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor |
         return on_ranks(group, cases, ulysses_attention)
 
 
+@pytest.mark.full
 def test_device_kernel() -> None:
     cases = [
         case(16, causal=True, layout="contiguous", batch=2),
@@ -346,6 +348,7 @@ def compiled_over_a_mesh(group: dist.ProcessGroup) -> None:
     compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), False, (11,))
 
 
+@pytest.mark.full
 def test_compile_over_a_mesh() -> None:
     run_ranks(4, compiled_over_a_mesh, env=ROUTES["one_sided"])
 

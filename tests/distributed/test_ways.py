@@ -140,6 +140,7 @@ def asked_with_its_own_gpu(group: Any, name: str) -> str:
         return SCHEDULES[name].available(described, torch.device("cuda", group.rank())).reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_ranks_on_different_gpus_find_out_together(name: str) -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")

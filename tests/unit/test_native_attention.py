@@ -542,6 +542,7 @@ def test_scores_are_taken_as_they_are() -> None:
     assert torch.equal(got.dq, wanted.dq) and torch.equal(got.dv, wanted.dv)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
 def test_under_sanitizers(sanitizer: str) -> None:
     require_sanitizer(sanitizer)

@@ -14,7 +14,10 @@ import pytest
 from tests import session_end
 from tests.workers import REPOSITORY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are told by /proc/PID/environ")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are told by /proc/PID/environ"),
+]
 
 SESSION = """
 import subprocess, time

@@ -17,6 +17,8 @@ import fused_tp
 from tests import workers
 from tests.workers import RanksFailed, RanksTimedOut, device_mesh, error_of, fresh_ranks, on_ranks, run_ranks
 
+pytestmark = pytest.mark.full
+
 
 @dataclass
 class Answer:
