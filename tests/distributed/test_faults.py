@@ -21,7 +21,7 @@ OP_TIMEOUT = 1.5
 @beside(lambda count: trials("kill", "--count", str(count), "--seed", "1"))
 @pytest.mark.parametrize("count", [4, pytest.param(len(op_names()), marks=pytest.mark.full)])
 def test_a_killed_rank_is_noticed_by_all_others(outcome: list[Trial], count: int) -> None:
-    assert {trial.op for trial in outcome} == set(op_names())
+    assert len({trial.op for trial in outcome}) == count  # all ops, where that is their number
     for trial in outcome:
         check_killed(trial)
 
