@@ -1,4 +1,4 @@
-// Element types and reductions the native core knows. The numbers are shared with fused_tp/transport/shm.py.
+// Element types that the native core knows. The numbers are shared with fused_tp/transport/shm.py.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,6 @@ namespace fused_tp {
 
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kI8 = 4, kU8 = 5, kI16 = 6, kI32 = 7, kI64 = 8 };
 constexpr int kNumDTypes = 9;
-
-enum class ReduceOp : int32_t { kSum = 0, kMax = 1, kMin = 2 };
-constexpr int kNumReduceOps = 3;
 
 constexpr size_t element_size(DType dtype) {
   switch (dtype) {
@@ -32,27 +29,9 @@ constexpr size_t element_size(DType dtype) {
 }
 
 constexpr const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return "float32";
-    case DType::kBF16:
-      return "bfloat16";
-    case DType::kF16:
-      return "float16";
-    case DType::kF64:
-      return "float64";
-    case DType::kI8:
-      return "int8";
-    case DType::kU8:
-      return "uint8";
-    case DType::kI16:
-      return "int16";
-    case DType::kI32:
-      return "int32";
-    case DType::kI64:
-      return "int64";
-  }
-  return "unknown";
+  constexpr const char* kNames[kNumDTypes] = {"float32", "bfloat16", "float16", "float64", "int8",
+                                              "uint8",   "int16",    "int32",   "int64"};
+  return kNames[static_cast<int>(dtype)];
 }
 
 }  // namespace fused_tp

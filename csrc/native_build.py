@@ -26,6 +26,8 @@ CORE_FOLDERS = ("bindings", "attention", "shm", "driver", "nccl", "copy_engine")
 
 # -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
+# Bindings copy arguments and call: optimised for longer they compile for longer and are no faster.
+FOLDER_FLAGS = {"bindings": ["-O1"]}
 X86_FLAGS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")] + ["-mavx2", "-mfma", "-mf16c"],
@@ -125,7 +127,8 @@ class CoreBuild:
         """Compiles what has changed into `folder` and links `output`."""
         steps = []
         for source in self.sources():
-            command = [*self.compiler, f"-I{seen_from(folder, CSRC)}", *self.flags, *X86_FLAGS.get(isa_of(source), [])]
+            own = [*FOLDER_FLAGS.get(source.parent.name, []), *X86_FLAGS.get(isa_of(source), [])]
+            command = [*self.compiler, f"-I{seen_from(folder, CSRC)}", *self.flags, *own]
             name = f"{source.parent.name}_{source.stem}.o"
             steps.append(compile_step(name, seen_from(folder, source), command))
         objects = [step.output for step in steps]

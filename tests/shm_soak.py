@@ -54,24 +54,12 @@ class Player:
         wanted = sum_of(terms)[begin : begin + parts[self.rank]]
         same(self.transport.reduce_scatter(terms[self.rank], parts), wanted, call)
 
-    def all_gather(self, count: int, dtype: torch.dtype, call: int) -> None:
-        terms = self.terms(count, dtype, call)
-        same(self.transport.all_gather(terms[self.rank], [count] * self.size), torch.cat(terms), call)
-
     def all_to_all(self, count: int, dtype: torch.dtype, call: int) -> None:
         terms = self.terms(count * self.size, dtype, call)
         mine = slice(self.rank * count, (self.rank + 1) * count)
         counts = [count] * self.size
         out = self.transport.all_to_all(terms[self.rank], counts, counts)
         same(out, torch.cat([term[mine] for term in terms]), call)
-
-    def broadcast(self, count: int, dtype: torch.dtype, call: int) -> None:
-        terms = self.terms(count, dtype, call)
-        same(self.transport.broadcast(terms[self.rank].clone(), call % self.size), terms[call % self.size], call)
-
-    def ring_shift(self, count: int, dtype: torch.dtype, call: int) -> None:
-        terms = self.terms(count, dtype, call)
-        same(self.transport.ring_shift(terms[self.rank]), terms[(self.rank - 1) % self.size], call)
 
     def barrier(self, count: int, dtype: torch.dtype, call: int) -> None:
         self.transport.barrier()
@@ -96,7 +84,7 @@ class Player:
         return finish
 
 
-BLOCKING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "ring_shift", "barrier")
+BLOCKING = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 
 
 def sum_of(terms: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "attention/half.h"
+#include "half.h"
 
 namespace fused_tp::attention {
 namespace {

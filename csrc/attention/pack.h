@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "attention/attention.h"
-#include "attention/half.h"
+#include "half.h"
 #include "attention/kernels.h"
 
 namespace fused_tp::attention {

@@ -1,6 +1,6 @@
 // What the files of this folder share. They alone know pybind11; everything else in csrc is plain C++ or CUDA.
 // Tensors come as addresses, sizes and dtype numbers: the module needs no torch to build or to load, so one wheel
-// serves every torch version.
+// serves every torch version. Two files, not one for each part: pybind11's headers take a compiler seconds.
 #pragma once
 
 #include <pybind11/functional.h>
@@ -8,6 +8,8 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 #include "dtype.h"
 #include "errors.h"
@@ -15,12 +17,26 @@
 namespace fused_tp::bindings {
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 using Address = std::uintptr_t;
+using NoGil = py::call_guard<py::gil_scoped_release>;
 
 template <typename T = void>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
+}
+
+// The plain struct that `packed` is the bytes of.
+template <typename T>
+T unpacked(const py::bytes& packed, const char* name) {
+  const std::string bytes = packed;
+  T value{};
+  if (bytes.size() != sizeof value)
+    throw py::value_error(std::string(name) + " has " + std::to_string(sizeof value) + " bytes, not " +
+                          std::to_string(bytes.size()));
+  std::memcpy(&value, bytes.data(), sizeof value);
+  return value;
 }
 
 DType to_dtype(int number);
@@ -30,13 +46,6 @@ void require(bool condition, const char* sentence);
 // Lets Ctrl-C end a wait. Takes the GIL.
 void check_signals();
 
-// Each adds one part of the native core to the module.
-void bind_attention(py::module_& m);
-void bind_copy_engine(py::module_& m);
-void bind_cuda(py::module_& m);
-void bind_driver(py::module_& m);
-void bind_nccl(py::module_& m);
-void bind_shm(py::module_& m);
-void bind_pipeline(py::module_& m);
+void bind_gpu(py::module_& m);
 
 }  // namespace fused_tp::bindings

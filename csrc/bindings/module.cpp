@@ -1,7 +1,17 @@
-// fused_tp._core, put together of its parts.
+// fused_tp._core: shared memory and attention on CPUs; gpu.cpp has the rest.
+#include <array>
+#include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "attention/attention.h"
+#include "attention/kernels.h"
 #include "bindings/bindings.h"
+#include "shm/collectives.h"
+#include "shm/group.h"
+#include "shm/kernels.h"
 
 namespace fused_tp::bindings {
 
@@ -42,18 +52,320 @@ void translate_errors(std::exception_ptr pending) {
   std::rethrow_exception(pending);
 }
 
+// ---- shared memory ---------------------------------------------------------------------------------------------
+
+using shm::Group;
+
+// A range of shared memory as a Python buffer; torch.frombuffer keeps it alive as long as the tensor.
+class Memory {
+ public:
+  Memory(std::shared_ptr<shm::Segment> segment, char* data, size_t bytes)
+      : segment_(std::move(segment)), data_(data), bytes_(bytes) {}
+  virtual ~Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  py::buffer_info buffer() { return {data_, 1, "B", static_cast<py::ssize_t>(bytes_)}; }
+  Address address() const { return reinterpret_cast<Address>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<shm::Segment> segment_;
+  char* data_;
+  size_t bytes_;
+};
+
+// Memory of this rank's pool; goes back to the pool with the last tensor over it.
+class PooledMemory : public Memory {
+ public:
+  PooledMemory(std::shared_ptr<Group> group, size_t offset, size_t bytes)
+      : Memory(group->segment(group->rank()), group->segment(group->rank())->data() + offset, bytes),
+        group_(std::move(group)),
+        offset_(offset) {}
+  ~PooledMemory() override { group_->heap().release(offset_); }
+  size_t offset() const { return offset_; }
+
+ private:
+  std::shared_ptr<Group> group_;
+  size_t offset_;
+};
+
+shm::Signature to_signature(const std::string& op, int dtype, const std::vector<int64_t>& dims) {
+  shm::Signature signature{};
+  if (op.size() >= sizeof signature.op)
+    throw py::value_error("the op name '" + op + "' is longer than " + std::to_string(sizeof signature.op - 1));
+  if (dims.size() > shm::kMaxDims)
+    throw py::value_error("a signature has at most " + std::to_string(shm::kMaxDims) + " dims, not " +
+                          std::to_string(dims.size()));
+  std::memcpy(signature.op, op.data(), op.size());
+  signature.dtype = static_cast<int32_t>(to_dtype(dtype));
+  signature.n_dims = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), signature.dims);
+  return signature;
+}
+
+void bind_group(py::module_& m) {
+  using shm::Call;
+  py::class_<shm::Signature>(m, "Signature", "What a call is: op, dtype and dims, which all ranks compare. Reusable.")
+      .def(py::init(&to_signature), "op"_a, "dtype"_a, "dims"_a);
+  py::class_<Memory>(m, "Memory", py::buffer_protocol())
+      .def_buffer(&Memory::buffer)
+      .def_property_readonly("address", &Memory::address);
+  py::class_<PooledMemory, Memory>(m, "PooledMemory")
+      .def_property_readonly("offset", &PooledMemory::offset, "Where it starts in this rank's segment, in bytes.");
+
+  py::class_<Call>(m, "Call", "One collective call in flight on this rank.")
+      .def_property_readonly("number", &Call::number)
+      .def(
+          "workspace_address", [](Call& call, int rank) { return reinterpret_cast<Address>(call.workspace(rank)); },
+          NoGil())
+      .def(
+          "workspace",
+          [](Call& call, int rank, const std::shared_ptr<Group>& group) {
+            char* data = call.workspace(rank);
+            return std::make_unique<Memory>(group->segment(rank), data, call.workspace_bytes(rank));
+          },
+          NoGil())
+      .def("signal", &Call::signal, "stage"_a)
+      .def("wait", &Call::wait, "rank"_a, "stage"_a, NoGil())
+      .def("wait_all", &Call::wait_all, "stage"_a, NoGil())
+      .def("end", &Call::end, NoGil())
+      .def("abandon", &Call::abandon);
+
+  py::class_<Group, std::shared_ptr<Group>>(m, "Group", "Ranks of one host that share memory.")
+      .def(py::init([](int rank, int size, size_t reserve_bytes, std::function<double()> timeout_seconds) {
+             return std::make_shared<Group>(rank, size, reserve_bytes, std::move(timeout_seconds), check_signals);
+           }),
+           "rank"_a, "size"_a, "reserve_bytes"_a, "timeout_seconds"_a)
+      .def_property_readonly("address",
+                             [](const Group& group) {
+                               const shm::SegmentAddress address = group.address();
+                               return py::bytes(reinterpret_cast<const char*>(&address), sizeof address);
+                             })
+      .def("connect",
+           [](Group& group, const std::vector<py::bytes>& packed) {
+             std::vector<shm::SegmentAddress> addresses;
+             for (const py::bytes& one : packed)
+               addresses.push_back(unpacked<shm::SegmentAddress>(one, "an address of shared memory"));
+             group.connect(addresses);
+           })
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("calls", &Group::calls, "How many this rank has begun.")
+      .def_property_readonly("waited_seconds", &Group::waited_seconds)
+      .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
+      .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
+      .def("close", &Group::close)
+      .def("give_up", &Group::give_up, "because"_a,
+           "Leaves the group: later calls of this rank raise, and peers that wait for it are told that it has left.")
+      .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
+      .def(
+          "allocate",
+          [](const std::shared_ptr<Group>& group, size_t bytes) {
+            return std::make_unique<PooledMemory>(group, group->allocate(bytes), bytes);
+          },
+          NoGil())  // another thread may begin a call, and want the GIL while it waits
+      .def(
+          "at",
+          [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
+            require(rank >= 0 && rank < group->size(), "rank is not one of the group's");
+            const auto& segment = group->segment(rank);
+            require(offset <= segment->bytes() && bytes <= segment->bytes() - offset,
+                    "the range lies outside of the rank's shared memory");
+            return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
+          },
+          "rank"_a, "offset"_a, "bytes"_a)
+      .def("put_signal", [](Group& group, Address word) { group.put_signal(pointer<uint32_t>(word)); })
+      .def(
+          "wait_signal",
+          [](Group& group, Address word, uint32_t target, int source, double timeout_seconds) {
+            group.wait_signal(pointer<uint32_t>(word), target, source, timeout_seconds);
+          },
+          NoGil())
+      .def(
+          "begin",
+          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes,
+             bool reuse) { return group.begin(to_signature(op, dtype, dims), bytes, true, reuse); },
+          "op"_a, "dtype"_a, "dims"_a, "bytes"_a, "reuse"_a = false, NoGil(),
+          "`reuse`: wait for peers that are still in calls which this rank has ended, and use the memory of those.")
+      .def("settled", &Group::settled, "Whether `begin` with `reuse` would not wait.", NoGil())
+      .def(
+          "begin_in",
+          [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
+             const PooledMemory& memory) {
+            return group.begin_in(to_signature(op, dtype, dims), memory.offset(), memory.bytes());
+          },
+          "op"_a, "dtype"_a, "dims"_a, "memory"_a, NoGil(),
+          "`begin` with memory of this rank's pool as its workspace, which stays the caller's.");
+  m.attr("MAX_RANKS") = shm::kMaxRanks;
+  m.attr("MAX_CALLS_IN_FLIGHT") = shm::kSlots;
+}
+
+void require_counts(const Group& group, const std::vector<size_t>& counts) {
+  require(counts.size() == static_cast<size_t>(group.size()), "one count is needed for each rank");
+}
+
+// Signatures have the op and the shape as the user knows them: ranks must agree on those, not on counts alone.
+void bind_collectives(py::module_& m) {
+  m.def(
+      "all_reduce",
+      [](Group& group, Address in, Address out, size_t count, const shm::Signature& signature) {
+        shm::all_reduce(group, pointer<>(in), pointer<>(out), count, signature);
+      },
+      NoGil());
+  m.def(
+      "sum_workspaces",
+      [](Group& group, shm::Call& call, size_t count, int dtype) {
+        shm::sum_workspaces(group, call, count, to_dtype(dtype));
+      },
+      NoGil(), "Replaces the elements at the start of every rank's workspace of `call` by their sum over ranks.");
+  m.def(
+      "reduce_scatter",
+      [](Group& group, Address in, Address out, const std::vector<size_t>& counts, const shm::Signature& signature) {
+        require_counts(group, counts);
+        shm::reduce_scatter(group, pointer<>(in), pointer<>(out), counts, signature);
+      },
+      NoGil());
+  m.def(
+      "all_to_all",
+      [](Group& group, Address in, Address out, const std::vector<size_t>& send_counts,
+         const std::vector<size_t>& receive_counts, int dtype) {
+        require_counts(group, send_counts);
+        require_counts(group, receive_counts);
+        shm::all_to_all(group, pointer<>(in), pointer<>(out), send_counts, receive_counts, to_dtype(dtype));
+      },
+      NoGil());
+  // As calls of sums were before they took a Signature; 0 stands for the reduction.
+  m.def(
+      "all_reduce",
+      [](Group& group, Address in, Address out, size_t count, int, const shm::Signature& signature) {
+        shm::all_reduce(group, pointer<>(in), pointer<>(out), count, signature);
+      },
+      NoGil());
+  m.def(
+      "reduce_scatter",
+      [](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype, int,
+         const std::string& called, const std::vector<int64_t>& dims) {
+        require_counts(group, counts);
+        shm::reduce_scatter(group, pointer<>(in), pointer<>(out), counts, to_signature(called, dtype, dims));
+      },
+      NoGil());
+  m.def(
+      "reduce_rows",
+      [](Address out, size_t, const std::vector<Address>& sources, const std::vector<size_t>&, size_t rows,
+         size_t columns, int dtype) {
+        std::vector<const void*> arrays;
+        for (const Address source : sources) arrays.push_back(pointer<>(source));
+        shm::kernels().sum(pointer<>(out), arrays.data(), static_cast<int>(arrays.size()), rows * columns,
+                           to_dtype(dtype));
+      },
+      NoGil());
+  m.def("barrier", &shm::barrier, NoGil());
+  m.def(
+      "all_reduce_rms_norm",
+      [](Group& group, Address partial, Address residual, Address weight, Address normed, Address new_residual,
+         size_t rows, size_t columns, double eps, int dtype) {
+        shm::all_reduce_rms_norm(group,
+                                 {pointer<>(partial), pointer<>(residual), pointer<>(weight), pointer<>(normed),
+                                  pointer<>(new_residual), rows, columns, eps},
+                                 to_dtype(dtype));
+      },
+      NoGil());
+  m.def("isa", [] { return shm::kernels().isa; }, "The instruction set whose kernels were chosen for this CPU.");
+  m.def(
+      "sum_arrays",
+      [](Address out, const std::vector<Address>& sources, size_t count, int dtype) {
+        require(!sources.empty(), "a sum needs one source at least");
+        std::vector<const void*> arrays;
+        for (const Address source : sources) arrays.push_back(pointer<>(source));
+        shm::kernels().sum(pointer<>(out), arrays.data(), static_cast<int>(arrays.size()), count, to_dtype(dtype));
+      },
+      "out"_a, "sources"_a, "count"_a, "dtype"_a, NoGil(), "out[i] = sum over s of sources[s][i], in this order.");
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------
+
+using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;  // address, strides of batch, row and head
+using Dropout = std::tuple<uint32_t, double, uint64_t, int32_t>;
+
+attention::Source source(const Tensor& tensor) {
+  return {pointer<>(std::get<0>(tensor)), {std::get<1>(tensor), std::get<2>(tensor), std::get<3>(tensor)}};
+}
+
+attention::Sum sum(const Tensor& tensor) {
+  return {pointer<>(std::get<0>(tensor)), {std::get<1>(tensor), std::get<2>(tensor), std::get<3>(tensor)}};
+}
+
+attention::Problem problem(int dtype, const std::array<int64_t, 7>& shape, const std::array<Address, 5>& rows,
+                           double scale, double softcap, Address slopes, const std::optional<Dropout>& dropout,
+                           const Tensor& q, const Tensor& k, const Tensor& v) {
+  attention::Problem made{};
+  made.shape = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
+  made.seen = {pointer<const int32_t>(rows[0]), pointer<const int32_t>(rows[1]), pointer<const int32_t>(rows[2]),
+               pointer<const int32_t>(rows[3]), pointer<const int32_t>(rows[4])};
+  made.scores.scale = scale;
+  made.scores.softcap = softcap;
+  made.scores.slopes = pointer<>(slopes);
+  if (dropout) {
+    made.scores.dropout = true;
+    std::tie(made.scores.threshold, made.scores.keep_factor, made.scores.seed, made.scores.first_head) = *dropout;
+  }
+  made.dtype = to_dtype(dtype);
+  require(element_size(made.dtype) >= 2 && static_cast<int>(made.dtype) <= static_cast<int>(DType::kF64),
+          "attention takes float32, bfloat16, float16 and float64");
+  require(shape[2] > 0 && shape[1] % shape[2] == 0, "heads must be a multiple of kv_heads");
+  made.q = source(q);
+  made.k = source(k);
+  made.v = source(v);
+  return made;
+}
+
+void bind_attention(py::module_& m) {
+  using Shape = std::array<int64_t, 7>;
+  using Rows = std::array<Address, 5>;
+  m.def(
+      "attention_forward",
+      [](int dtype, const Shape& shape, const Rows& rows, double scale, double softcap, Address slopes,
+         const std::optional<Dropout>& dropout, const Tensor& q, const Tensor& k, const Tensor& v,
+         const Tensor& weighted, const Tensor& highest, const Tensor& total, int threads, const std::string& isa) {
+        attention::forward({problem(dtype, shape, rows, scale, softcap, slopes, dropout, q, k, v), sum(weighted),
+                            sum(highest), sum(total)},
+                           threads, isa.c_str());
+      },
+      "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a, "k"_a, "v"_a,
+      "weighted"_a, "highest"_a, "total"_a, "threads"_a, "isa"_a, NoGil(),
+      "Folds one step into a softmax state. shape: batch, heads, kv_heads, rows, keys, dim, v_dim; rows: addresses of "
+      "starts, stops, places, q_indices, k_indices (int32); tensors: address, strides of batch, row and head.");
+  m.def(
+      "attention_backward",
+      [](int dtype, const Shape& shape, const Rows& rows, double scale, double softcap, Address slopes,
+         const std::optional<Dropout>& dropout, const Tensor& q, const Tensor& k, const Tensor& v,
+         const Tensor& grad_out, const Tensor& lse, const Tensor& sums, const Tensor& dq, const Tensor& dk,
+         const Tensor& dv, Address d_slopes, int threads, const std::string& isa) {
+        attention::backward({problem(dtype, shape, rows, scale, softcap, slopes, dropout, q, k, v), source(grad_out),
+                             source(lse), source(sums), sum(dq), sum(dk), sum(dv), pointer<>(d_slopes)},
+                            threads, isa.c_str());
+      },
+      "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a, "k"_a, "v"_a,
+      "grad_out"_a, "lse"_a, "sums"_a, "dq"_a, "dk"_a, "dv"_a, "d_slopes"_a, "threads"_a, "isa"_a, NoGil(),
+      "Adds the gradients of one step to dq, dk, dv and d_slopes; arguments as in attention_forward.");
+  m.def(
+      "attention_isa",
+      [](int dtype, const std::string& isa) { return attention::kernels_for(to_dtype(dtype), isa.c_str()).isa; },
+      "dtype"_a, "isa"_a = "", "The instruction set of the kernels for this dtype.");
+  m.def("has_matrix_tiles", &attention::has_matrix_tiles,
+        "Whether this CPU has AMX for bf16, which these kernels do not use.");
+}
+
 }  // namespace
 
 }  // namespace fused_tp::bindings
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "Native core of fused_tp: CPU shared memory, signals, collectives.";
+  m.doc() = "Native core of fused_tp.";
   pybind11::register_exception_translator(fused_tp::bindings::translate_errors);
+  fused_tp::bindings::bind_group(m);
+  fused_tp::bindings::bind_collectives(m);
   fused_tp::bindings::bind_attention(m);
-  fused_tp::bindings::bind_copy_engine(m);
-  fused_tp::bindings::bind_cuda(m);
-  fused_tp::bindings::bind_driver(m);
-  fused_tp::bindings::bind_nccl(m);  // before what takes communicators
-  fused_tp::bindings::bind_shm(m);
-  fused_tp::bindings::bind_pipeline(m);
+  fused_tp::bindings::bind_gpu(m);
 }

@@ -37,12 +37,7 @@ struct DriverError : std::runtime_error {
 
 // CUdevice_attribute, those that are asked for here.
 enum class Attribute : int {
-  kMultiprocessorCount = 16,
-  kComputeCapabilityMajor = 75,
-  kComputeCapabilityMinor = 76,
-  kStreamPriorities = 78,
   kStreamMemoryOps64 = 122,  // 64-bit write and wait value
-  kMulticast = 132,
 };
 
 // When a stream that waits for a word of memory goes on.
@@ -83,7 +78,6 @@ class Driver {
     int before_;
   };
 
-  const std::string& path() const { return path_; }
   int version() const;  // 12040 for CUDA 12.4
   int device_count() const;
   int attribute(Attribute attribute, int device) const;

@@ -7,12 +7,10 @@
 
 struct CUstream_st;
 struct ncclComm;  // as in nccl.h, so that both can be included
-struct ncclWindow_vidmem;
 
 namespace fused_tp::nccl {
 
 using Comm = ncclComm*;
-using Window = ncclWindow_vidmem*;
 
 struct UniqueId {
   char internal[128];
@@ -29,28 +27,13 @@ enum class Result : int32_t {
   kInProgress = 7,
 };
 
-enum class RedOp : int32_t { kSum = 0, kMax = 2, kMin = 3 };
+constexpr int32_t kInt8 = 0;  // an ncclDataType_t
 
-enum class DataType : int32_t {
-  kInt8 = 0,
-  kUint8 = 1,
-  kInt32 = 2,
-  kInt64 = 4,
-  kFloat16 = 6,
-  kFloat32 = 7,
-  kFloat64 = 8,
-  kBfloat16 = 9,
-};
-
-constexpr int kUndefined = INT_MIN;        // NCCL_CONFIG_UNDEF_INT
-constexpr unsigned kMagic = 0xcafebeef;    // NCCL_API_MAGIC
-constexpr int kSplitNoColor = -1;          // NCCL_SPLIT_NOCOLOR
-constexpr int kWindowSymmetric = 0x01;     // NCCL_WIN_COLL_SYMMETRIC
-constexpr int kCtaPolicyZero = 0x02;       // NCCL_CTA_POLICY_ZERO
-constexpr size_t kWindowAlignment = 4096;  // NCCL_WIN_REQUIRED_ALIGNMENT
+constexpr int kUndefined = INT_MIN;      // NCCL_CONFIG_UNDEF_INT
+constexpr unsigned kMagic = 0xcafebeef;  // NCCL_API_MAGIC
 
 // ncclConfig_t grows at its end. A library takes the first `size` bytes of it and goes by `version` for what they hold,
-// so each is given the part that the oldest library of its kind knows (config_for).
+// so every library takes this, the part that the oldest one knows.
 struct Config {
   size_t size;
   unsigned magic;
@@ -61,43 +44,32 @@ struct Config {
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
   int split_share = kUndefined;  // the last in 2.19
-  int traffic_class = kUndefined;
-  const char* comm_name = nullptr;
-  int collnet_enable = kUndefined;
-  int cta_policy = kUndefined;
-  int shrink_share = kUndefined;
-  int nvls_ctas = kUndefined;  // the last in 2.27
 };
 
-Config config_for(int library_version);
+// name, symbol, result, parameters
+#define FUSED_TP_NCCL_FUNCTIONS(X)                                                                        \
+  X(get_version, ncclGetVersion, Result, (int* version))                                                  \
+  X(get_unique_id, ncclGetUniqueId, Result, (UniqueId * id))                                              \
+  X(comm_init_rank_config, ncclCommInitRankConfig, Result,                                                \
+    (Comm * comm, int ranks, UniqueId id, int rank, Config* config))                                      \
+  X(comm_finalize, ncclCommFinalize, Result, (Comm comm))                                                 \
+  X(comm_destroy, ncclCommDestroy, Result, (Comm comm))                                                   \
+  X(comm_abort, ncclCommAbort, Result, (Comm comm))                                                       \
+  X(comm_get_async_error, ncclCommGetAsyncError, Result, (Comm comm, Result * error))                     \
+  X(get_error_string, ncclGetErrorString, const char*, (Result result))                                   \
+  X(get_last_error, ncclGetLastError, const char*, (Comm comm))                                           \
+  X(group_start, ncclGroupStart, Result, ())                                                              \
+  X(group_end, ncclGroupEnd, Result, ())                                                                  \
+  X(all_gather, ncclAllGather, Result,                                                                    \
+    (const void* in, void* out, size_t count, int32_t type, Comm comm, CUstream_st* stream))              \
+  X(send, ncclSend, Result, (const void* data, size_t count, int32_t type, int peer, Comm, CUstream_st*)) \
+  X(recv, ncclRecv, Result, (void* data, size_t count, int32_t type, int peer, Comm, CUstream_st*))
 
 struct Functions {
-  Result (*get_version)(int* version);
-  Result (*get_unique_id)(UniqueId* id);
-  Result (*comm_init_rank_config)(Comm* comm, int ranks, UniqueId id, int rank, Config* config);
-  Result (*comm_split)(Comm comm, int color, int key, Comm* made, Config* config);
-  Result (*comm_finalize)(Comm comm);
-  Result (*comm_destroy)(Comm comm);
-  Result (*comm_abort)(Comm comm);
-  Result (*comm_count)(Comm comm, int* count);
-  Result (*comm_user_rank)(Comm comm, int* rank);
-  Result (*comm_get_async_error)(Comm comm, Result* error);
-  const char* (*get_error_string)(Result result);
-  const char* (*get_last_error)(Comm comm);
-  Result (*mem_alloc)(void** data, size_t bytes);
-  Result (*mem_free)(void* data);
-  Result (*group_start)();
-  Result (*group_end)();
-  Result (*all_reduce)(const void* in, void* out, size_t count, DataType, RedOp, Comm, CUstream_st*);
-  Result (*reduce_scatter)(const void* in, void* out, size_t count, DataType, RedOp, Comm, CUstream_st*);
-  Result (*all_gather)(const void* in, void* out, size_t count, DataType, Comm, CUstream_st*);
-  Result (*broadcast)(const void* in, void* out, size_t count, DataType, int root, Comm, CUstream_st*);
-  Result (*send)(const void* data, size_t count, DataType, int peer, Comm, CUstream_st*);
-  Result (*recv)(void* data, size_t count, DataType, int peer, Comm, CUstream_st*);
-  // Null in libraries that lack them.
-  Result (*comm_revoke)(Comm comm, int flags);                                                   // 2.29
-  Result (*comm_window_register)(Comm comm, void* data, size_t bytes, Window* made, int flags);  // 2.27
-  Result (*comm_window_deregister)(Comm comm, Window window);
+#define FUSED_TP_MEMBER(name, symbol, result, parameters) result(*name) parameters = nullptr;
+  FUSED_TP_NCCL_FUNCTIONS(FUSED_TP_MEMBER)
+#undef FUSED_TP_MEMBER
+  Result (*comm_revoke)(Comm comm, int flags) = nullptr;  // from 2.29 on
 };
 
 }  // namespace fused_tp::nccl

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <future>
-#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -30,42 +29,6 @@ std::string in_seconds(double seconds) {
   text.precision(3);
   text << seconds << " s";
   return text.str();
-}
-
-DataType to_nccl(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return DataType::kFloat32;
-    case DType::kBF16:
-      return DataType::kBfloat16;
-    case DType::kF16:
-      return DataType::kFloat16;
-    case DType::kF64:
-      return DataType::kFloat64;
-    case DType::kI8:
-      return DataType::kInt8;
-    case DType::kU8:
-      return DataType::kUint8;
-    case DType::kI32:
-      return DataType::kInt32;
-    case DType::kI64:
-      return DataType::kInt64;
-    case DType::kI16:
-      break;
-  }
-  throw std::invalid_argument(std::string("NCCL does not reduce ") + dtype_name(dtype));
-}
-
-RedOp to_nccl(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kMax:
-      return RedOp::kMax;
-    case ReduceOp::kMin:
-      return RedOp::kMin;
-    case ReduceOp::kSum:
-      break;
-  }
-  return RedOp::kSum;
 }
 
 // Waits ever longer, from a few hundred nanoseconds on: most of what one waits for here takes NCCL microseconds.
@@ -142,8 +105,6 @@ struct Communicator::Handle {
   driver::OwnStream side_stream;  // not behind what is stuck
   std::mutex mutex;               // of what follows
   Comm comm = nullptr;
-  std::map<void*, Window> windows;
-  std::shared_ptr<Handle> child;  // NCCL writes into it while a split is under way
 
   Result async_error() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -183,8 +144,6 @@ struct Communicator::Handle {
     // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
     // nothing before all kernels have ended.
     const Comm dead = std::exchange(comm, nullptr);
-    std::map<void*, Window> its_windows;  // NCCL may write into them until it has ended
-    its_windows.swap(windows);
     if (lock.owns_lock())
       lock.unlock();  // who asks finds nothing from here on, and need not wait for what may take long
     if (dead != nullptr) library->functions().comm_abort(dead);
@@ -200,43 +159,10 @@ std::shared_ptr<Communicator> Communicator::create(std::shared_ptr<const Library
   auto handle = std::make_shared<Handle>(library, driver, device);
   std::shared_ptr<Communicator> made(new Communicator(library, driver, device, rank, size, std::move(options), handle));
   made->perform("joining the communicator", [&] {
-    Config config = config_for(library->version());
+    Config config{sizeof(Config), kMagic, static_cast<unsigned>(Library::kOldest)};
     config.blocking = 0;
-    if (made->zero_cta()) config.cta_policy = kCtaPolicyZero;
     return library->functions().comm_init_rank_config(&handle->comm, size, id, rank, &config);
   });
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().all.push_back(made);
-  return made;
-}
-
-std::shared_ptr<Communicator> Communicator::split(int color, int key) {
-  require_open();
-  std::lock_guard<std::mutex> order(order_mutex_);
-  auto handle = std::make_shared<Handle>(library_, driver_, device_);
-  perform("splitting the communicator", [&] {
-    handle_->child = handle;
-    Config config = config_for(library_->version());
-    config.blocking = 0;
-    if (zero_cta()) config.cta_policy = kCtaPolicyZero;
-    return library_->functions().comm_split(handle_->comm, color < 0 ? kSplitNoColor : color, key, &handle->comm,
-                                            &config);
-  });
-  {
-    const auto lock = lock_handle();
-    handle_->child = nullptr;
-  }
-  if (color < 0) return nullptr;
-  int rank = 0;
-  int size = 0;
-  const Functions& f = library_->functions();
-  if (f.comm_user_rank(handle->comm, &rank) != Result::kSuccess ||
-      f.comm_count(handle->comm, &size) != Result::kSuccess)
-    throw GroupError("NCCL does not tell rank and size of the communicator that was split off");
-  Options options = options_;
-  options.timeout_seconds = timeout();
-  std::shared_ptr<Communicator> made(new Communicator(library_, driver_, device_, rank, size, options, handle));
-  made->settle(Result::kInProgress, "splitting the communicator");
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().all.push_back(made);
   return made;
@@ -305,7 +231,7 @@ std::unique_lock<std::mutex> Communicator::lock_handle() const {
 void Communicator::settle(Result result, const std::string& what) {
   const auto begun = Clock::now();
   Backoff backoff(options_.interrupted);
-  // Some functions (ncclCommSplit) return ncclSuccess while what they have started is still under way.
+  // Some functions return ncclSuccess while what they have started is still under way.
   if (result == Result::kSuccess) result = Result::kInProgress;
   while (result == Result::kInProgress) {
     check();
@@ -349,11 +275,12 @@ static void refuse_other_captures(const Driver& driver, int device, Stream ours,
 }
 
 template <typename Call>
-Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Range> outputs, bool moves, Call&& call) {
+Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool moves,
+                             Call&& call) {
   require_open();
   std::lock_guard<std::mutex> order(order_mutex_);
   check();
-  if (after.kind_ == After::kStream) refuse_other_captures(*driver_, device_, stream(), after.stream_);
+  if (after) refuse_other_captures(*driver_, device_, stream(), *after);
   Ticket ticket;
   ticket.op = op;
   ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -361,22 +288,13 @@ Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Ran
     Driver::Device guard(*driver_, device_);
     ticket.ended = events_.take();
     SharedEvent begun;
-    if (after.kind_ == After::kStream) {
+    if (after) {
       begun = events_.take();
-      driver_->record(begun->get(), after.stream_);
+      driver_->record(begun->get(), *after);
       driver_->wait(stream(), begun->get());
-    } else if (after.kind_ == After::kEvent) {
-      driver_->wait(stream(), after.event_);
     }
     ticket.captured = driver_->capturing(stream());
-    uint64_t graph_op = 0;
-    if (ticket.captured) {
-      graph_op = graph_word_->begin(stream(), op, ticket.number);
-    } else if (after.kind_ == After::kEvent) {
-      // Not the caller's own event: it may be recorded again before this op has begun.
-      begun = events_.take();
-      driver_->record(begun->get(), stream());
-    }
+    const uint64_t graph_op = ticket.captured ? graph_word_->begin(stream(), op, ticket.number) : 0;
     const Result launched = perform(std::string(op) + " (call " + std::to_string(ticket.number) + ")", [&] {
       // A single send or receive returns early unless it is in a group (non-blocking communicators).
       const Functions& f = library_->functions();
@@ -419,41 +337,13 @@ Ticket Communicator::enqueue(const char* op, const After& after, std::vector<Ran
 
 // ---- ops -------------------------------------------------------------------------------------------------------
 
-Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank, After after) {
-  return enqueue("all_gather", after, {{out, bytes_per_rank * static_cast<size_t>(size_)}}, bytes_per_rank > 0,
-                 [&](const Functions& f, Comm comm) {
-                   return f.all_gather(in, out, bytes_per_rank, DataType::kInt8, comm, stream());
-                 });
-}
-
-Ticket Communicator::reduce_scatter(const void* in, void* out, size_t count_per_rank, DType dtype, ReduceOp op,
-                                    After after) {
-  const DataType type = to_nccl(dtype);
-  return enqueue("reduce_scatter", after, {{out, count_per_rank * element_size(dtype)}}, count_per_rank > 0,
-                 [&](const Functions& f, Comm comm) {
-                   return f.reduce_scatter(in, out, count_per_rank, type, to_nccl(op), comm, stream());
-                 });
-}
-
-Ticket Communicator::all_reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, After after) {
-  const DataType type = to_nccl(dtype);
+Ticket Communicator::all_gather(const void* in, void* out, size_t bytes_per_rank, std::optional<Stream> after) {
   return enqueue(
-      "all_reduce", after, {{out, count * element_size(dtype)}}, count > 0,
-      [&](const Functions& f, Comm comm) { return f.all_reduce(in, out, count, type, to_nccl(op), comm, stream()); });
+      "all_gather", after, {{out, bytes_per_rank * static_cast<size_t>(size_)}}, bytes_per_rank > 0,
+      [&](const Functions& f, Comm comm) { return f.all_gather(in, out, bytes_per_rank, kInt8, comm, stream()); });
 }
 
-Ticket Communicator::broadcast(const void* in, void* out, size_t bytes, int root, After after) {
-  if (root < 0 || root >= size_)
-    throw std::invalid_argument("root is a rank from 0 to " + std::to_string(size_ - 1) + ", not " +
-                                std::to_string(root));
-  std::vector<Range> outputs;
-  if (in != out || rank_ != root) outputs.push_back({out, bytes});
-  return enqueue("broadcast", after, std::move(outputs), bytes > 0, [&](const Functions& f, Comm comm) {
-    return f.broadcast(in, out, bytes, DataType::kInt8, root, comm, stream());
-  });
-}
-
-Ticket Communicator::exchange(const std::vector<Transfer>& transfers, After after) {
+Ticket Communicator::exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after) {
   std::vector<Range> outputs;
   bool moves = false;
   for (const Transfer& transfer : transfers) {
@@ -468,8 +358,8 @@ Ticket Communicator::exchange(const std::vector<Transfer>& transfers, After afte
     for (const Transfer& transfer : transfers) {
       if (transfer.bytes == 0) continue;  // and the other side skips it too
       result = transfer.kind == Transfer::kSend
-                   ? f.send(transfer.data, transfer.bytes, DataType::kInt8, transfer.peer, comm, stream())
-                   : f.recv(transfer.data, transfer.bytes, DataType::kInt8, transfer.peer, comm, stream());
+                   ? f.send(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream())
+                   : f.recv(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream());
       if (result != Result::kSuccess && result != Result::kInProgress) break;
     }
     return result;
@@ -483,74 +373,6 @@ void Communicator::wait(const Ticket& ticket, Stream stream) {
     driver_->wait(stream, ticket.ended->get());
   }
   check();  // the stream that waits may have made this thread wait
-}
-
-void Communicator::wait(const Ticket& ticket) {
-  if (ticket.captured)
-    throw std::invalid_argument(std::string(ticket.op) + " is part of a CUDA graph: the host cannot wait for it");
-  const auto begun = Clock::now();
-  Backoff backoff(options_.interrupted);
-  Driver::Device guard(*driver_, device_);
-  // The watchdog comes first, and says more, unless the op has not even begun: then it is not peers that are late.
-  const double seconds = 1.1 * timeout() + 0.1;
-  while (!driver_->done(ticket.ended->get())) {
-    check();
-    if (seconds_since(begun) > seconds) {
-      fail(Kind::kTimeout,
-           where("waiting for " + std::string(ticket.op) + " (call " + std::to_string(ticket.number) + ")") +
-               " took longer than " + in_seconds(timeout()) +
-               " (FUSED_TP_TIMEOUT) and it has not begun: what it comes after has not ended.");
-      break;
-    }
-    backoff.step();
-  }
-  check();
-}
-
-// ---- memory ----------------------------------------------------------------------------------------------------
-
-void* Communicator::allocate(size_t bytes) {
-  require_open();
-  Driver::Device guard(*driver_, device_);
-  void* data = nullptr;
-  const Result result = library_->functions().mem_alloc(&data, bytes);
-  if (result != Result::kSuccess)
-    throw GroupError(where("allocating " + std::to_string(bytes) + " bytes") +
-                     " failed. NCCL says: " + library_->describe(result));
-  return data;
-}
-
-void Communicator::free(void* data) {
-  if (!failed()) deregister_window(data);
-  Driver::Device guard(*driver_, device_);
-  library_->functions().mem_free(data);
-}
-
-void Communicator::register_window(void* data, size_t bytes) {
-  require_open();
-  if (!registers()) return;
-  std::lock_guard<std::mutex> order(order_mutex_);
-  // NCCL writes the window when it is done, which may be after an error here: so not into a variable of this call.
-  Window* window = nullptr;
-  perform("registering a window", [&] {
-    window = &handle_->windows[data];
-    return library_->functions().comm_window_register(handle_->comm, data, bytes, window, kWindowSymmetric);
-  });
-}
-
-void Communicator::deregister_window(void* data) {
-  std::lock_guard<std::mutex> order(order_mutex_);
-  Window window = nullptr;
-  {
-    const auto lock = lock_handle();
-    const auto found = handle_->windows.find(data);
-    if (found == handle_->windows.end()) return;
-    window = found->second;
-    handle_->windows.erase(found);
-  }
-  if (window == nullptr) return;  // NCCL has none where it gains nothing
-  perform("deregistering a window",
-          [&] { return library_->functions().comm_window_deregister(handle_->comm, window); });
 }
 
 // ---- failing ---------------------------------------------------------------------------------------------------
@@ -741,7 +563,6 @@ void Communicator::end(double seconds) {
   Driver::Device guard(*driver_, device_);
   const Comm ended = std::exchange(handle_->comm, nullptr);
   if (ended != nullptr) library_->functions().comm_destroy(ended);
-  handle_->windows.clear();
 }
 
 void Communicator::close() { close(timeout()); }

@@ -15,12 +15,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "driver/driver.h"
 #include "driver/watchdog.h"
-#include "dtype.h"
 #include "errors.h"
 #include "nccl/library.h"
 
@@ -30,22 +30,6 @@ using driver::Driver;
 using driver::Event;
 using driver::SharedEvent;
 using driver::Stream;
-
-// After what an op begins, besides the communicator's ops before it.
-class After {
- public:
-  static After stream(Stream stream) { return After(kStream, stream, nullptr); }  // everything that is in it by now
-  static After event(Event event) { return After(kEvent, nullptr, event); }       // its last record before the call
-  static After nothing() { return After(kNothing, nullptr, nullptr); }
-
- private:
-  friend class Communicator;
-  enum Kind { kNothing, kStream, kEvent };
-  After(Kind kind, Stream stream, Event event) : kind_(kind), stream_(stream), event_(event) {}
-  Kind kind_;
-  Stream stream_;
-  Event event_;
-};
 
 // An op that was enqueued. `ended` may be waited for from any stream, as often as one likes.
 struct Ticket {
@@ -69,8 +53,6 @@ class Communicator {
  public:
   struct Options {
     double timeout_seconds = 600;
-    bool zero_cta =
-        false;  // collectives by the copy engines alone, where the library has them and memory is registered
     std::function<void()> interrupted = [] {};  // asked now and then while the host waits; may throw
   };
 
@@ -82,45 +64,25 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Ranks of one color make a new communicator, ordered by key, then by rank. A negative color takes no part: null.
-  // All ranks call it.
-  std::shared_ptr<Communicator> split(int color, int key);
-
   int rank() const { return rank_; }
   int size() const { return size_; }
   int device() const { return device_; }
   Stream stream() const { return stream_.get(); }
-  bool zero_cta() const { return options_.zero_cta && library_->has_zero_cta(); }
   uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
-  const std::shared_ptr<const Library>& library() const { return library_; }
 
   // Of the ops that are enqueued from now on; at each look of those in graphs.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double timeout() const { return timeout_seconds_.load(std::memory_order_relaxed); }
 
-  // Ops. The caller keeps the memory until the op has ended, and its context current. `out` of an in-place all_gather
-  // or reduce_scatter lies as NCCL wants it: in == out + rank * bytes, out == in + rank * count.
-  Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, After after);
-  Ticket reduce_scatter(const void* in, void* out, size_t count_per_rank, DType dtype, ReduceOp op, After after);
-  Ticket all_reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, After after);
-  Ticket broadcast(const void* in, void* out, size_t bytes, int root, After after);
+  // Ops begin behind the communicator's earlier ops and, where it is given, behind everything that the stream `after`
+  // holds by now. The caller keeps the memory until the op has ended, and its context current.
+  Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, std::optional<Stream> after);
   // All of them at once: none waits for another of the list. Between two ranks they match in order.
-  Ticket exchange(const std::vector<Transfer>& transfers, After after);
+  Ticket exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after);
 
   // `stream` goes on once the op has ended.
   void wait(const Ticket& ticket, Stream stream);
-  // The host does, for at most the timeout.
-  void wait(const Ticket& ticket);
-
-  // Memory of this device, zero-copy once it is registered. Freed by `free`; forgotten windows end with the
-  // communicator.
-  void* allocate(size_t bytes);
-  void free(void* data);
-  bool registers() const { return library_->has_windows(); }
-  // All ranks register alike, in the same order, memory from `allocate`. Where the library has none, nothing happens.
-  void register_window(void* data, size_t bytes);
-  void deregister_window(void* data);
 
   // Throws what the communicator has failed with, if it has.
   void check() const;
@@ -153,7 +115,7 @@ class Communicator {
                int size, Options options, std::shared_ptr<Handle> handle);
 
   template <typename Call>
-  Ticket enqueue(const char* op, const After& after, std::vector<Range> outputs, bool moves, Call&& call);
+  Ticket enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool moves, Call&& call);
   template <typename Call>
   Result perform(const std::string& what, Call&& call);
   void settle(Result result, const std::string& what);

@@ -12,12 +12,10 @@ namespace {
 
 constexpr const char* kSoname = "libnccl.so.2";
 
-void* load(const std::string& path, const std::string& otherwise) {
+void* load(const std::string& path) {
   if (!path.empty()) return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   // Two copies of NCCL in one process would each have their threads, and their own idea of the environment.
   if (void* loaded = ::dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
-  if (!otherwise.empty())
-    if (void* found = ::dlopen(otherwise.c_str(), RTLD_NOW | RTLD_LOCAL)) return found;
   return ::dlopen(kSoname, RTLD_NOW | RTLD_LOCAL);
 }
 
@@ -34,24 +32,12 @@ std::string as_text(int version) {
 
 }  // namespace
 
-Config config_for(int library_version) {
-  Config config{};
-  config.size = offsetof(Config, traffic_class);
-  config.magic = kMagic;
-  config.version = static_cast<unsigned>(Library::kOldest);
-  if (library_version >= 22700) {
-    config.size = sizeof(Config);
-    config.version = 22700;
-  }
-  return config;
-}
-
-std::shared_ptr<const Library> Library::open(const std::string& path, const std::string& otherwise) {
+std::shared_ptr<const Library> Library::open(const std::string& path) {
   // Never destroyed, and the library never unloaded: it has threads of its own.
   static auto* opened = new std::map<void*, std::shared_ptr<const Library>>();
   static auto* mutex = new std::mutex();
   std::lock_guard<std::mutex> lock(*mutex);
-  void* handle = load(path, otherwise);
+  void* handle = load(path);
   if (handle == nullptr) {
     const char* why = ::dlerror();
     throw GroupError("NCCL could not be loaded: " + std::string(why ? why : "no reason given") +
@@ -73,32 +59,10 @@ Library::Library(void* library) : library_(library) {
     throw GroupError("the NCCL at " + path_ + " is version " + as_text(version_ < 10000 ? version_ * 10 : version_) +
                      ", fused_tp needs " + as_text(kOldest) + " or later: install a newer nvidia-nccl-cu12 or " +
                      "nvidia-nccl-cu13, or a newer torch");
-  whole &= bind(library_, "ncclGetUniqueId", functions_.get_unique_id);
-  whole &= bind(library_, "ncclCommInitRankConfig", functions_.comm_init_rank_config);
-  whole &= bind(library_, "ncclCommSplit", functions_.comm_split);
-  whole &= bind(library_, "ncclCommFinalize", functions_.comm_finalize);
-  whole &= bind(library_, "ncclCommDestroy", functions_.comm_destroy);
-  whole &= bind(library_, "ncclCommAbort", functions_.comm_abort);
-  whole &= bind(library_, "ncclCommCount", functions_.comm_count);
-  whole &= bind(library_, "ncclCommUserRank", functions_.comm_user_rank);
-  whole &= bind(library_, "ncclCommGetAsyncError", functions_.comm_get_async_error);
-  whole &= bind(library_, "ncclGetErrorString", functions_.get_error_string);
-  whole &= bind(library_, "ncclGetLastError", functions_.get_last_error);
-  whole &= bind(library_, "ncclMemAlloc", functions_.mem_alloc);
-  whole &= bind(library_, "ncclMemFree", functions_.mem_free);
-  whole &= bind(library_, "ncclGroupStart", functions_.group_start);
-  whole &= bind(library_, "ncclGroupEnd", functions_.group_end);
-  whole &= bind(library_, "ncclAllReduce", functions_.all_reduce);
-  whole &= bind(library_, "ncclReduceScatter", functions_.reduce_scatter);
-  whole &= bind(library_, "ncclAllGather", functions_.all_gather);
-  whole &= bind(library_, "ncclBroadcast", functions_.broadcast);
-  whole &= bind(library_, "ncclSend", functions_.send);
-  whole &= bind(library_, "ncclRecv", functions_.recv);
-  if (has_windows()) {
-    whole &= bind(library_, "ncclCommWindowRegister", functions_.comm_window_register);
-    whole &= bind(library_, "ncclCommWindowDeregister", functions_.comm_window_deregister);
-  }
-  if (has_revoke()) whole &= bind(library_, "ncclCommRevoke", functions_.comm_revoke);
+#define FUSED_TP_BIND(name, symbol, result, parameters) whole &= bind(library_, #symbol, functions_.name);
+  FUSED_TP_NCCL_FUNCTIONS(FUSED_TP_BIND)
+#undef FUSED_TP_BIND
+  if (version_ >= 22900) whole &= bind(library_, "ncclCommRevoke", functions_.comm_revoke);
   if (!whole) throw GroupError("the NCCL at " + path_ + ", version " + version_text() + ", lacks functions of it");
 }
 

@@ -10,13 +10,12 @@ namespace fused_tp::nccl {
 
 class Library {
  public:
-  // The oldest that is taken. 2.19 is the first with ncclMemAlloc; torch 2.10, the oldest that we support, has 2.27.
+  // The oldest that is taken: torch 2.10, the oldest that we support, has 2.27.
   static constexpr int kOldest = 21900;
 
-  // An empty path: the one that this process has loaded already, else the one at `otherwise`, if that is given, else
-  // what the loader finds as libnccl.so.2. The same library gives the same object again. Throws GroupError where there
-  // is none, or one too old.
-  static std::shared_ptr<const Library> open(const std::string& path = "", const std::string& otherwise = "");
+  // An empty path: the one that this process has loaded already, else what the loader finds as libnccl.so.2. The same
+  // library gives the same object again. Throws GroupError where there is none, or one too old.
+  static std::shared_ptr<const Library> open(const std::string& path = "");
   ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
@@ -25,10 +24,8 @@ class Library {
   int version() const { return version_; }  // 22703 for 2.27.3
   std::string version_text() const;
 
-  bool has_windows() const { return version_ >= 22700; }
-  bool has_zero_cta() const { return version_ >= 22800; }
-  bool has_revoke() const { return version_ >= 22900; }
-  bool has_shared_devices() const { return version_ >= 23000; }  // several ranks on one GPU
+  bool has_shared_devices() const { return version_ >= 23000; }          // several ranks on one GPU
+  bool has_revoke() const { return functions_.comm_revoke != nullptr; }  // stops a communicator and frees nothing
 
   const Functions& functions() const { return functions_; }
   // For one rank to make and all ranks to get. Opens a socket that listens for them in this process.

@@ -74,14 +74,14 @@ void Pipeline::wait(size_t i, Stream stream) {
   communicator_->check();
 }
 
-void Pipeline::add(const std::vector<Transfer>& transfers, After after) {
+void Pipeline::add(const std::vector<Transfer>& transfers, std::optional<Stream> after) {
   if (!transfers.empty()) return add(communicator_->exchange(transfers, after));
   add(tickets_.empty() ? Ticket{} : tickets_.back());  // to wait for it is to wait for those before
 }
 
 Movement::Movement(std::shared_ptr<Communicator> communicator, const std::vector<Transfer>& transfers, Stream stream)
     : Pipeline(std::move(communicator), 1) {
-  add(transfers, After::stream(stream));
+  add(transfers, stream);
 }
 
 GatherPipeline::GatherPipeline(std::shared_ptr<Communicator> communicator, const ChunkPlan& plan,
@@ -90,8 +90,7 @@ GatherPipeline::GatherPipeline(std::shared_ptr<Communicator> communicator, const
     : Pipeline(std::move(communicator), plan.exchanges.size()) {
   const bool even = std::all_of(counts.begin(), counts.end(), [&](int64_t count) { return count == counts[0]; });
   if (plan.exchanges.size() == 1 && even && counts[0] * row_bytes > 0) {
-    add(this->communicator().all_gather(own, gathered, static_cast<size_t>(counts[0] * row_bytes),
-                                        After::stream(stream)));
+    add(this->communicator().all_gather(own, gathered, static_cast<size_t>(counts[0] * row_bytes), stream));
     brings_own_rows_ = true;
     return;
   }
@@ -103,7 +102,7 @@ GatherPipeline::GatherPipeline(std::shared_ptr<Communicator> communicator, const
       for (const Part& part : exchange.sends) transfers.push_back(sent(part, own, row_bytes));
       for (const Part& part : exchange.receives) transfers.push_back(received(part, gathered, row_bytes));
     }
-    add(transfers, ordered ? After::nothing() : After::stream(stream));
+    add(transfers, ordered ? std::nullopt : std::optional<Stream>(stream));
     ordered |= !transfers.empty();
   }
 }
@@ -124,7 +123,7 @@ void ScatterPipeline::send(Stream stream) {
   const Exchange& exchange = plan_->exchanges[size()];
   const int64_t own = counts_[static_cast<size_t>(communicator().rank())];
   std::vector<Transfer> transfers;
-  if (row_bytes_ == 0) return add(transfers, After::nothing());
+  if (row_bytes_ == 0) return add(transfers, std::nullopt);
   for (Part part : exchange.sends) {
     if (without_own_ && part.peer > communicator().rank()) part.start -= own;
     transfers.push_back(sent(part, partial_, row_bytes_));
@@ -133,7 +132,7 @@ void ScatterPipeline::send(Stream stream) {
     part.start += part.peer * own;
     transfers.push_back(received(part, terms_, row_bytes_));
   }
-  add(transfers, After::stream(stream));
+  add(transfers, stream);
 }
 
 }  // namespace fused_tp::nccl

@@ -39,7 +39,7 @@ class Pipeline {
 
  protected:
   // Nothing is enqueued where there is nothing to move.
-  void add(const std::vector<Transfer>& transfers, After after);
+  void add(const std::vector<Transfer>& transfers, std::optional<Stream> after);
   void add(Ticket ticket);
   Communicator& communicator() { return *communicator_; }
 

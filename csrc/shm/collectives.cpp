@@ -33,21 +33,6 @@ uint64_t hash_counts(const std::vector<size_t>& counts) {
   return hash >> 1;
 }
 
-// The counts of all ranks must agree too. Where there is room they are in the signature, so that an error can name
-// them; else their total and a hash.
-Signature make_signature(const char* op, DType dtype, const std::vector<size_t>& counts,
-                         std::initializer_list<int64_t> others) {
-  Signature signature = make_signature(op, dtype, others);
-  auto append = [&](uint64_t value) { signature.dims[signature.n_dims++] = static_cast<int64_t>(value); };
-  if (counts.size() + others.size() <= kMaxDims) {
-    for (size_t count : counts) append(count);
-    return signature;
-  }
-  append(std::accumulate(counts.begin(), counts.end(), size_t{0}));
-  append(hash_counts(counts));
-  return signature;
-}
-
 // Elements of one chunk of one rank: a multiple of a cache line, so that ranks never write to one line.
 size_t chunk_elements(size_t largest, size_t parts, size_t size) {
   const size_t bytes = std::max(kChunkBytes / parts, ceil_div(largest * size, kMaxChunks));
@@ -67,7 +52,7 @@ void copy(void* to, const void* from, size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, size_t count, DType dtype, ReduceOp op) {
+void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, size_t count, DType dtype) {
   copy(call.workspace(group.rank()), in, count * element_size(dtype));
   call.signal(1);
   std::array<const void*, kMaxRanks> sources;
@@ -75,14 +60,13 @@ void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, si
     if (r != group.rank()) call.wait(r, 1);
     sources[r] = r == group.rank() ? in : call.workspace(r);
   }
-  kernels().reduce(out, sources.data(), group.size(), count, dtype, op);
+  kernels().sum(out, sources.data(), group.size(), count, dtype);
 }
 
 // Per chunk, rank b owns block b: the others hand it theirs, it reduces and hands the result back.
 // A chunk's parity picks its half of the workspace. Signals in program order: in(0), out(0), in(1), out(1), ...
 // Half p is rewritten by in(k + 1) only after out(k - 1) of all ranks, which says that they have read it.
-void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, size_t count, size_t block, DType dtype,
-                         ReduceOp op) {
+void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, size_t count, size_t block, DType dtype) {
   const size_t size = element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
@@ -107,7 +91,7 @@ void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, si
     std::array<const void*, kMaxRanks> sources;
     for (int r = 0; r < ranks; ++r) sources[r] = r == me ? at(in, begin_of(k, me) * size) : workspace(r, k, me);
     void* own = at(out, begin_of(k, me) * size);
-    kernels().reduce(own, sources.data(), ranks, length_of(k, me), dtype, op);
+    kernels().sum(own, sources.data(), ranks, length_of(k, me), dtype);
     copy(workspace(me, k, ranks), own, length_of(k, me) * size);
     call.signal(static_cast<uint32_t>(2 * k + 2));
     if (k + 1 < chunks) copy_in(k + 1);
@@ -119,36 +103,21 @@ void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, si
   }
 }
 
-// For k = 0, 1, ...: fill this rank's half k % 2, tell, wait for all, read theirs. Half k % 2 was last read as k - 2,
-// before its reader signalled k - 1, which this rank has waited for when it comes to fill k.
-template <typename Fill, typename Read>
-void exchange_chunks(Call& call, size_t chunks, Fill fill, Read read) {
-  for (size_t k = 0; k < chunks; ++k) {
-    fill(k);
-    call.signal(static_cast<uint32_t>(k + 1));
-    call.wait_all(static_cast<uint32_t>(k + 1));
-    read(k);
-  }
-}
-
 }  // namespace
 
-void all_reduce(Group& group, const void* in, void* out, size_t count, DType dtype, ReduceOp op,
-                const Signature* called) {
+void all_reduce(Group& group, const void* in, void* out, size_t count, const Signature& called) {
+  const auto dtype = static_cast<DType>(called.dtype);
   const size_t size = element_size(dtype);
-  const Signature signature =
-      called != nullptr ? *called
-                        : make_signature("all_reduce", dtype, {static_cast<int64_t>(count), static_cast<int64_t>(op)});
   if (count * size <= kOneShotBytes) {
-    const auto call = group.begin(signature, count * size, false);
-    all_reduce_one_shot(group, *call, in, out, count, dtype, op);
+    const auto call = group.begin(called, count * size, false);
+    all_reduce_one_shot(group, *call, in, out, count, dtype);
     call->end();
     return;
   }
   const size_t ranks = static_cast<size_t>(group.size());
   const size_t block = chunk_elements(ceil_div(count, ranks), ranks, size);
-  const auto call = group.begin(signature, 2 * (ranks + 1) * block * size, false);
-  all_reduce_two_shot(group, *call, in, out, count, block, dtype, op);
+  const auto call = group.begin(called, 2 * (ranks + 1) * block * size, false);
+  all_reduce_two_shot(group, *call, in, out, count, block, dtype);
   call->end();
 }
 
@@ -174,8 +143,7 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
   for (size_t k = 0; k < chunks; ++k) {
     const auto stage = static_cast<uint32_t>(k + 2);
     for (int r = 0; r < ranks; ++r) sources[r] = call.workspace(r) + begin_of(k, me) * size;
-    kernels().reduce(call.workspace(me) + begin_of(k, me) * size, sources.data(), ranks, length_of(k, me), dtype,
-                     ReduceOp::kSum);
+    kernels().sum(call.workspace(me) + begin_of(k, me) * size, sources.data(), ranks, length_of(k, me), dtype);
     call.signal(stage);
     for (int step = 1; step < ranks; ++step) {
       const int b = (me + step) % ranks;
@@ -189,18 +157,19 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
   call.wait_all(read);
 }
 
-void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype,
-                    ReduceOp op, const Signature* called) {
+// A chunk's parity picks its half of the workspace. Half k % 2 was last read as chunk k - 2, before its reader
+// signalled k - 1, which this rank has waited for when it comes to fill k.
+void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts,
+                    const Signature& called) {
+  const auto dtype = static_cast<DType>(called.dtype);
   const size_t size = element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
   const auto offsets = offsets_of(counts);
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
-  Signature signature =
-      called != nullptr ? *called : make_signature("reduce_scatter", dtype, counts, {static_cast<int64_t>(op)});
-  if (called != nullptr && signature.n_dims < kMaxDims)
-    signature.dims[signature.n_dims++] = static_cast<int64_t>(hash_counts(counts));
+  Signature signature = called;
+  if (signature.n_dims < kMaxDims) signature.dims[signature.n_dims++] = static_cast<int64_t>(hash_counts(counts));
   const auto call = group.begin(signature, 2 * static_cast<size_t>(ranks) * block * size, false);
   auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
   auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
@@ -208,42 +177,17 @@ void reduce_scatter(Group& group, const void* in, void* out, const std::vector<s
     return call->workspace(r) + ((k % 2) * static_cast<size_t>(ranks) + static_cast<size_t>(b)) * block * size;
   };
   auto source = [&](size_t k, int b) { return at(in, (offsets[b] + begin_of(k, b)) * size); };
-  exchange_chunks(
-      *call, ceil_div(largest, block),
-      [&](size_t k) {
-        for (int step = 1; step < ranks; ++step) {
-          const int b = (me + step) % ranks;
-          copy(workspace(me, k, b), source(k, b), length_of(k, b) * size);
-        }
-      },
-      [&](size_t k) {
-        std::array<const void*, kMaxRanks> sources;
-        for (int r = 0; r < ranks; ++r) sources[r] = r == me ? source(k, me) : workspace(r, k, me);
-        kernels().reduce(at(out, begin_of(k, me) * size), sources.data(), ranks, length_of(k, me), dtype, op);
-      });
-  call->end();
-}
-
-void all_gather(Group& group, const void* in, void* out, const std::vector<size_t>& counts, DType dtype) {
-  const size_t size = element_size(dtype);
-  const int me = group.rank();
-  const auto offsets = offsets_of(counts);
-  const size_t largest = *std::max_element(counts.begin(), counts.end());
-  const size_t block = chunk_elements(largest, 1, size);
-  const auto call = group.begin(make_signature("all_gather", dtype, counts, {}), 2 * block * size, false);
-  auto begin_of = [&](size_t k, int r) { return std::min(counts[r], k * block); };
-  auto length_of = [&](size_t k, int r) { return std::min(counts[r], (k + 1) * block) - begin_of(k, r); };
-  auto workspace = [&](int r, size_t k) { return call->workspace(r) + (k % 2) * block * size; };
-  copy(at(out, offsets[me] * size), in, counts[me] * size);
-  exchange_chunks(
-      *call, ceil_div(largest, block),
-      [&](size_t k) { copy(workspace(me, k), at(in, begin_of(k, me) * size), length_of(k, me) * size); },
-      [&](size_t k) {
-        for (int step = 1; step < group.size(); ++step) {
-          const int r = (me + step) % group.size();
-          copy(at(out, (offsets[r] + begin_of(k, r)) * size), workspace(r, k), length_of(k, r) * size);
-        }
-      });
+  for (size_t k = 0; k < ceil_div(largest, block); ++k) {
+    for (int step = 1; step < ranks; ++step) {
+      const int b = (me + step) % ranks;
+      copy(workspace(me, k, b), source(k, b), length_of(k, b) * size);
+    }
+    call->signal(static_cast<uint32_t>(k + 1));
+    call->wait_all(static_cast<uint32_t>(k + 1));
+    std::array<const void*, kMaxRanks> sources;
+    for (int r = 0; r < ranks; ++r) sources[r] = r == me ? source(k, me) : workspace(r, k, me);
+    kernels().sum(at(out, begin_of(k, me) * size), sources.data(), ranks, length_of(k, me), dtype);
+  }
   call->end();
 }
 
@@ -278,40 +222,6 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
     const size_t offset = std::accumulate(sends(r), sends(r) + me, size_t{0});
     copy(at(out, receive_offsets[r] * size), call->workspace(r) + table + offset * size, receive_counts[r] * size);
   }
-  call->end();
-}
-
-void broadcast(Group& group, void* data, size_t count, DType dtype, int root) {
-  const size_t bytes = count * element_size(dtype);
-  const size_t block = chunk_elements(bytes, 1, 1);
-  const auto call = group.begin(make_signature("broadcast", dtype, {static_cast<int64_t>(count), root}), 2 * block);
-  const size_t chunks = ceil_div(bytes, block);
-  for (size_t k = 0; k < chunks; ++k) {
-    const size_t begin = k * block;
-    const size_t length = std::min(bytes, begin + block) - begin;
-    const auto stage = static_cast<uint32_t>(k + 1);
-    if (group.rank() == root) {
-      if (k >= 2) call->wait_all(stage - 2);  // the readers of this half have signalled that they are done
-      copy(call->workspace(root) + (k % 2) * block, at(data, begin), length);
-    } else {
-      call->wait(root, stage);
-      copy(at(data, begin), call->workspace(root) + (k % 2) * block, length);
-    }
-    call->signal(stage);
-  }
-  call->end();
-}
-
-void ring_shift(Group& group, const void* in, void* out, size_t count, DType dtype, int shift) {
-  const size_t bytes = count * element_size(dtype);
-  const int ranks = group.size();
-  const int from = ((group.rank() - shift) % ranks + ranks) % ranks;
-  const auto call =
-      group.begin(make_signature("ring_shift", dtype, {static_cast<int64_t>(count), shift}), bytes, false);
-  copy(call->workspace(group.rank()), in, bytes);
-  call->signal(1);
-  if (from != group.rank()) call->wait(from, 1);
-  copy(out, call->workspace(from), bytes);
   call->end();
 }
 

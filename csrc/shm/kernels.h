@@ -23,8 +23,8 @@ struct RmsNormRow {
 
 struct Kernels {
   const char* isa;
-  // destination[i] = op over s of sources[s][i]. `destination` may be one of the sources.
-  void (*reduce)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype, ReduceOp op);
+  // destination[i] = sum over s of sources[s][i]. `destination` may be one of the sources.
+  void (*sum)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype);
   // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
 };

@@ -19,13 +19,6 @@ struct Avx2Lanes {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
-  template <ReduceOp kOp>
-  static Vector combine(Vector a, Vector b) {
-    if constexpr (kOp == ReduceOp::kSum) return add(a, b);
-    // max/min return the second operand when either is NaN; the blend lets a NaN in `a` win as well.
-    const Vector picked = kOp == ReduceOp::kMax ? _mm256_max_ps(a, b) : _mm256_min_ps(a, b);
-    return _mm256_blendv_ps(picked, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  }
   template <DType kDType>
   static Vector load(const void* p, size_t n) {
     if constexpr (kDType == DType::kF32) {

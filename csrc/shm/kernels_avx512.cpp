@@ -20,13 +20,6 @@ struct Avx512Lanes {
   static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(Vector a) { return _mm512_reduce_add_ps(a); }
-  template <ReduceOp kOp>
-  static Vector combine(Vector a, Vector b) {
-    if constexpr (kOp == ReduceOp::kSum) return add(a, b);
-    // max/min return the second operand when either is NaN; the blend lets a NaN in `a` win as well.
-    const Vector picked = kOp == ReduceOp::kMax ? _mm512_max_ps(a, b) : _mm512_min_ps(a, b);
-    return _mm512_mask_mov_ps(picked, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
-  }
   template <DType kDType>
   static Vector load(const void* p, size_t n) {
     const __mmask16 lanes = mask(n);

@@ -13,20 +13,9 @@
 namespace fused_tp::shm {
 namespace {
 
-template <ReduceOp kOp, typename T>
-inline T combine(T a, T b) {
-  if constexpr (kOp == ReduceOp::kSum) {
-    return static_cast<T>(a + b);
-  } else if constexpr (kOp == ReduceOp::kMax) {
-    return (a > b || a != a) ? a : b;  // a NaN wins, as in torch.maximum
-  } else {
-    return (a < b || a != a) ? a : b;
-  }
-}
-
 // Types whose accumulator is the type itself: the compiler vectorises this.
-template <ReduceOp kOp, typename T>
-void reduce_same_type(T* destination, const T* const* sources, int n_sources, size_t count) {
+template <typename T>
+void sum_same_type(T* destination, const T* const* sources, int n_sources, size_t count) {
   constexpr size_t kBlock = 512;
   T accumulator[kBlock];
   for (size_t begin = 0; begin < count; begin += kBlock) {
@@ -34,15 +23,15 @@ void reduce_same_type(T* destination, const T* const* sources, int n_sources, si
     std::memcpy(accumulator, sources[0] + begin, n * sizeof(T));
     for (int s = 1; s < n_sources; ++s) {
       const T* source = sources[s] + begin;
-      for (size_t i = 0; i < n; ++i) accumulator[i] = combine<kOp>(accumulator[i], source[i]);
+      for (size_t i = 0; i < n; ++i) accumulator[i] = static_cast<T>(accumulator[i] + source[i]);
     }
     std::memcpy(destination + begin, accumulator, n * sizeof(T));
   }
 }
 
 // Floating types of up to 32 bits, through fp32 lanes. Four vectors at a time hide the latency of the adds.
-template <typename Lanes, ReduceOp kOp, DType kDType>
-void reduce_lanes(void* destination, const void* const* sources, int n_sources, size_t count) {
+template <typename Lanes, DType kDType>
+void sum_lanes(void* destination, const void* const* sources, int n_sources, size_t count) {
   constexpr size_t kWidth = Lanes::kWidth;
   constexpr size_t kSize = element_size(kDType);
   constexpr int kUnroll = 4;
@@ -55,8 +44,8 @@ void reduce_lanes(void* destination, const void* const* sources, int n_sources, 
       accumulator[u] = Lanes::template load<kDType>(at(sources[0], i + u * kWidth), kWidth);
     for (int s = 1; s < n_sources; ++s)
       for (int u = 0; u < kUnroll; ++u)
-        accumulator[u] = Lanes::template combine<kOp>(
-            accumulator[u], Lanes::template load<kDType>(at(sources[s], i + u * kWidth), kWidth));
+        accumulator[u] =
+            Lanes::add(accumulator[u], Lanes::template load<kDType>(at(sources[s], i + u * kWidth), kWidth));
     for (int u = 0; u < kUnroll; ++u)
       Lanes::template store<kDType>(out + (i + u * kWidth) * kSize, accumulator[u], kWidth);
   }
@@ -64,24 +53,24 @@ void reduce_lanes(void* destination, const void* const* sources, int n_sources, 
     const size_t n = std::min(kWidth, count - i);
     auto accumulator = Lanes::template load<kDType>(at(sources[0], i), n);
     for (int s = 1; s < n_sources; ++s)
-      accumulator = Lanes::template combine<kOp>(accumulator, Lanes::template load<kDType>(at(sources[s], i), n));
+      accumulator = Lanes::add(accumulator, Lanes::template load<kDType>(at(sources[s], i), n));
     Lanes::template store<kDType>(out + i * kSize, accumulator, n);
   }
 }
 
-template <typename Lanes, ReduceOp kOp>
-void reduce_op(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype) {
+template <typename Lanes>
+void sum(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype) {
   auto same = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
-    reduce_same_type<kOp, T>(typed, reinterpret_cast<const T* const*>(sources), n_sources, count);
+    sum_same_type<T>(typed, reinterpret_cast<const T* const*>(sources), n_sources, count);
   };
   switch (dtype) {
     case DType::kF32:
-      return reduce_lanes<Lanes, kOp, DType::kF32>(destination, sources, n_sources, count);
+      return sum_lanes<Lanes, DType::kF32>(destination, sources, n_sources, count);
     case DType::kBF16:
-      return reduce_lanes<Lanes, kOp, DType::kBF16>(destination, sources, n_sources, count);
+      return sum_lanes<Lanes, DType::kBF16>(destination, sources, n_sources, count);
     case DType::kF16:
-      return reduce_lanes<Lanes, kOp, DType::kF16>(destination, sources, n_sources, count);
+      return sum_lanes<Lanes, DType::kF16>(destination, sources, n_sources, count);
     case DType::kF64:
       return same(static_cast<double*>(destination));
     case DType::kI8:
@@ -94,18 +83,6 @@ void reduce_op(void* destination, const void* const* sources, int n_sources, siz
       return same(static_cast<int32_t*>(destination));
     case DType::kI64:
       return same(static_cast<int64_t*>(destination));
-  }
-}
-
-template <typename Lanes>
-void reduce(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype, ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return reduce_op<Lanes, ReduceOp::kSum>(destination, sources, n_sources, count, dtype);
-    case ReduceOp::kMax:
-      return reduce_op<Lanes, ReduceOp::kMax>(destination, sources, n_sources, count, dtype);
-    case ReduceOp::kMin:
-      return reduce_op<Lanes, ReduceOp::kMin>(destination, sources, n_sources, count, dtype);
   }
 }
 
@@ -171,55 +148,7 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
 
 template <typename Lanes>
 constexpr Kernels make_kernels(const char* isa) {
-  return Kernels{isa, reduce<Lanes>, rms_norm_row<Lanes>};
-}
-
-// Scalar conversions, for the plain path and for what an instruction set lacks.
-inline float bf16_to_f32(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-inline uint16_t f32_to_bf16(float value) {  // round to nearest even; NaN stays NaN
-  uint32_t wide;
-  std::memcpy(&wide, &value, sizeof wide);
-  if ((wide & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((wide >> 16) | 0x40u);
-  return static_cast<uint16_t>((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
-}
-
-inline float f16_to_f32(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
-  const uint32_t exponent = (bits >> 10) & 0x1fu;
-  const uint32_t mantissa = bits & 0x3ffu;
-  uint32_t wide;
-  if (exponent == 0) {
-    const float tiny = std::ldexp(static_cast<float>(mantissa), -24);
-    std::memcpy(&wide, &tiny, sizeof wide);
-    wide |= sign;
-  } else if (exponent == 31) {
-    wide = sign | 0x7f800000u | (mantissa << 13);
-  } else {
-    wide = sign | ((exponent + 112) << 23) | (mantissa << 13);
-  }
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-inline uint16_t f32_to_f16(float value) {  // round to nearest even; overflow to infinity; NaN stays NaN
-  uint32_t wide;
-  std::memcpy(&wide, &value, sizeof wide);
-  const uint16_t sign = static_cast<uint16_t>((wide >> 16) & 0x8000u);
-  const float magnitude = std::fabs(value);
-  if (magnitude != magnitude) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (magnitude < 6.103515625e-05f)  // subnormal in fp16: nearbyint rounds to even
-    return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 24))));
-  const uint32_t bits = wide & 0x7fffffffu;
-  const uint32_t rounded = bits + 0xfffu + ((bits >> 13) & 1u);
-  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
+  return Kernels{isa, sum<Lanes>, rms_norm_row<Lanes>};
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // One fp32 lane, any CPU.
+#include "half.h"
 #include "kernels_impl.h"
 
 namespace fused_tp::shm {
@@ -13,10 +14,6 @@ struct PlainLanes {
   static float mul(float a, float b) { return a * b; }
   static float fma(float a, float b, float c) { return a * b + c; }
   static float sum(float a) { return a; }
-  template <ReduceOp kOp>
-  static float combine(float a, float b) {
-    return fused_tp::shm::combine<kOp>(a, b);
-  }
   template <DType kDType>
   static float load(const void* p, size_t) {
     if constexpr (kDType == DType::kF32) {

@@ -46,8 +46,6 @@ _MODULE_VERSION = Path("/proc/driver/nvidia/version")
 
 # What a version of NCCL has that we use: attributes of `_core.NcclLibrary`.
 _NCCL_FEATURES = {
-    "has_windows": "zero-copy windows",
-    "has_zero_cta": "collectives by copy engines",
     "has_revoke": "communicators that can be stopped",
     "has_shared_devices": "several ranks on one GPU",
 }

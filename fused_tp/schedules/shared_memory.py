@@ -169,7 +169,7 @@ class SharedMemory(Schedule):
                 meanwhile()
             described = self._described.get((y.shape, y.dtype))
             if described is None:
-                described = self.transport.described("matmul_all_reduce", "sum", y.dtype, y.shape)
+                described = self.transport.described("matmul_all_reduce", y.dtype, y.shape)
                 if len(self._described) >= _MAX_DESCRIBED:  # lengths that keep changing
                     self._described.clear()
                 self._described[y.shape, y.dtype] = described

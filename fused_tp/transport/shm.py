@@ -54,7 +54,6 @@ _DTYPE_NUMBERS = {
     torch.int32: 7,
     torch.int64: 8,
 }
-_REDUCE_NUMBERS = {"sum": 0, "max": 1, "min": 2}
 
 _MOST_DESCRIBED = 1024
 
@@ -154,12 +153,9 @@ def folded(shape: Sequence[int]) -> tuple[int, ...]:
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
 
-def _reduction_number(op: str, dtype: torch.dtype) -> int:
-    if op not in _REDUCE_NUMBERS:
-        raise ValueError(f"op is {op!r}; it must be one of {', '.join(_REDUCE_NUMBERS)}.")
-    if op == "sum" and dtype == torch.bool:
-        raise TypeError("A sum of torch.bool is no torch.bool; use max (any) or min (all), or convert tensor first.")
-    return _REDUCE_NUMBERS[op]
+def _check_summable(dtype: torch.dtype) -> None:
+    if dtype == torch.bool:
+        raise TypeError("A sum of torch.bool is no torch.bool; convert tensor first.")
 
 
 def _contiguous_cpu(name: str, tensor: Tensor) -> None:
@@ -279,17 +275,14 @@ class ShmTransport:
             self._held.append((call.number, memory))
             raise
 
-    def all_reduce(
-        self, tensor: Tensor, out: Tensor | None = None, op: str = "sum", called: str = "all_reduce"
-    ) -> Tensor:
-        """Reduce `tensor` over the ranks into `out` (default: a new tensor; may be `tensor` itself).
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
+        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
 
         Args:
             tensor: any shape, contiguous, the same on all ranks.
-            op: "sum", "max" or "min".
             called: the op this is part of, which must agree on all ranks as the shape must.
         """
-        described = self.described(called, op, tensor.dtype, tensor.shape)
+        described = self.described(called, tensor.dtype, tensor.shape)
         if not (tensor.is_cpu and tensor.is_contiguous()):
             _contiguous_cpu("tensor", tensor)
         if out is None:
@@ -299,58 +292,38 @@ class ShmTransport:
         _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
         return out
 
-    def described(self, called: str, op: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int, Any]:
-        """What the native all-reduce is told of a tensor, apart from where it lies: elements, reduction, signature."""
-        key = (called, op, dtype, shape)
+    def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int, Any]:
+        """What the native all-reduce is told of a tensor, apart from where it lies: elements and signature."""
+        key = (called, dtype, shape)
         known = self._described.get(key)
         if known is None:
-            reduction = _reduction_number(op, dtype)
-            signature = _core.Signature(called, dtype_number(dtype), (*folded(shape), reduction))
+            _check_summable(dtype)
+            signature = _core.Signature(called, dtype_number(dtype), folded(shape))
             if len(self._described) >= _MOST_DESCRIBED:  # lengths that keep changing
                 self._described.clear()
-            known = self._described[key] = (math.prod(shape), reduction, signature)
+            known = self._described[key] = (math.prod(shape), 0, signature)
         return known
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        sizes: Sequence[int],
-        op: str = "sum",
-        called: str = "reduce_scatter",
-        shape: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Reduce `tensor` over the ranks and keep this rank's rows: `sizes[r]` rows of dim 0 belong to rank r.
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
+        """This rank's rows of the sum of `tensor` over the ranks: `sizes[r]` rows of dim 0 belong to rank r.
 
-        `called` and `shape` (default: that of `tensor`) are the op this is part of and what it was called with; they
-        must agree on all ranks.
+        `shape` (default: that of `tensor`) is what the op was called with; it must agree on all ranks.
         """
         _contiguous_cpu("tensor", tensor)
-        reduction = _reduction_number(op, tensor.dtype)
+        _check_summable(tensor.dtype)
         _check_sizes("sizes", sizes, self.world_size, tensor.shape[0])
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
+        dims = folded(tensor.shape if shape is None else shape)
         _core.reduce_scatter(
             self.core_group,
             tensor.data_ptr(),
             out.data_ptr(),
             [size * row for size in sizes],
             dtype_number(tensor.dtype),
-            reduction,
-            called,
-            (*folded(tensor.shape if shape is None else shape), reduction),
-        )
-        return out
-
-    def all_gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Concatenate the shards of all ranks along dim 0; `sizes[r]` is the number of rows rank r has."""
-        _contiguous_cpu("shard", shard)
-        _check_sizes("sizes", sizes, self.world_size)
-        if sizes[self.rank] != shard.shape[0]:
-            raise ValueError(f"sizes says {sizes[self.rank]} rows for this rank; shard has {shard.shape[0]}.")
-        row = math.prod(shard.shape[1:])
-        out = shard.new_empty((sum(sizes), *shard.shape[1:]))
-        _core.all_gather(
-            self.core_group, shard.data_ptr(), out.data_ptr(), [size * row for size in sizes], dtype_number(shard.dtype)
+            0,
+            "reduce_scatter",
+            dims,
         )
         return out
 
@@ -368,21 +341,6 @@ class ShmTransport:
             [size * row for size in send_sizes],
             [size * row for size in receive_sizes],
             dtype_number(tensor.dtype),
-        )
-        return out
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        """Overwrite `tensor` with that of rank `root`."""
-        _contiguous_cpu("tensor", tensor)
-        _core.broadcast(self.core_group, tensor.data_ptr(), tensor.numel(), dtype_number(tensor.dtype), root)
-        return tensor
-
-    def ring_shift(self, tensor: Tensor, shift: int = 1) -> Tensor:
-        """Give `tensor` to rank + shift and return that of rank - shift."""
-        _contiguous_cpu("tensor", tensor)
-        out = torch.empty_like(tensor)
-        _core.ring_shift(
-            self.core_group, tensor.data_ptr(), out.data_ptr(), tensor.numel(), dtype_number(tensor.dtype), shift
         )
         return out
 

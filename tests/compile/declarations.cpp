@@ -80,33 +80,20 @@ struct Same<R (*)(A...), S (*)(B...)> {
 SAME_FUNCTION(get_version, ncclGetVersion);
 SAME_FUNCTION(get_unique_id, ncclGetUniqueId);
 SAME_FUNCTION(comm_init_rank_config, ncclCommInitRankConfig);
-SAME_FUNCTION(comm_split, ncclCommSplit);
 SAME_FUNCTION(comm_finalize, ncclCommFinalize);
 SAME_FUNCTION(comm_destroy, ncclCommDestroy);
 SAME_FUNCTION(comm_abort, ncclCommAbort);
-SAME_FUNCTION(comm_count, ncclCommCount);
-SAME_FUNCTION(comm_user_rank, ncclCommUserRank);
 SAME_FUNCTION(comm_get_async_error, ncclCommGetAsyncError);
 SAME_FUNCTION(get_error_string, ncclGetErrorString);
 SAME_FUNCTION(get_last_error, ncclGetLastError);
-SAME_FUNCTION(mem_alloc, ncclMemAlloc);
-SAME_FUNCTION(mem_free, ncclMemFree);
 SAME_FUNCTION(group_start, ncclGroupStart);
 SAME_FUNCTION(group_end, ncclGroupEnd);
-SAME_FUNCTION(all_reduce, ncclAllReduce);
-SAME_FUNCTION(reduce_scatter, ncclReduceScatter);
 SAME_FUNCTION(all_gather, ncclAllGather);
-SAME_FUNCTION(broadcast, ncclBroadcast);
 SAME_FUNCTION(send, ncclSend);
 SAME_FUNCTION(recv, ncclRecv);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
 SAME_FUNCTION(comm_revoke, ncclCommRevoke);
 #endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-SAME_FUNCTION(comm_window_register, ncclCommWindowRegister);
-SAME_FUNCTION(comm_window_deregister, ncclCommWindowDeregister);
-#endif
-
 #define SAME_NUMBER(ours, theirs) \
   static_assert(static_cast<long>(fused_tp::nccl::ours) == static_cast<long>(theirs), #theirs)
 SAME_NUMBER(Result::kSuccess, ncclSuccess);
@@ -117,28 +104,9 @@ SAME_NUMBER(Result::kInvalidArgument, ncclInvalidArgument);
 SAME_NUMBER(Result::kInvalidUsage, ncclInvalidUsage);
 SAME_NUMBER(Result::kRemoteError, ncclRemoteError);
 SAME_NUMBER(Result::kInProgress, ncclInProgress);
-SAME_NUMBER(RedOp::kSum, ncclSum);
-SAME_NUMBER(RedOp::kMax, ncclMax);
-SAME_NUMBER(RedOp::kMin, ncclMin);
-SAME_NUMBER(DataType::kInt8, ncclInt8);
-SAME_NUMBER(DataType::kUint8, ncclUint8);
-SAME_NUMBER(DataType::kInt32, ncclInt32);
-SAME_NUMBER(DataType::kInt64, ncclInt64);
-SAME_NUMBER(DataType::kFloat16, ncclFloat16);
-SAME_NUMBER(DataType::kFloat32, ncclFloat32);
-SAME_NUMBER(DataType::kFloat64, ncclFloat64);
-SAME_NUMBER(DataType::kBfloat16, ncclBfloat16);
+SAME_NUMBER(kInt8, ncclInt8);
 SAME_NUMBER(kUndefined, NCCL_CONFIG_UNDEF_INT);
-SAME_NUMBER(kSplitNoColor, NCCL_SPLIT_NOCOLOR);
 SAME_NUMBER(kMagic, NCCL_API_MAGIC);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-SAME_NUMBER(kWindowSymmetric, NCCL_WIN_COLL_SYMMETRIC);
-#endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
-SAME_NUMBER(kCtaPolicyZero, NCCL_CTA_POLICY_ZERO);
-SAME_NUMBER(kWindowAlignment, NCCL_WIN_REQUIRED_ALIGNMENT);
-#endif
-
 static_assert(sizeof(fused_tp::nccl::UniqueId) == sizeof(ncclUniqueId));
 
 #define SAME_MEMBER(ours, theirs)                                                           \
@@ -189,12 +157,7 @@ SAME_NUMBER(kHostPortable, CU_MEMHOSTALLOC_PORTABLE);
 SAME_NUMBER(kHostDeviceMap, CU_MEMHOSTALLOC_DEVICEMAP);
 SAME_NUMBER(kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE);
 SAME_NUMBER(kCaptureModeRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
-SAME_NUMBER(Attribute::kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-SAME_NUMBER(Attribute::kComputeCapabilityMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-SAME_NUMBER(Attribute::kComputeCapabilityMinor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-SAME_NUMBER(Attribute::kStreamPriorities, CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED);
 SAME_NUMBER(Attribute::kStreamMemoryOps64, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
-SAME_NUMBER(Attribute::kMulticast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED);
 SAME_NUMBER(Until::kAtLeast, CU_STREAM_WAIT_VALUE_GEQ);
 SAME_NUMBER(Until::kEqual, CU_STREAM_WAIT_VALUE_EQ);
 #endif

@@ -77,18 +77,13 @@ def values(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def reduced(terms: Sequence[Tensor], op: str) -> Tensor:
-    """`terms` reduced in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
+def summed(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of `terms` in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
     dtype = terms[0].dtype
-    if dtype == torch.bool:
-        return torch.stack(list(terms)).any(0) if op == "max" else torch.stack(list(terms)).all(0)
     wide = accumulate_dtype(dtype) if dtype.is_floating_point else dtype
     total = terms[0].to(wide)
     for term in terms[1:]:
-        if op == "sum":
-            total = total + term.to(wide)
-        else:
-            total = torch.maximum(total, term.to(wide)) if op == "max" else torch.minimum(total, term.to(wide))
+        total = total + term.to(wide)
     return total.to(dtype)
 
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from fused_tp.transport.nccl import gather_plan
 from tests.beside import beside
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native.doubles.libraries import cuda_knobs, load_doubles
+from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.workers import Outcome
 
 pytestmark = [
@@ -74,10 +73,6 @@ def in_the_middle(work: Work) -> Any:
         return product(*args, **keywords)
 
     return mock.patch.object(nccl_pipeline, "sum_of_products", multiply)
-
-
-def _core() -> Any:
-    return import_module("fused_tp._core")
 
 
 def group_of(ranks: list[int]) -> Any:
@@ -157,15 +152,15 @@ def behind_case(group: Any) -> list[float]:
     driver, _ = load_doubles()
     transport = transport_of(dist.new_group([0, 1]))
     own, gathered = torch.full((2, 3), 1.0 + transport.rank), torch.zeros(4, 3)
-    stream, word = _core().DriverStream(driver, 0), _core().PinnedMemory(driver, 0, 8)
+    stream, word = Stream(), torch.zeros(1, dtype=torch.int64)
     if transport.rank == 0:
-        driver.wait_value(0, stream.handle, word.device_address, 1)
+        stream.wait_for(word)
     with mock.patch.object(transport, "stream", lambda: stream.handle):
         moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
         if transport.rank == 0:
             transport._peer_lost(1)
             time.sleep(1.5)  # longer than it takes to notice that rank 1 is lost
-            memoryview(word).cast("Q")[0] = 1
+            word.fill_(1)
         moving.wait()
     assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
@@ -181,7 +176,7 @@ def graph_case(group: Any) -> str:
     driver, _ = load_doubles()
     knobs, transport = cuda_knobs(), transport_of(dist.new_group([0, 1]))
     step(NcclPipeline(transport, 2), "all_gather_matmul")
-    stream = _core().DriverStream(driver, 0)
+    stream = Stream()
     own, gathered = torch.ones(2, 3), torch.zeros(4, 3)
     knobs.cuda_double_begin_capture(stream.handle)
     with mock.patch.object(transport, "stream", lambda: stream.handle):

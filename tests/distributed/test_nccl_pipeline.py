@@ -26,7 +26,7 @@ from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import gather_plan, scatter_plan
 from tests.distributed.nccl_tools import nccl_ranks, public_ops_use, transport_of
 from tests.distributed.test_tp_ops import all_cases, check, own_part
-from tests.native.doubles.libraries import cuda_knobs, load_doubles
+from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 pytestmark = [
@@ -336,7 +336,7 @@ def graph_case(group: Any) -> None:
     counts, columns = (3, 2, 0, 4)[:world_size], 5
     own, gathered = torch.zeros(counts[rank], columns), torch.zeros(sum(counts), columns)
     partial, terms = torch.zeros(sum(counts), columns), torch.zeros(world_size, counts[rank], columns)
-    stream = core.DriverStream(driver, communicator.device)
+    stream = Stream()
     knobs.cuda_double_begin_capture(stream.handle)
     plan = gather_plan(counts, rank, 4)
     gather = core.GatherPipeline(

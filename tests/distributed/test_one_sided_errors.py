@@ -137,7 +137,7 @@ def interrupted(*_: Any) -> None:
 
 NATIVE: dict[str, Callable[[ShmTransport], Any]] = {
     "all_reduce": lambda transport: transport.all_reduce(torch.ones(4)),
-    "all_gather": lambda transport: transport.all_gather(torch.ones(2, 4), [2, 2]),
+    "reduce_scatter": lambda transport: transport.reduce_scatter(torch.ones(4, 4), [2, 2]),
     "barrier": lambda transport: transport.barrier(),
 }
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.native.doubles import libraries
-from tests.native_build import build_program, prebuild, require_sanitizer
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -23,8 +20,6 @@ COUNTS = [
     [2, 0, 7, 0, 1],
     [5, 5, 5, 5, 5, 5, 5, 2],
 ]
-CHUNKS = [1, 2, 3, 4, 5, 7, 16, 100]
-CASES = list(itertools.product(COUNTS, CHUNKS))
 
 
 def offsets(counts: list[int]) -> list[int]:
@@ -35,8 +30,8 @@ def plans(make: str, counts: list[int], chunks: int) -> list[Any]:
     return [getattr(core, make)(counts, rank, chunks) for rank in range(len(counts))]
 
 
-@pytest.mark.parametrize(("counts", "chunks"), CASES)
-def test_gather_brings_every_row_once_from_its_owner(counts: list[int], chunks: int) -> None:
+def check_gather(counts: list[int], chunks: int) -> None:
+    """Every row comes once, from its owner."""
     made = plans("gather_plan", counts, chunks)
     for rank, plan in enumerate(made):
         have = set(range(offsets(counts)[rank], offsets(counts)[rank] + counts[rank]))
@@ -51,8 +46,8 @@ def test_gather_brings_every_row_once_from_its_owner(counts: list[int], chunks: 
         assert have == set(range(sum(counts)))
 
 
-@pytest.mark.parametrize(("counts", "chunks"), CASES)
-def test_scatter_brings_every_term_to_its_owner_once(counts: list[int], chunks: int) -> None:
+def check_scatter(counts: list[int], chunks: int) -> None:
+    """Every term comes to its owner once."""
     made = plans("scatter_plan", counts, chunks)
     for rank, plan in enumerate(made):
         have: set[tuple[int, int]] = {(rank, row) for row in range(counts[rank])}
@@ -72,9 +67,8 @@ def test_scatter_brings_every_term_to_its_owner_once(counts: list[int], chunks: 
         assert have == set(itertools.product(range(len(counts)), range(counts[rank])))
 
 
-@pytest.mark.parametrize(("counts", "chunks"), CASES)
-@pytest.mark.parametrize("make", ["gather_plan", "scatter_plan"])
-def test_no_two_ranks_send_to_the_same_one_at_a_time(make: str, counts: list[int], chunks: int) -> None:
+def check_targets(make: str, counts: list[int], chunks: int) -> None:
+    """No two ranks send to the same one at a time."""
     made = plans(make, counts, chunks)
     world = len(counts)
     assert len({len(plan) for plan in made}) == 1 and len({plan.pieces for plan in made}) == 1
@@ -85,6 +79,15 @@ def test_no_two_ranks_send_to_the_same_one_at_a_time(make: str, counts: list[int
             continue  # several distances at once
         targets = [peer for plan in made for peer, _, _ in plan.sends(i)]
         assert len(set(targets)) == len(targets)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 7, 16, 100])
+def test_plans_of_all_ranks_match(chunks: int) -> None:
+    for counts in COUNTS:
+        check_gather(counts, chunks)
+        check_scatter(counts, chunks)
+        for make in ("gather_plan", "scatter_plan"):
+            check_targets(make, counts, chunks)
 
 
 def test_the_order_of_ranks() -> None:
@@ -116,22 +119,7 @@ def test_bad_arguments_are_named(arguments: tuple[Any, ...], said: str) -> None:
             getattr(core, make)(*arguments)
 
 
-def pipelines_program() -> tuple[Path, Path, Path]:
-    """And the doubles that it loads."""
-    sanitizer = "-fsanitize=thread"
-    # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
-    flags = (sanitizer, "-ftls-model=initial-exec")
-    doubles = libraries.cuda_double(*flags), libraries.nccl_double(*flags)
-    folders = ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator", "nccl/pipeline")
-    sources = ["tests/native/doubles/pipelines.cpp", *(f"csrc/{name}.cpp" for name in folders)]
-    return build_program("pipelines", sources, ["-Icsrc", "-O1", sanitizer]), *doubles
-
-
-prebuild(pipelines_program)
-
-
+@pytest.mark.full
 def test_pipelines_have_no_races() -> None:
     """Sizes and cuts by chance. Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
-    require_sanitizer("thread")
-    done = subprocess.run(pipelines_program(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "no race", done.stdout + done.stderr[-5000:]
+    assert libraries.run_under_thread_sanitizer("pipelines", "nccl/pipeline") == "no race"

@@ -1,11 +1,14 @@
-"""NCCL communicators over the doubles, between processes: ops, deadlines, lost peers, graphs, and how they end."""
+"""NCCL communicators over the doubles, between processes: ops, deadlines, lost peers, graphs, and how they end.
+
+What communicators move is tested in tests/distributed/test_nccl_pipeline.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
-import random
 import signal
 import threading
 import time
@@ -21,42 +24,59 @@ from torch import Tensor
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport.peer_watch import PeerWatch
 from tests.native.doubles import libraries
-from tests.workers import Outcome, fresh_ranks, on_ranks, run_ranks
+from tests.workers import Outcome, fresh_ranks, run_ranks
 
 pytestmark = pytest.mark.full
 
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 7, torch.int64: 8}
-SUM, MAX, MIN = 0, 1, 2
 DEFAULT_STREAM = 0
 COUNT = 3001  # more bytes than a mailbox of the double holds
 
 
-def join(group: dist.ProcessGroup, timeout: float = 30, missing: int | None = None) -> Any:
-    driver, library = libraries.load_doubles()
-    ids = [library.make_id() if dist.get_rank(group) == 0 else None]
+class Communicator:
+    """One of the core's, with an all-gather of float32 tensors; a pipeline is what it returns."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 30) -> None:
+        driver, library = libraries.load_doubles()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.core = _core.Communicator(library, driver, rank, shared_id(group), rank, size, timeout)
+        self.driver, self.rank, self.size = driver, rank, size
+        self.memory: list[Tensor] = []  # of ops in flight; last, so that the communicator ends before it
+
+    def all_gather(self, x: Tensor, out: Tensor, stream: int = DEFAULT_STREAM) -> Any:
+        self.memory += [x, out]
+        counts = [len(x)] * self.size
+        plan = _core.gather_plan(counts, self.rank, 1)
+        return _core.GatherPipeline(self.core, plan, counts, 4, x.data_ptr(), out.data_ptr(), stream)
+
+    def wait(self, pipeline: Any) -> None:
+        """On the host; raises what the communicator has failed with."""
+        while not pipeline.ended():
+            self.core.check()
+            time.sleep(0.001)
+        self.core.check()
+
+    def synchronize(self, stream: int | None = None) -> None:
+        assert self.driver.synchronize(0, self.core.stream if stream is None else stream, 10)
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        return torch.full((COUNT,), self.rank + 1.0), torch.zeros(self.size * COUNT)
+
+    def gathered(self) -> Tensor:
+        return torch.arange(1.0, self.size + 1).repeat_interleave(COUNT)
+
+    def check_works(self) -> None:
+        x, out = self.outputs()
+        self.all_gather(x, out).wait(0, DEFAULT_STREAM)
+        assert torch.equal(out, self.gathered())
+
+
+def shared_id(group: dist.ProcessGroup) -> bytes:
+    ids = [libraries.load_doubles()[1].make_id() if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(ids, group_src=0, group=group)
-    if dist.get_rank(group) == missing:
-        return None
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return _core.Communicator(library, driver, rank, ids[0], rank, size, timeout)
-
-
-def values(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    return torch.randint(-64, 64, (count,), generator=generator).to(dtype)  # whose sums are exact in every dtype
-
-
-def all_reduce(communicator: Any, x: Tensor, out: Tensor, op: int = SUM, **after: int) -> Any:
-    return communicator.all_reduce(x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype], op, **after)
-
-
-def check_works(communicator: Any) -> None:
-    x = torch.full((COUNT,), communicator.rank + 1.0)
-    out = torch.zeros(COUNT)
-    communicator.wait(all_reduce(communicator, x, out, after_stream=DEFAULT_STREAM), DEFAULT_STREAM)
-    assert torch.equal(out, torch.full((COUNT,), communicator.size * (communicator.size + 1) / 2))
+    assert ids[0] is not None
+    return ids[0]
 
 
 def seconds_until(error: type[BaseException], call: Callable[[], Any]) -> tuple[float, str]:
@@ -69,465 +89,6 @@ def seconds_until(error: type[BaseException], call: Callable[[], Any]) -> tuple[
 
 def names_left() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"{libraries.NCCL_NAMES}*")]
-
-
-# ---- ops -------------------------------------------------------------------------------------------------------
-
-
-def some_op(communicator: Any, chance: random.Random, seed: int) -> Callable[[], None]:
-    """Enqueues an op that all ranks choose alike. What is returned checks its result, once all has ended."""
-    rank, size = communicator.rank, communicator.size
-    dtype = chance.choice(list(DTYPES))
-    count = chance.choice([1, 7, 100, COUNT])
-    kind = chance.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange"])
-    after = chance.choice([{}, {"after_stream": DEFAULT_STREAM}])
-    op = chance.choice([SUM, MAX, MIN])
-    in_place = chance.random() < 0.5
-    root = chance.randrange(size)
-    everyone = [values(r, size * count, dtype, seed) for r in range(size)]
-    if op == SUM:
-        reduced = torch.stack(everyone).sum(0).to(dtype)
-    else:
-        reduced = torch.stack(everyone).amax(0) if op == MAX else torch.stack(everyone).amin(0)
-    x = everyone[rank].clone()
-    bytes_per_rank = count * x.element_size()
-    if kind == "all_gather":
-        wanted = torch.cat([one[:count] for one in everyone])
-        out = torch.zeros_like(wanted)
-        source = out[rank * count : (rank + 1) * count] if in_place else x
-        source[:count] = x[:count]
-        ticket = communicator.all_gather(source.data_ptr(), out.data_ptr(), bytes_per_rank, **after)
-    elif kind == "reduce_scatter":
-        wanted = reduced[rank * count : (rank + 1) * count]
-        out = x[rank * count : (rank + 1) * count] if in_place else torch.zeros_like(wanted)
-        ticket = communicator.reduce_scatter(x.data_ptr(), out.data_ptr(), count, DTYPES[dtype], op, **after)
-    elif kind == "all_reduce":
-        wanted = reduced
-        out = x if in_place else torch.zeros_like(x)
-        ticket = all_reduce(communicator, x, out, op, **after)
-    elif kind == "broadcast":
-        wanted = everyone[root]
-        out = x if in_place else torch.zeros_like(x)
-        ticket = communicator.broadcast(x.data_ptr(), out.data_ptr(), size * bytes_per_rank, root, **after)
-    else:  # what is for rank r stands at place r; lengths differ, and some are 0
-        lengths = [(source + root) % 3 * count // 2 * x.element_size() for source in range(size)]
-        out = torch.zeros_like(x)
-        wanted = torch.zeros_like(x)
-        for source in range(size):
-            n = lengths[source] // x.element_size()
-            wanted[source * count : source * count + n] = everyone[source][rank * count : rank * count + n]
-        sends = [(peer, x.data_ptr() + peer * bytes_per_rank, lengths[rank]) for peer in range(size)]
-        receives = [(peer, out.data_ptr() + peer * bytes_per_rank, lengths[peer]) for peer in reversed(range(size))]
-        ticket = communicator.exchange(sends, receives, **after)
-
-    def check() -> None:
-        assert ticket.op == kind and not ticket.captured
-        assert torch.equal(out, wanted), (kind, dtype, count, op, in_place, ticket.number)
-        assert x is not None  # kept until here
-
-    return check
-
-
-def random_ops(group: dist.ProcessGroup, rounds: int, seed: int) -> None:
-    communicator = join(group)
-    chance = random.Random(seed)
-    done = 0
-    while done < rounds:
-        batch = [some_op(communicator, chance, done + i) for i in range(chance.randint(1, 6))]
-        ticket = communicator.exchange([], [])  # behind all of them
-        if chance.random() < 0.5:
-            communicator.wait(ticket, DEFAULT_STREAM)
-        else:
-            communicator.wait(ticket)
-        for check in batch:
-            check()
-        done += len(batch)
-    assert communicator.calls >= rounds and communicator.failure == ""
-    communicator.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_ops(world_size: int) -> None:
-    run_ranks(world_size, random_ops, 200 if world_size == 3 else 60, world_size)
-
-
-@on_ranks(3)
-def test_two_communicators_at_once(group: dist.ProcessGroup) -> None:
-    """In opposite orders on every other rank: they do not wait for each other."""
-    pair = [join(group), join(group)]
-    order = pair if dist.get_rank(group) % 2 == 0 else pair[::-1]
-    x = [torch.full((COUNT,), float(dist.get_rank(group) + i)) for i in range(2)]
-    outs = [torch.zeros(COUNT) for _ in pair]
-    for _ in range(20):
-        tickets = {c: all_reduce(c, x[pair.index(c)], outs[pair.index(c)]) for c in order}
-        for communicator in pair:
-            communicator.wait(tickets[communicator])
-    size = dist.get_world_size(group)
-    for i, out in enumerate(outs):
-        assert torch.equal(out, torch.full((COUNT,), float(sum(r + i for r in range(size)))))
-    pair[1].close()
-    check_works(pair[0])
-    pair[0].close()
-
-
-@on_ranks(4)
-def test_split(group: dist.ProcessGroup) -> None:
-    communicator = join(group)
-    rank = communicator.rank
-    part = communicator.split(rank % 2, -rank)  # the highest rank comes first
-    alone = communicator.split(0 if rank == 3 else -1, 0)
-    assert (part.rank, part.size) == ((3 - rank) // 2, 2)
-    assert (alone is None) == (rank != 3)
-    check_works(part)
-    check_works(communicator)
-    communicator.close()
-    check_works(part)
-    if alone is not None:
-        assert alone.size == 1
-        check_works(alone)
-
-
-def orders(group: dist.ProcessGroup) -> None:
-    """An op begins after what its stream or event stands for, and not before."""
-    driver, _ = libraries.load_doubles()
-    communicator = join(group)
-    stream, event = _core.DriverStream(driver, 0), _core.DriverEvent(driver, 0)
-    words = _core.PinnedMemory(driver, 0, 16)
-    gate = memoryview(words).cast("Q")
-    x, out = torch.zeros(COUNT), torch.zeros(COUNT)
-    for i, after in enumerate(({"after_stream": stream.handle}, {"after_event": event.handle})):
-        driver.wait_value(0, stream.handle, words.device_address + 8 * i, 1)
-        driver.fill(0, x.data_ptr(), 0, 4 * COUNT, stream.handle)
-        driver.record(0, event.handle, stream.handle)
-        x.fill_(5)  # the stream will put 0 there
-        out.fill_(-1)
-        ticket = all_reduce(communicator, x, out, **after)
-        time.sleep(0.02)  # enough for an op that does not wait
-        assert not driver.done(0, ticket.event) and out[0] == -1
-        other = _core.DriverStream(driver, 0)
-        communicator.wait(ticket, other.handle)
-        gate[i] = 1
-        assert driver.synchronize(0, other.handle, 10)
-        assert torch.equal(out, torch.zeros(COUNT))
-
-
-def test_ops_are_ordered_after_streams_and_events() -> None:
-    run_ranks(2, orders)
-
-
-def memory(group: dist.ProcessGroup) -> None:
-    communicator = join(group)
-    assert communicator.registers and not communicator.zero_cta
-    data = communicator.allocate(4 * COUNT)
-    communicator.register_window(data, 4 * COUNT)
-    x = torch.frombuffer((ctypes.c_char * (4 * COUNT)).from_address(data), dtype=torch.float32)
-    x.fill_(1)
-    communicator.wait(all_reduce(communicator, x, x))
-    assert torch.equal(x, torch.full((COUNT,), float(communicator.size)))
-    communicator.deregister_window(data)
-    communicator.free(data)
-    other = communicator.allocate(100)
-    communicator.register_window(other, 100)
-    communicator.free(other)  # deregisters it
-    communicator.close()
-
-
-def test_memory_and_windows() -> None:
-    run_ranks(2, memory)
-
-
-@on_ranks(2)
-def test_bad_arguments_and_a_closed_communicator(group: dist.ProcessGroup) -> None:
-    driver, library = libraries.load_doubles()
-    communicator = join(group)
-    x = torch.zeros(4)
-    with pytest.raises(ValueError, match="NCCL does not reduce int16"):
-        communicator.all_reduce(x.data_ptr(), x.data_ptr(), 4, 6)
-    with pytest.raises(ValueError, match="root is a rank from 0 to 1, not 2"):
-        communicator.broadcast(x.data_ptr(), x.data_ptr(), 4, 2)
-    with pytest.raises(ValueError, match="a peer is a rank from 0 to 1, not -1"):
-        communicator.exchange([(-1, x.data_ptr(), 4)], [])
-    with pytest.raises(ValueError, match="after a stream or after an event, not both"):
-        all_reduce(communicator, x, x, after_stream=0, after_event=0)
-    with pytest.raises(ValueError, match="not rank 2 of 2"):
-        _core.Communicator(library, driver, 0, library.make_id(), 2, 2, 1)
-    with pytest.raises(ValueError, match="a unique id has 128 bytes, not 3"):
-        _core.Communicator(library, driver, 0, b"abc", 0, 1, 1)
-    check_works(communicator)  # nothing was sent
-    communicator.close()
-    communicator.close()
-    with pytest.raises(FusedTPError, match="is closed"):
-        communicator.exchange([], [])
-
-
-# ---- failing ---------------------------------------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_a_stalled_rank(group: dist.ProcessGroup) -> None:
-    """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
-    communicator = join(group, timeout=0.5)
-    check_works(communicator)
-    if communicator.rank != 0:
-        x, out = torch.zeros(COUNT), torch.zeros(COUNT)
-        ticket = all_reduce(communicator, x, out)
-        took, sentence = seconds_until(CollectiveTimeoutError, lambda: communicator.wait(ticket))
-        assert 0.3 < took < 1.3, took
-        size = dist.get_world_size(group)
-        assert sentence.startswith(f"all_reduce (call 2) on rank {communicator.rank} of {size} has waited ")
-        assert communicator.failure == sentence
-        for call in (
-            lambda: communicator.exchange([], []),
-            lambda: communicator.wait(ticket, DEFAULT_STREAM),
-            lambda: communicator.split(0, 0),
-            communicator.check,
-        ):
-            took, again = seconds_until(CollectiveTimeoutError, call)
-            assert again == sentence and took < 0.5
-        assert out.isnan().all()
-        driver, _ = libraries.load_doubles()
-        assert driver.synchronize(0, communicator.stream, 10)  # it goes on
-    dist.barrier(group)
-    communicator.abort("the others have")  # where it has not failed yet; where it has, this changes nothing
-    communicator.close()
-    check_works(join(group))
-    dist.barrier(group)
-    assert names_left() == []
-
-
-@on_ranks(2)
-def test_a_wait_on_the_stream_of_the_caller_ends(group: dist.ProcessGroup) -> None:
-    """On the default stream of the double the caller itself waits, and must come back with the error."""
-    communicator = join(group, timeout=0.5)
-    if communicator.rank == 0:
-        x = torch.zeros(COUNT)
-        ticket = all_reduce(communicator, x, x, after_stream=DEFAULT_STREAM)
-        took, _ = seconds_until(CollectiveTimeoutError, lambda: communicator.wait(ticket, DEFAULT_STREAM))
-        assert took < 1.5
-    dist.barrier(group)
-
-
-@on_ranks(2)
-def test_only_waiting_for_peers_counts(group: dist.ProcessGroup) -> None:
-    """Time that an op spends behind this rank's own computation does not count."""
-    driver, _ = libraries.load_doubles()
-    communicator = join(group, timeout=0.4)
-    stream, word = _core.DriverStream(driver, 0), _core.PinnedMemory(driver, 0, 8)
-    driver.wait_value(0, stream.handle, word.device_address, 1)
-    x = torch.ones(COUNT)
-    tickets = [all_reduce(communicator, x, x, after_stream=stream.handle) for _ in range(3)]
-    time.sleep(1.0)  # longer than the deadline
-    communicator.check()
-    memoryview(word).cast("Q")[0] = 1
-    communicator.wait(tickets[-1])
-    assert x[0] == communicator.size**3
-
-
-@on_ranks(3)
-def test_init_with_a_missing_rank(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
-    if rank == 1:
-        join(group, missing=1)
-    else:
-        took, sentence = seconds_until(CollectiveTimeoutError, lambda: join(group, timeout=0.5))
-        assert "joining the communicator on rank" in sentence and "some rank did not take part" in sentence
-        assert took < 2
-    dist.barrier(group)
-    check_works(join(group))
-    assert names_left() == []
-
-
-@on_ranks(2)
-def test_ctrl_c_ends_init(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
-    if rank == 0:
-
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            took, _ = seconds_until(KeyboardInterrupt, lambda: join(group))
-            assert took < 3
-        finally:
-            signal.signal(signal.SIGALRM, before)
-    else:
-        join(group, missing=rank)
-    dist.barrier(group)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("code", "error"), [(6, PeerLostError), (2, PeerLostError), (3, FusedTPError)])
-def test_errors_that_nccl_reports(group: dist.ProcessGroup, code: int, error: type[Exception]) -> None:
-    """NCCL says in the background that something is wrong, while an op waits."""
-    communicator = join(group, timeout=30)
-    if communicator.rank == 0:
-        dist.barrier(group)
-    else:
-        x = torch.zeros(COUNT)
-        ticket = all_reduce(communicator, x, x)
-        libraries.nccl_knobs().nccl_double_inject(code)
-        try:
-            took, sentence = seconds_until(error, lambda: communicator.wait(ticket))
-        finally:
-            libraries.nccl_knobs().nccl_double_inject(0)
-        assert took < 2 and "NCCL says: " in sentence
-        dist.barrier(group)
-
-
-@on_ranks(2)
-def test_a_launch_that_gets_stuck(group: dist.ProcessGroup) -> None:
-    """NCCL gets no further than ncclInProgress, as when it cannot connect."""
-    communicator = join(group, timeout=0.5)
-    libraries.nccl_knobs().nccl_double_stall_launches(1)
-    x = torch.zeros(COUNT)
-    try:
-        took, sentence = seconds_until(CollectiveTimeoutError, lambda: all_reduce(communicator, x, x))
-    finally:
-        libraries.nccl_knobs().nccl_double_stall_launches(0)
-    assert 0.4 < took < 2 and "all_reduce (call 1)" in sentence
-    dist.barrier(group)
-
-
-@on_ranks(2)
-def test_an_error_of_the_driver_ends_the_communicator(group: dist.ProcessGroup) -> None:
-    communicator = join(group)
-    libraries.cuda_knobs().cuda_double_fail(b"cuEventRecord", 700, 0)
-    x = torch.zeros(4)
-    _, sentence = seconds_until(FusedTPError, lambda: all_reduce(communicator, x, x, after_stream=0))
-    assert "all_reduce (call 1) on rank" in sentence and "CUDA_ERROR_ILLEGAL_ADDRESS" in sentence
-    broken = join(group)
-    ticket = all_reduce(broken, x, x) if broken.rank == 0 else None  # the other one does not come
-    if ticket is not None:
-        libraries.cuda_knobs().cuda_double_fail(b"cuEventQuery", 700, 0)  # the next to ask is the watchdog
-        while not broken.failure:
-            time.sleep(0.01)
-        assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.failure
-    dist.barrier(group)
-
-
-def aborted(group: dist.ProcessGroup) -> None:
-    communicator = join(group)
-    x, ticket = torch.zeros(COUNT), None
-    if communicator.rank == 0:
-        ticket = all_reduce(communicator, x, x)
-        threading.Timer(0.1, communicator.abort, ("no longer wanted",)).start()
-        _, sentence = seconds_until(FusedTPError, lambda: communicator.wait(ticket))
-        assert sentence == "this communicator on rank 0 of 2 was aborted: no longer wanted"
-    communicator.abort("again")
-    communicator.abort("and again")
-    seconds_until(FusedTPError, communicator.check)
-    communicator = ticket = None
-    dist.barrier(group)
-    deadline = time.monotonic() + 10
-    while libraries.nccl_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert libraries.nccl_knobs().nccl_double_live_communicators() == 0
-
-
-class Survivor:
-    def __init__(self, communicator: Any) -> None:
-        self.communicator = communicator
-
-    def lost(self, rank: int) -> None:
-        self.communicator.lose(rank, "its process ended")
-
-
-def killed(group: dist.ProcessGroup) -> tuple[float, str]:
-    """The last rank is killed while the others wait for it; what watches its process tells the communicator."""
-    communicator = join(group, timeout=60)
-    check_works(communicator)
-    victim = communicator.size - 1
-    pids: list[int] = [0] * communicator.size
-    dist.all_gather_object(pids, os.getpid(), group=group)
-    survivors = dist.new_group(list(range(victim)))
-    if communicator.rank == victim:
-        time.sleep(0.3)  # the others are waiting for it, most likely
-        os.kill(os.getpid(), signal.SIGKILL)
-    survivor = Survivor(communicator)
-    watch = PeerWatch(survivor, {victim: pids[victim]}, Survivor.lost, lambda _: None)
-    x = torch.zeros(COUNT)
-    found = seconds_until(PeerLostError, lambda: communicator.wait(all_reduce(communicator, x, x)))
-    assert watch is not None
-    assert x.isnan().all()
-    again = join(survivors)
-    check_works(again)
-    return found
-
-
-def test_a_killed_rank() -> None:
-    outcomes: list[Outcome] = fresh_ranks(3, killed, expect_deaths=True)
-    assert outcomes[2].died
-    for outcome in outcomes[:2]:
-        took, sentence = outcome.unwrap()
-        assert took < 3 and "lost rank 2: its process ended" in sentence
-    assert names_left() == []
-
-
-def left_open(group: dist.ProcessGroup) -> None:
-    """Aborts many times over. Then nobody closes these: one idle, one failed, one with an op whose peer is late."""
-    aborted(group)
-    global idle, failed, busy, x
-    idle, failed, busy = join(group), join(group), join(group)
-    check_works(idle)
-    failed.abort("a test")
-    x = torch.ones(COUNT)
-    if busy.rank == 1:
-        time.sleep(0.3)  # the other's op waits for it
-    ticket = all_reduce(busy, x, x)
-    if busy.rank == 1:
-        busy.wait(ticket)
-
-
-def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
-    for outcome in fresh_ranks(2, left_open):
-        outcome.unwrap()
-    assert names_left() == []
-
-
-def forked(group: dist.ProcessGroup) -> None:
-    """A forked child refuses, and its end takes nothing away from its parent."""
-    communicator = join(group)
-    check_works(communicator)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            try:
-                communicator.exchange([], [])
-            except FusedTPError as error:
-                code = 0 if "belongs to the process that forked this one" in str(error) else 2
-            del communicator
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    check_works(communicator)
-    communicator.close()
-
-
-def test_a_forked_child_leaves_it_alone() -> None:
-    run_ranks(2, forked)
-
-
-@on_ranks(2)
-def test_a_failure_leaves_alone_what_has_not_begun(group: dist.ProcessGroup) -> None:
-    """Behind a computation that still reads what their outputs' memory has held before: it is left alone."""
-    driver, _ = libraries.load_doubles()
-    communicator = join(group)
-    if communicator.rank == 0:
-        stream, word = _core.DriverStream(driver, 0), _core.PinnedMemory(driver, 0, 8)
-        gradients, parameters, first = torch.full((COUNT,), 5.0), torch.zeros(COUNT), torch.ones(COUNT)
-        all_reduce(communicator, first, first)  # waits for its peer
-        driver.wait_value(0, stream.handle, word.device_address, 1)
-        driver.copy(0, parameters.data_ptr(), gradients.data_ptr(), 4 * COUNT, stream.handle)
-        all_reduce(communicator, torch.ones(COUNT), gradients, after_stream=stream.handle)
-        time.sleep(0.1)  # the first op is waiting for its peer, most likely
-        communicator.lose(1, "a test")
-        assert first.isnan().all() and not gradients.isnan().any()
-        memoryview(word).cast("Q")[0] = 1
-        assert driver.synchronize(0, stream.handle, 10)
-        assert parameters.eq(5).all()
-    dist.barrier(group)
 
 
 @contextlib.contextmanager
@@ -543,49 +104,341 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@on_ranks(2)
-def test_ctrl_c_ends_waits(group: dist.ProcessGroup) -> None:
-    driver, _ = libraries.load_doubles()
-    communicator = join(group)
-    if communicator.rank == 0:
-        x = torch.zeros(COUNT)
-        all_reduce(communicator, x, x)  # its peer never comes
-        with interrupted_after(0.2):
-            took, _ = seconds_until(KeyboardInterrupt, lambda: driver.synchronize(0, communicator.stream, 30))
-        assert took < 3
-        with interrupted_after(0.2):
-            took, _ = seconds_until(KeyboardInterrupt, communicator.close)
-        assert took < 3 and "was interrupted" in communicator.failure
+# ---- ops -------------------------------------------------------------------------------------------------------
+
+
+def two_at_once(group: dist.ProcessGroup) -> None:
+    """In opposite orders on every other rank: they do not wait for each other."""
+    pair = [Communicator(group), Communicator(group)]
+    order = pair if pair[0].rank % 2 == 0 else pair[::-1]
+    for _ in range(20):
+        moving = {one: (*one.outputs(), libraries.Stream()) for one in order}
+        pipelines = {one: one.all_gather(x, out, stream.handle) for one, (x, out, stream) in moving.items()}
+        for one in pair:
+            one.wait(pipelines[one])
+            assert torch.equal(moving[one][1], one.gathered())
+    pair[1].core.close()
+    pair[0].check_works()
+    assert pair[0].core.calls == 21 and pair[0].core.failure == ""
+    pair[0].core.close()
+
+
+def order_of_ops(group: dist.ProcessGroup) -> None:
+    """An op begins after what its stream holds, and not before."""
+    one = Communicator(group)
+    stream, other, word = libraries.Stream(), libraries.Stream(), torch.zeros(1, dtype=torch.int64)
+    (x, out), fives = one.outputs(), torch.full((COUNT,), 5.0)
+    stream.wait_for(word)
+    stream.copy(x, fives)
+    pipeline = one.all_gather(x, out, stream.handle)
+    time.sleep(0.02)  # enough for an op that does not wait
+    assert not pipeline.ended() and out[0] == 0
+    pipeline.wait(0, other.handle)
+    word.fill_(1)
+    one.synchronize(other.handle)
+    assert out.eq(5).all()
+
+
+def bad_arguments(group: dist.ProcessGroup) -> None:
+    driver, library = libraries.load_doubles()
+    one = Communicator(group)
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match="a peer is a rank from 0 to 1, not -1"):
+        _core.Movement(one.core, [(-1, x.data_ptr(), 4)], [], 0)
+    with pytest.raises(ValueError, match="not rank 2 of 2"):
+        _core.Communicator(library, driver, 0, library.make_id(), 2, 2, 1)
+    with pytest.raises(ValueError, match="a unique id has 128 bytes, not 3"):
+        _core.Communicator(library, driver, 0, b"abc", 0, 1, 1)
+    one.check_works()  # nothing was sent
+    one.core.close()
+    one.core.close()
+    with pytest.raises(FusedTPError, match="is closed"):
+        one.check_works()
+
+
+@pytest.mark.parametrize("case", [two_at_once, order_of_ops, bad_arguments])
+def test_ops(case: Callable[[dist.ProcessGroup], None]) -> None:
+    run_ranks(2, case)
+
+
+# ---- failing ---------------------------------------------------------------------------------------------------
+
+
+def stalled(group: dist.ProcessGroup) -> None:
+    """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
+    one = Communicator(group, timeout=0.5)
+    one.check_works()
+    if one.rank != 0:
+        x, out = one.outputs()
+        pipeline = one.all_gather(x, out, libraries.Stream().handle)
+        took, sentence = seconds_until(CollectiveTimeoutError, lambda: one.wait(pipeline))
+        assert 0.3 < took < 1.3, took
+        assert sentence.startswith(f"all_gather (call 2) on rank {one.rank} of {one.size} has waited ")
+        assert one.core.failure == sentence
+        for call in (one.check_works, lambda: pipeline.wait(0, DEFAULT_STREAM), one.core.check):
+            took, again = seconds_until(CollectiveTimeoutError, call)
+            assert again == sentence and took < 0.5
+        assert out.isnan().all()
+        one.synchronize()  # its stream goes on
+    dist.barrier(group)
+    one.core.abort("the others have")  # where it has not failed yet; where it has, this changes nothing
+    one.core.close()
+    Communicator(group).check_works()
+    dist.barrier(group)
+    assert names_left() == []
+
+
+def test_a_stalled_rank() -> None:
+    run_ranks(3, stalled)
+
+
+def stall_on_the_stream_of_the_caller(group: dist.ProcessGroup) -> None:
+    """On the default stream of the double the caller itself waits, and must come back with the error."""
+    one = Communicator(group, timeout=0.5)
+    if one.rank == 0:
+        took, _ = seconds_until(CollectiveTimeoutError, one.check_works)
+        assert took < 1.5
     dist.barrier(group)
 
 
-@on_ranks(2)
-def test_destruction_waits_a_few_seconds_only(group: dist.ProcessGroup) -> None:
+def slow_computation(group: dist.ProcessGroup) -> None:
+    """Time that an op spends behind this rank's own computation does not count."""
+    one = Communicator(group, timeout=0.4)
+    stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
+    stream.wait_for(word)
+    x, out = one.outputs()
+    pipelines = [one.all_gather(x, out, stream.handle) for _ in range(3)]
+    time.sleep(1.0)  # longer than the deadline
+    one.core.check()
+    word.fill_(1)
+    one.wait(pipelines[-1])
+    assert torch.equal(out, one.gathered())
+
+
+def missing_at_init(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 1:
+        shared_id(group)
+    else:
+        took, sentence = seconds_until(CollectiveTimeoutError, lambda: Communicator(group, timeout=0.5))
+        assert "joining the communicator on rank" in sentence and "some rank did not take part" in sentence
+        assert took < 2
+    dist.barrier(group)
+    Communicator(group).check_works()
+    assert names_left() == []
+
+
+def interrupted(group: dist.ProcessGroup) -> None:
+    """Ctrl-C ends joining, synchronizing and closing."""
+    if dist.get_rank(group) == 1:
+        shared_id(group)
+        Communicator(group)
+    else:
+        with interrupted_after(0.3):
+            took, _ = seconds_until(KeyboardInterrupt, lambda: Communicator(group))
+        assert took < 3
+        one = Communicator(group)
+        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)  # its peer never comes
+        for wait in (lambda: one.driver.synchronize(0, one.core.stream, 30), one.core.close):
+            with interrupted_after(0.2):
+                took, _ = seconds_until(KeyboardInterrupt, wait)
+            assert took < 3
+        assert "was interrupted" in one.core.failure and pipeline is not None
+    dist.barrier(group)
+
+
+def reported_errors(group: dist.ProcessGroup) -> None:
+    """NCCL says in the background that something is wrong, while an op waits."""
+    for code, error in ((6, PeerLostError), (2, PeerLostError), (3, FusedTPError)):
+        one = Communicator(group)
+        if one.rank == 1:
+            pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
+            libraries.nccl_knobs().nccl_double_inject(code)
+            try:
+                took, sentence = seconds_until(error, functools.partial(one.wait, pipeline))
+            finally:
+                libraries.nccl_knobs().nccl_double_inject(0)
+            assert took < 2 and "NCCL says: " in sentence
+        dist.barrier(group)
+
+
+def stuck_launch(group: dist.ProcessGroup) -> None:
+    """NCCL gets no further than ncclInProgress, as when it cannot connect."""
+    one = Communicator(group, timeout=0.5)
+    libraries.nccl_knobs().nccl_double_stall_launches(1)
+    try:
+        took, sentence = seconds_until(CollectiveTimeoutError, one.check_works)
+    finally:
+        libraries.nccl_knobs().nccl_double_stall_launches(0)
+    assert 0.4 < took < 2 and "all_gather (call 1)" in sentence
+    dist.barrier(group)
+
+
+def driver_failure(group: dist.ProcessGroup) -> None:
+    one = Communicator(group)
+    libraries.cuda_knobs().cuda_double_fail(b"cuEventRecord", 700, 0)
+    _, sentence = seconds_until(FusedTPError, one.check_works)
+    assert "all_gather (call 1) on rank" in sentence and "CUDA_ERROR_ILLEGAL_ADDRESS" in sentence
+    broken = Communicator(group)
+    if broken.rank == 0:  # the other one does not come
+        pipeline = broken.all_gather(*broken.outputs(), libraries.Stream().handle)
+        libraries.cuda_knobs().cuda_double_fail(b"cuEventQuery", 700, 0)  # the next to ask is the watchdog
+        while not broken.core.failure:
+            time.sleep(0.01)
+        assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.core.failure and pipeline
+    dist.barrier(group)
+
+
+def unbegun_op(group: dist.ProcessGroup) -> None:
+    """A failure leaves alone the output of an op that is behind a computation, which may still read that memory."""
+    one = Communicator(group)
+    if one.rank == 0:
+        stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
+        (x, first), gradients, parameters = one.outputs(), torch.full((2 * COUNT,), 5.0), torch.zeros(2 * COUNT)
+        pipelines = [one.all_gather(x, first, libraries.Stream().handle)]  # waits for its peer
+        stream.wait_for(word)
+        stream.copy(parameters, gradients)
+        pipelines.append(one.all_gather(x, gradients, stream.handle))
+        time.sleep(0.1)  # the first op is waiting for its peer, most likely
+        one.core.lose(1, "a test")
+        assert first.isnan().all() and not gradients.isnan().any()
+        word.fill_(1)
+        one.synchronize(stream.handle)
+        assert parameters.eq(5).all()
+    dist.barrier(group)
+
+
+def left_to_itself(group: dist.ProcessGroup) -> None:
     """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
-    communicator = join(group, timeout=120)
-    if communicator.rank == 0:
-        x = torch.zeros(COUNT)
-        all_reduce(communicator, x, x)
+    one = Communicator(group, timeout=120)
+    if one.rank == 0:
+        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
         begun = time.monotonic()
-        communicator = None
+        del pipeline, one
         assert time.monotonic() - begun < 15
     dist.barrier(group)
 
 
-@on_ranks(2)
-def test_an_open_group_is_refused(group: dist.ProcessGroup) -> None:
+def open_nccl_group(group: dist.ProcessGroup) -> None:
     """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
-    communicator = join(group)
-    check_works(communicator)
-    library = libraries.nccl_knobs()
-    x = torch.zeros(COUNT)
-    library.ncclGroupStart()
+    one = Communicator(group)
+    one.check_works()
+    libraries.nccl_knobs().ncclGroupStart()
     try:
-        _, sentence = seconds_until(FusedTPError, lambda: all_reduce(communicator, x, x))
+        _, sentence = seconds_until(FusedTPError, one.check_works)
     finally:
-        library.ncclGroupEnd()
-    assert "all_reduce (call 2) on rank" in sentence and "inside of an open ncclGroupStart" in sentence
+        libraries.nccl_knobs().ncclGroupEnd()
+    assert "all_gather (call 2) on rank" in sentence and "inside of an open ncclGroupStart" in sentence
     dist.barrier(group)
+
+
+def forked(group: dist.ProcessGroup) -> None:
+    """A forked child refuses, and its end takes nothing away from its parent."""
+    one = Communicator(group)
+    one.check_works()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                one.check_works()
+            except FusedTPError as error:
+                code = 0 if "belongs to the process that forked this one" in str(error) else 2
+            del one
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    one.check_works()
+    one.core.close()
+
+
+FAILURES = [
+    stalled,
+    stall_on_the_stream_of_the_caller,
+    slow_computation,
+    missing_at_init,
+    interrupted,
+    reported_errors,
+    stuck_launch,
+    driver_failure,
+    unbegun_op,
+    left_to_itself,
+    open_nccl_group,
+    forked,
+]
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures(case: Callable[[dist.ProcessGroup], None]) -> None:
+    run_ranks(3 if case in (stalled, missing_at_init) else 2, case)
+
+
+def aborted(group: dist.ProcessGroup) -> None:
+    one = Communicator(group)
+    pipeline = None
+    if one.rank == 0:
+        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
+        threading.Timer(0.1, one.core.abort, ("no longer wanted",)).start()
+        _, sentence = seconds_until(FusedTPError, functools.partial(one.wait, pipeline))
+        assert sentence == "this communicator on rank 0 of 2 was aborted: no longer wanted"
+    one.core.abort("again")
+    one.core.abort("and again")
+    seconds_until(FusedTPError, one.core.check)
+    del one, pipeline
+    dist.barrier(group)
+    deadline = time.monotonic() + 10
+    while libraries.nccl_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert libraries.nccl_knobs().nccl_double_live_communicators() == 0
+
+
+def killed(group: dist.ProcessGroup) -> tuple[float, str]:
+    """The last rank is killed while the others wait for it; what watches its process tells the communicator."""
+    one = Communicator(group, timeout=60)
+    one.check_works()
+    victim = one.size - 1
+    pids: list[int] = [0] * one.size
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    survivors = dist.new_group(list(range(victim)))
+    if one.rank == victim:
+        time.sleep(0.3)  # the others are waiting for it, most likely
+        os.kill(os.getpid(), signal.SIGKILL)
+    watch = PeerWatch(
+        one, {victim: pids[victim]}, lambda one, rank: one.core.lose(rank, "its process ended"), lambda _: None
+    )
+    x, out = one.outputs()
+    pipeline = one.all_gather(x, out, libraries.Stream().handle)
+    found = seconds_until(PeerLostError, lambda: one.wait(pipeline))
+    assert watch is not None and out.isnan().all()
+    Communicator(survivors).check_works()
+    return found
+
+
+def test_a_killed_rank() -> None:
+    outcomes: list[Outcome] = fresh_ranks(3, killed, expect_deaths=True)
+    assert outcomes[2].died
+    for outcome in outcomes[:2]:
+        took, sentence = outcome.unwrap()
+        assert took < 3 and "lost rank 2: its process ended" in sentence
+    assert names_left() == []
+
+
+def left_open(group: dist.ProcessGroup) -> None:
+    """Aborts many times over. Then nobody closes these: one idle, one failed, one with an op whose peer is late."""
+    aborted(group)
+    global idle, failed, busy
+    idle, failed, busy = Communicator(group), Communicator(group), Communicator(group)
+    idle.check_works()
+    failed.core.abort("a test")
+    if busy.rank == 1:
+        time.sleep(0.3)  # the other's op waits for it
+    pipeline = busy.all_gather(*busy.outputs(), libraries.Stream().handle)
+    if busy.rank == 1:
+        busy.wait(pipeline)
+
+
+def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
+    for outcome in fresh_ranks(2, left_open):
+        outcome.unwrap()
+    assert names_left() == []
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------
@@ -600,61 +453,60 @@ def captured(stream: int, joined: int) -> Iterator[list[Any]]:
     graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream, joined)))
 
 
-@on_ranks(2)
-def test_ops_in_a_graph_have_deadlines_too(group: dist.ProcessGroup) -> None:
-    driver, _ = libraries.load_doubles()
+def graph_of_ops(group: dist.ProcessGroup) -> None:
+    """Ops in a graph have deadlines too."""
     knobs = libraries.cuda_knobs()
-    communicator = join(group, timeout=0.5)
-    check_works(communicator)
-    stream = _core.DriverStream(driver, 0)
-    x, out = torch.ones(COUNT), torch.zeros(COUNT)
-    with captured(stream.handle, communicator.stream) as graph:
-        first = all_reduce(communicator, x, out, after_stream=stream.handle)
-        second = communicator.broadcast(out.data_ptr(), x.data_ptr(), 4 * COUNT, 0)
-        communicator.wait(second, stream.handle)
-    assert first.captured and out[0] == 0
-    with pytest.raises(ValueError, match="all_reduce is part of a CUDA graph"):
-        communicator.wait(first)
+    one = Communicator(group, timeout=0.5)
+    one.check_works()
+    stream, (x, out) = libraries.Stream(), one.outputs()
+    with captured(stream.handle, one.core.stream) as graph:
+        pipeline = one.all_gather(x, out, stream.handle)
+        pipeline.wait(0, stream.handle)
+    assert pipeline.captured and out[0] == 0
     for _ in range(60):  # longer than the deadline, the same values of the word again and again
-        x.fill_(1)
+        out.fill_(0)
         knobs.cuda_double_replay(graph[0], stream.handle)
-        assert driver.synchronize(0, stream.handle, 10)
-        assert torch.equal(x, torch.full((COUNT,), float(communicator.size)))
+        one.synchronize(stream.handle)
+        assert torch.equal(out, one.gathered())
         time.sleep(0.01)
     time.sleep(0.7)  # longer than the deadline: a graph that is not replayed waits for nobody
-    communicator.check()
-    check_works(communicator)  # ops outside of graphs go on
-    if communicator.rank == 0:
+    one.core.check()
+    one.check_works()  # ops outside of graphs go on
+    if one.rank == 0:
         dist.barrier(group)  # the other has given up
-        communicator.close()  # raises nothing, though the graph is there still
+        one.core.close()  # raises nothing, though the graph is there still
     else:
         knobs.cuda_double_replay(graph[0], stream.handle)
         begun = time.monotonic()
-        assert driver.synchronize(0, stream.handle, 10) and time.monotonic() - begun < 1.4
-        _, sentence = seconds_until(CollectiveTimeoutError, communicator.check)
-        assert sentence.startswith("all_reduce (call 2) in a CUDA graph on rank 1 of 2 has waited ")
+        one.synchronize(stream.handle)
+        assert time.monotonic() - begun < 1.4
+        _, sentence = seconds_until(CollectiveTimeoutError, one.core.check)
+        assert sentence.startswith("all_gather (call 2) in a CUDA graph on rank 1 of 2 has waited ")
         dist.barrier(group)
-        communicator = None
+        driver = one.driver
+        del one, pipeline
         knobs.cuda_double_replay(graph[0], stream.handle)  # it outlives the communicator
         assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
 
 
-@on_ranks(2)
-def test_ops_beside_a_capture_are_refused(group: dist.ProcessGroup) -> None:
+def capture_of_another_thread(group: dist.ProcessGroup) -> None:
     """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
-    driver, _ = libraries.load_doubles()
-    communicator = join(group)
-    check_works(communicator)
-    stream, other = _core.DriverStream(driver, 0), _core.DriverStream(driver, 0)
-    x, out = torch.ones(COUNT), torch.zeros(COUNT)
-    with captured(stream.handle, communicator.stream) as graph:
-        ticket = all_reduce(communicator, x, out, after_stream=stream.handle)
+    one = Communicator(group)
+    one.check_works()
+    stream, (x, out) = libraries.Stream(), one.outputs()
+    with captured(stream.handle, one.core.stream) as graph:
+        pipeline = one.all_gather(x, out, stream.handle)
         with pytest.raises(ValueError, match="another thread is capturing this communicator's ops"):
-            all_reduce(communicator, x, x, after_stream=other.handle)
-        communicator.wait(ticket, stream.handle)
+            one.all_gather(x, out, libraries.Stream().handle)
+        pipeline.wait(0, stream.handle)
     libraries.cuda_knobs().cuda_double_replay(graph[0], stream.handle)
-    assert driver.synchronize(0, stream.handle, 10)
-    assert out.eq(communicator.size).all()
-    check_works(communicator)
+    one.synchronize(stream.handle)
+    assert torch.equal(out, one.gathered())
+    one.check_works()
     dist.barrier(group)
+
+
+@pytest.mark.parametrize("case", [graph_of_ops, capture_of_another_thread])
+def test_graphs(case: Callable[[dist.ProcessGroup], None]) -> None:
+    run_ranks(2, case)

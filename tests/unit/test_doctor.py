@@ -132,9 +132,7 @@ class Machine:
         self.peers = {(one, other) for one in range(4) for other in range(4)}
         self.atomics = set(self.peers)
         self.attributes = {cuda_driver.MULTICAST: 1}
-        self.nccl = SimpleNamespace(
-            version_text="2.27.3", has_windows=True, has_zero_cta=False, has_revoke=False, has_shared_devices=False
-        )
+        self.nccl = SimpleNamespace(version_text="2.27.3", has_revoke=False, has_shared_devices=False)
         self.core = ModuleType("core")
         self.core.__dict__["NcclLibrary"] = lambda: self.nccl
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -176,8 +174,7 @@ def test_gpus_that_all_reach_each_other(machine: Machine) -> None:
     assert found["cuda:3"].value == "NVIDIA H200, sm_90, 141 GiB, multicast"
     assert found["peer access"].value == "all 4 GPUs reach each other, with atomics"
     assert found["NCCL"].value == (
-        "2.27.3, has zero-copy windows; a later one adds collectives by copy engines, communicators that can be "
-        "stopped, several ranks on one GPU"
+        "2.27.3; a later one adds communicators that can be stopped, several ranks on one GPU"
     )
     assert found["device kernels"].value.startswith("none: they were not built when fused_tp was installed")
     assert all(one.status != doctor.PROBLEM for one in found.values())

@@ -1,11 +1,12 @@
 // Stand-in for segment.cpp: ranks are threads of one process that share one mapping, so that ThreadSanitizer sees both
 // sides of every access (it goes by address; two mappings of one memfd would look unrelated to it).
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <unistd.h>
 
 #include "errors.h"
 #include "shm/segment.h"

@@ -1,4 +1,4 @@
-// Communicators over the doubles, ranks as threads: ops from several threads, a split, deadlines, an error that NCCL
+// Communicators over the doubles, ranks as threads: ops from several threads, deadlines, an error that NCCL
 // reports, a peer that is lost, and ends in all of these states. For ThreadSanitizer.
 //
 //     communicators <double of libcuda> <double of libnccl>
@@ -44,13 +44,25 @@ std::shared_ptr<Communicator> join(const UniqueId& id, int rank, double timeout)
   return Communicator::create(the_library, the_driver, rank, id, rank, kRanks, options);
 }
 
-void all_reduce(Communicator& communicator) {
-  std::vector<float> in(kCount, static_cast<float>(communicator.rank() + 1)), out(kCount, -1.0f);
-  const Ticket ticket =
-      communicator.all_reduce(in.data(), out.data(), kCount, DType::kF32, ReduceOp::kSum, After::stream(nullptr));
-  communicator.wait(ticket);
-  const float sum = static_cast<float>(communicator.size() * (communicator.size() + 1) / 2);
-  for (const float value : out) EXPECT(value == sum);
+Ticket all_gather(Communicator& communicator, const std::vector<float>& in, std::vector<float>& out) {
+  return communicator.all_gather(in.data(), out.data(), in.size() * sizeof(float), Stream{nullptr});
+}
+
+// The host waits, as it does in no op of ours.
+void wait(Communicator& communicator, const Ticket& ticket) {
+  const driver::Driver::Device guard(*the_driver, communicator.device());
+  while (!the_driver->done(ticket.ended->get())) {
+    communicator.check();
+    std::this_thread::yield();
+  }
+  communicator.check();
+}
+
+void all_gather(Communicator& communicator) {
+  const std::vector<float> in(kCount, static_cast<float>(communicator.rank()));
+  std::vector<float> out(kCount * kRanks, -1.0f);
+  wait(communicator, all_gather(communicator, in, out));
+  for (size_t i = 0; i < out.size(); ++i) EXPECT(out[i] == static_cast<float>(i / kCount));
 }
 
 void ops_and_ends() {
@@ -61,16 +73,10 @@ void ops_and_ends() {
     const auto other = join(second, rank, 30);
     // Two communicators are used by two threads.
     std::thread thread([&] {
-      for (int i = 0; i < 20; ++i) all_reduce(*other);
+      for (int i = 0; i < 20; ++i) all_gather(*other);
     });
-    for (int i = 0; i < 20; ++i) all_reduce(*one);
+    for (int i = 0; i < 20; ++i) all_gather(*one);
     thread.join();
-    const auto part = one->split(rank == 2 ? -1 : 0, -rank);
-    EXPECT((part == nullptr) == (rank == 2));
-    if (part) {
-      EXPECT(part->size() == 2 && part->rank() == 1 - rank);
-      all_reduce(*part);
-    }
     one->close();
   });
 }
@@ -78,12 +84,12 @@ void ops_and_ends() {
 template <typename Error>
 void expect_failure(Communicator& communicator, const Ticket& ticket) {
   try {
-    communicator.wait(ticket);
+    wait(communicator, ticket);
     EXPECT(!"reached");
   } catch (const Error&) {
   }
   try {
-    communicator.exchange({}, After::nothing());
+    communicator.exchange({}, std::nullopt);
     EXPECT(!"reached");
   } catch (const Error&) {
   }
@@ -96,14 +102,14 @@ void one_is_missing(double timeout, End&& end) {
   const UniqueId id = the_library->make_id();
   on_all_ranks([&](int rank) {
     const auto communicator = join(id, rank, timeout);
-    all_reduce(*communicator);
+    all_gather(*communicator);
     if (rank == 0) {
       communicator->abort("nothing more to do");
       return;
     }
-    std::vector<float> data(kCount), out(kCount, 1.0f);
-    const Ticket ticket =
-        communicator->all_reduce(data.data(), out.data(), kCount, DType::kF32, ReduceOp::kSum, After::nothing());
+    const std::vector<float> in(kCount);
+    std::vector<float> out(kCount * kRanks, 1.0f);
+    const Ticket ticket = all_gather(*communicator, in, out);
     std::thread other([&] { end(*communicator); });
     expect_failure<Error>(*communicator, ticket);
     other.join();

@@ -13,10 +13,13 @@ import ctypes
 import functools
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.native_build import build_shared
+import torch
+
+from tests.native_build import build_program, build_shared, require_sanitizer
 
 if TYPE_CHECKING:
     from fused_tp import _core
@@ -54,6 +57,24 @@ def cuda_knobs() -> ctypes.CDLL:
     return knobs
 
 
+class Stream:
+    """A stream of the double of libcuda; words that it waits for are int64 tensors of one element."""
+
+    def __init__(self) -> None:
+        self._cuda = cuda_knobs()
+        self._cuda.cuda_double_stream.restype = ctypes.c_void_p
+        self.handle: int = self._cuda.cuda_double_stream()
+
+    def wait_for(self, word: torch.Tensor) -> None:
+        """What follows runs once the word is 1 or more."""
+        one, at_least = ctypes.c_uint64(1), ctypes.c_uint(0)
+        self._cuda.cuStreamWaitValue64_v2(ctypes.c_void_p(self.handle), ctypes.c_uint64(word.data_ptr()), one, at_least)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        addresses = (ctypes.c_uint64(tensor.data_ptr()) for tensor in (to, source))
+        self._cuda.cuMemcpyAsync(*addresses, ctypes.c_size_t(source.nbytes), ctypes.c_void_p(self.handle))
+
+
 def nccl_knobs() -> ctypes.CDLL:
     """nccl_double_inject(error), nccl_double_stall_launches(on), nccl_double_live_communicators()."""
     return ctypes.CDLL(str(nccl_double()))
@@ -63,3 +84,16 @@ def nccl_of_version(version: int, folder: Path) -> Path:
     """Another copy of the double of libnccl; it asks for NCCL_DOUBLE_VERSION, which is set from now on."""
     os.environ["NCCL_DOUBLE_VERSION"] = str(version)
     return Path(shutil.copy(nccl_double(), folder / f"libnccl_{version}.so"))
+
+
+def run_under_thread_sanitizer(program: str, *units: str) -> str:
+    """What `program`.cpp of this folder prints; it is linked with the communicator and these units of csrc."""
+    require_sanitizer("thread")
+    # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
+    flags = ("-fsanitize=thread", "-ftls-model=initial-exec")
+    own = [f"csrc/{unit}.cpp" for unit in ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator")]
+    sources = [FOLDER / f"{program}.cpp", *own, *(f"csrc/{unit}.cpp" for unit in units)]
+    command = [build_program(program, sources, ["-Icsrc", "-O1", flags[0]]), cuda_double(*flags), nccl_double(*flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    return done.stdout.strip()

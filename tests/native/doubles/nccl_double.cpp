@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -40,8 +41,8 @@ enum Result {
   kInProgress = 7,
 };
 
+constexpr int kInt8 = 0;
 constexpr int kMaxRanks = 8;
-constexpr int kMaxSplits = 64;
 constexpr size_t kMailboxBytes = 1 << 14;
 
 using Stream = CUstream_st*;
@@ -63,15 +64,8 @@ struct Mailbox {
   char bytes[kMailboxBytes];
 };
 
-struct Split {
-  std::atomic<int> arrived;
-  int color[kMaxRanks];
-  int key[kMaxRanks];
-};
-
 struct Shared {
   std::atomic<int> joined;
-  Split splits[kMaxSplits];
   Mailbox mailboxes[kMaxRanks][kMaxRanks];  // from, to
 };
 
@@ -88,106 +82,12 @@ class Region {
   }
   ~Region() { ::munmap(shared, sizeof(Shared)); }
   void forget_name() { ::shm_unlink(name_.c_str()); }
-  const std::string& name() const { return name_; }
 
   Shared* shared;
 
  private:
   std::string name_;
 };
-
-// ---- arithmetic ------------------------------------------------------------------------------------------------
-
-float from_bf16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
-}
-
-uint16_t to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-float from_f16(uint16_t bits) {
-  const int exponent = bits >> 10 & 31;
-  const int mantissa = bits & 1023;
-  const float sign = bits >> 15 ? -1.0f : 1.0f;
-  if (exponent == 31) return mantissa ? __builtin_nanf("") : sign * __builtin_inff();
-  if (exponent == 0) return sign * __builtin_ldexpf(static_cast<float>(mantissa), -24);
-  return sign * __builtin_ldexpf(static_cast<float>(mantissa + 1024), exponent - 25);
-}
-
-uint16_t to_f16(float value) {
-  const uint16_t sign = __builtin_signbit(value) ? 0x8000 : 0;
-  if (__builtin_isnan(value)) return 0x7e00;
-  if (value == 0) return sign;
-  const float magnitude = __builtin_fabsf(value);
-  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
-  int exponent = 0;
-  __builtin_frexpf(magnitude, &exponent);
-  const int shift = exponent - 11 < -24 ? -24 : exponent - 11;  // of the last bit that is kept
-  const float rounded = __builtin_rintf(__builtin_ldexpf(magnitude, -shift));
-  // A mantissa that rounds up to 2048 carries into the exponent, as it should.
-  const int base = shift + 24 == 0 ? 0 : (shift + 24) << 10;
-  return static_cast<uint16_t>(sign | (base + static_cast<int>(rounded)));
-}
-
-size_t size_of(int type) {
-  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-  return type >= 0 && type < 10 ? sizes[type] : 0;
-}
-
-template <typename T>
-T combine(T a, T b, int op) {
-  return op == 2 ? (a > b ? a : b) : op == 3 ? (a < b ? a : b) : static_cast<T>(a + b);
-}
-
-template <typename T, typename Wide, typename Load, typename Store>
-void reduce_as(const std::vector<std::vector<char>>& terms, char* out, size_t count, int op, Load load, Store store) {
-  for (size_t i = 0; i < count; ++i) {
-    T value;
-    std::memcpy(&value, terms[0].data() + i * sizeof(T), sizeof(T));
-    Wide total = load(value);
-    for (size_t t = 1; t < terms.size(); ++t) {
-      std::memcpy(&value, terms[t].data() + i * sizeof(T), sizeof(T));
-      total = combine<Wide>(total, load(value), op);
-    }
-    value = store(total);
-    std::memcpy(out + i * sizeof(T), &value, sizeof(T));
-  }
-}
-
-template <typename T>
-void reduce_plain(const std::vector<std::vector<char>>& terms, char* out, size_t count, int op) {
-  reduce_as<T, T>(terms, out, count, op, [](T v) { return v; }, [](T v) { return v; });
-}
-
-void reduce(const std::vector<std::vector<char>>& terms, char* out, size_t count, int type, int op) {
-  switch (type) {
-    case 0:
-      return reduce_plain<int8_t>(terms, out, count, op);
-    case 1:
-      return reduce_plain<uint8_t>(terms, out, count, op);
-    case 2:
-      return reduce_plain<int32_t>(terms, out, count, op);
-    case 4:
-      return reduce_plain<int64_t>(terms, out, count, op);
-    case 6:
-      return reduce_as<uint16_t, float>(terms, out, count, op, from_f16, to_f16);
-    case 7:
-      return reduce_plain<float>(terms, out, count, op);
-    case 8:
-      return reduce_plain<double>(terms, out, count, op);
-    case 9:
-      return reduce_as<uint16_t, float>(terms, out, count, op, from_bf16, to_bf16);
-    default:
-      std::abort();
-  }
-}
 
 // ---- the double of libcuda -------------------------------------------------------------------------------------
 
@@ -223,7 +123,6 @@ struct ncclComm {
   std::shared_ptr<Region> region;
   int rank = 0;
   int size = 1;
-  std::string name;
   std::atomic<bool> aborted{false};
   std::atomic<int> error{kSuccess};
   std::atomic<int> running{0};  // steps in streams
@@ -234,8 +133,6 @@ struct ncclComm {
   bool finalized = false;
   std::vector<std::function<void()>> to_launch;  // at the next question whether all is well
   int questions = 0;
-  int splits = 0;
-  ncclComm** split_result = nullptr;
 };
 
 namespace {
@@ -311,66 +208,19 @@ bool exchange(ncclComm& comm, std::vector<Piece> sends, std::vector<Piece> recei
   }
 }
 
-struct Op {
-  enum Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kReceive } kind;
-  const char* in;
-  char* out;
-  size_t bytes;  // of one rank's part where ranks have parts
-  int type;
-  int op;
-  int peer;  // root
+// What one launch moves.
+struct Transfers {
+  std::vector<Piece> sends, receives;
 };
-
-void run_collective(ncclComm& comm, const Op& op) {
-  const int size = comm.size;
-  std::vector<Piece> sends, receives;
-  char* in = const_cast<char*>(op.in);
-  if (op.kind == Op::kBroadcast) {
-    if (comm.rank == op.peer) {
-      for (int r = 0; r < size; ++r)
-        if (r != comm.rank) sends.push_back({r, in, op.bytes});
-      if (op.out != op.in) std::memmove(op.out, op.in, op.bytes);
-    } else {
-      receives.push_back({op.peer, op.out, op.bytes});
-    }
-    exchange(comm, sends, receives);
-    return;
-  }
-  std::vector<std::vector<char>> terms(static_cast<size_t>(size), std::vector<char>(op.bytes));
-  for (int r = 0; r < size; ++r) {
-    sends.push_back({r, op.kind == Op::kReduceScatter ? in + static_cast<size_t>(r) * op.bytes : in, op.bytes});
-    receives.push_back({r, terms[static_cast<size_t>(r)].data(), op.bytes});
-  }
-  if (!exchange(comm, sends, receives)) return;
-  if (op.kind == Op::kAllGather) {
-    for (size_t r = 0; r < terms.size(); ++r) std::memcpy(op.out + r * op.bytes, terms[r].data(), op.bytes);
-  } else {
-    reduce(terms, op.out, op.bytes / size_of(op.type), op.type, op.op);
-  }
-}
-
-void run(ncclComm& comm, const std::vector<Op>& ops) {
-  std::vector<Piece> sends, receives;
-  for (const Op& op : ops) {
-    if (op.kind == Op::kSend) {
-      sends.push_back({op.peer, const_cast<char*>(op.in), op.bytes});
-    } else if (op.kind == Op::kReceive) {
-      receives.push_back({op.peer, op.out, op.bytes});
-    } else if (!comm.aborted.load()) {
-      run_collective(comm, op);
-    }
-  }
-  if (!comm.aborted.load()) exchange(comm, sends, receives);
-}
 
 struct Step {
   ncclComm* comm;
-  std::vector<Op> ops;
+  Transfers transfers;
   bool captured;  // it may run any number of times
 };
 
-void launch(ncclComm* comm, Stream stream, std::vector<Op> ops) {
-  auto* step = new Step{comm, std::move(ops), cuda().capturing(stream) != 0};
+void launch(ncclComm* comm, Stream stream, Transfers transfers) {
+  auto* step = new Step{comm, std::move(transfers), cuda().capturing(stream) != 0};
   if (step->captured) {
     comm->captured = true;
   } else {
@@ -382,7 +232,7 @@ void launch(ncclComm* comm, Stream stream, std::vector<Op> ops) {
         auto* one = static_cast<Step*>(argument);
         ncclComm* its = one->comm;
         if (one->captured) ++its->running;
-        run(*its, one->ops);
+        if (!its->aborted.load()) exchange(*its, one->transfers.sends, one->transfers.receives);
         if (!one->captured) delete one;
         --its->running;
       },
@@ -394,7 +244,7 @@ struct Group {
   struct Member {
     ncclComm* comm;
     Stream stream;
-    std::vector<Op> ops;
+    Transfers transfers;
   };
   std::vector<Member> members;
 };
@@ -410,52 +260,34 @@ int end_group() {
   const std::vector<Group::Member> members = std::move(current.members);
   current.members.clear();
   for (const auto& member : members) {
-    member.comm->to_launch.push_back([member] { launch(member.comm, member.stream, member.ops); });
+    member.comm->to_launch.push_back([member] { launch(member.comm, member.stream, member.transfers); });
     member.comm->questions = 2;
   }
   return members.empty() ? kSuccess : kInProgress;
 }
 
-int add(ncclComm* comm, Stream stream, Op op) {
-  if (comm == nullptr || size_of(op.type) == 0) return kInvalidArgument;
+int add(ncclComm* comm, Stream stream, int type, const std::vector<Piece>& sends, const std::vector<Piece>& receives) {
+  if (comm == nullptr || type != kInt8) return kInvalidArgument;
   if (!comm->joined || comm->finalized || !comm->to_launch.empty()) return kInvalidUsage;
   Group& current = group();
   ++current.depth;
-  bool found = false;
-  for (auto& member : current.members)
-    if (member.comm == comm && member.stream == stream) member.ops.push_back(op), found = true;
-  if (!found) current.members.push_back({comm, stream, {op}});
+  auto member = std::find_if(current.members.begin(), current.members.end(),
+                             [&](const auto& one) { return one.comm == comm && one.stream == stream; });
+  if (member == current.members.end()) member = current.members.insert(member, {comm, stream, {}});
+  auto& [its_sends, its_receives] = member->transfers;
+  its_sends.insert(its_sends.end(), sends.begin(), sends.end());
+  its_receives.insert(its_receives.end(), receives.begin(), receives.end());
   return end_group();
 }
 
 ncclComm* new_comm(const std::string& name, int rank, int size) {
   auto* comm = new ncclComm();
   comm->region = std::make_shared<Region>(name);
-  comm->name = name;
   comm->rank = rank;
   comm->size = size;
   if (++comm->region->shared->joined == size) comm->region->forget_name();
   ++live_communicators;
   return comm;
-}
-
-int progress_split(ncclComm* comm) {
-  Split& split = comm->region->shared->splits[comm->splits % kMaxSplits];
-  if (split.arrived.load(std::memory_order_acquire) < comm->size) return kInProgress;
-  const int color = split.color[comm->rank];
-  if (color >= 0) {
-    int rank = 0, size = 0;
-    for (int r = 0; r < comm->size; ++r) {
-      if (split.color[r] != color) continue;
-      ++size;
-      if (split.key[r] < split.key[comm->rank] || (split.key[r] == split.key[comm->rank] && r < comm->rank)) ++rank;
-    }
-    *comm->split_result =
-        new_comm(comm->name + "_" + std::to_string(comm->splits) + "_" + std::to_string(color), rank, size);
-  }
-  comm->split_result = nullptr;
-  ++comm->splits;
-  return kSuccess;
 }
 
 void release(ncclComm* comm) {
@@ -513,17 +345,6 @@ EXPORT int ncclCommInitRankConfig(CommPointer* made, int size, ncclUniqueId id, 
   return kInProgress;
 }
 
-EXPORT int ncclCommSplit(ncclComm* comm, int color, int key, CommPointer* made, const Config* config) {
-  if (wrong(config) || !comm->joined) return kInvalidArgument;
-  Split& split = comm->region->shared->splits[comm->splits % kMaxSplits];
-  split.color[comm->rank] = color;
-  split.key[comm->rank] = key;
-  comm->split_result = made;
-  *made = nullptr;
-  split.arrived.fetch_add(1, std::memory_order_acq_rel);
-  return kSuccess;  // as NCCL does
-}
-
 EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* error) {
   *error = kSuccess;
   if (injected.load() != kSuccess) {
@@ -535,8 +356,6 @@ EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* error) {
   } else if (!comm->joined) {
     comm->joined = comm->region->shared->joined.load(std::memory_order_acquire) == comm->size;
     if (!comm->joined) *error = kInProgress;
-  } else if (comm->split_result != nullptr) {
-    *error = progress_split(comm);
   } else if (!comm->to_launch.empty()) {
     if (--comm->questions > 0) {
       *error = kInProgress;
@@ -574,16 +393,6 @@ EXPORT int ncclCommRevoke(ncclComm* comm, int) {
   return kSuccess;
 }
 
-EXPORT int ncclCommCount(const ncclComm* comm, int* size) {
-  *size = comm->size;
-  return kSuccess;
-}
-
-EXPORT int ncclCommUserRank(const ncclComm* comm, int* rank) {
-  *rank = comm->rank;
-  return kSuccess;
-}
-
 EXPORT const char* ncclGetErrorString(int result) {
   switch (result) {
     case kSuccess:
@@ -603,25 +412,6 @@ EXPORT const char* ncclGetErrorString(int result) {
 
 EXPORT const char* ncclGetLastError(ncclComm*) { return ""; }
 
-EXPORT int ncclMemAlloc(void** data, size_t bytes) {
-  *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  return *data ? kSuccess : kSystemError;
-}
-
-EXPORT int ncclMemFree(void* data) {
-  std::free(data);
-  return kSuccess;
-}
-
-EXPORT int ncclCommWindowRegister(ncclComm* comm, void* data, size_t, void** window, int flags) {
-  if (flags != 1 || reinterpret_cast<uintptr_t>(data) % 4096 != 0) return kInvalidArgument;
-  comm->to_launch.push_back([window, data] { *window = data; });
-  comm->questions = 2;
-  return kSuccess;
-}
-
-EXPORT int ncclCommWindowDeregister(ncclComm*, void* window) { return window ? kSuccess : kInvalidArgument; }
-
 EXPORT int ncclGroupStart() {
   ++group().depth;
   return kSuccess;
@@ -629,34 +419,19 @@ EXPORT int ncclGroupStart() {
 
 EXPORT int ncclGroupEnd() { return end_group(); }
 
-EXPORT int ncclAllReduce(const void* in, void* out, size_t count, int type, int op, ncclComm* comm, Stream stream) {
-  return add(
-      comm, stream,
-      {Op::kAllReduce, static_cast<const char*>(in), static_cast<char*>(out), count * size_of(type), type, op, 0});
+EXPORT int ncclAllGather(const void* in, void* out, size_t bytes, int type, ncclComm* comm, Stream stream) {
+  std::vector<Piece> sends, receives;
+  for (int r = 0; r < comm->size; ++r) {
+    sends.push_back({r, static_cast<char*>(const_cast<void*>(in)), bytes});
+    receives.push_back({r, static_cast<char*>(out) + static_cast<size_t>(r) * bytes, bytes});
+  }
+  return add(comm, stream, type, sends, receives);
 }
 
-EXPORT int ncclReduceScatter(const void* in, void* out, size_t count, int type, int op, ncclComm* comm, Stream stream) {
-  return add(
-      comm, stream,
-      {Op::kReduceScatter, static_cast<const char*>(in), static_cast<char*>(out), count * size_of(type), type, op, 0});
+EXPORT int ncclSend(const void* data, size_t bytes, int type, int peer, ncclComm* comm, Stream stream) {
+  return add(comm, stream, type, {{peer, static_cast<char*>(const_cast<void*>(data)), bytes}}, {});
 }
 
-EXPORT int ncclAllGather(const void* in, void* out, size_t count, int type, ncclComm* comm, Stream stream) {
-  return add(
-      comm, stream,
-      {Op::kAllGather, static_cast<const char*>(in), static_cast<char*>(out), count * size_of(type), type, 0, 0});
-}
-
-EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, ncclComm* comm, Stream stream) {
-  return add(
-      comm, stream,
-      {Op::kBroadcast, static_cast<const char*>(in), static_cast<char*>(out), count * size_of(type), type, 0, root});
-}
-
-EXPORT int ncclSend(const void* data, size_t count, int type, int peer, ncclComm* comm, Stream stream) {
-  return add(comm, stream, {Op::kSend, static_cast<const char*>(data), nullptr, count * size_of(type), type, 0, peer});
-}
-
-EXPORT int ncclRecv(void* data, size_t count, int type, int peer, ncclComm* comm, Stream stream) {
-  return add(comm, stream, {Op::kReceive, nullptr, static_cast<char*>(data), count * size_of(type), type, 0, peer});
+EXPORT int ncclRecv(void* data, size_t bytes, int type, int peer, ncclComm* comm, Stream stream) {
+  return add(comm, stream, type, {}, {{peer, static_cast<char*>(data), bytes}});
 }

@@ -1,0 +1,606 @@
+// GPUs: the CUDA driver, NCCL, copy engines and the library of device kernels, all of them loaded when asked for.
+// Streams are the driver's handles, as ints; 0 is the default stream.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "copy_engine/workspace.h"
+#include "cuda/launchers.h"
+#include "cuda/plan.h"
+#include "cuda/protocol.h"
+#include "driver/driver.h"
+#include "nccl/chunk_plan.h"
+#include "nccl/communicator.h"
+#include "nccl/library.h"
+#include "nccl/pipeline.h"
+
+namespace fused_tp::bindings {
+
+namespace {
+
+using driver::Driver;
+using driver::Stream;
+
+Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
+
+// ---- the driver ------------------------------------------------------------------------------------------------
+
+// Whether everything in the stream has ended, after at most that many seconds. In slices, for Ctrl-C.
+bool synchronize(const Driver& driver, int device, Address stream, double seconds) {
+  const auto begun = std::chrono::steady_clock::now();
+  while (true) {
+    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    const double slice = std::min(0.05, seconds - waited);
+    {
+      const Driver::Device current(driver, device);
+      if (driver.synchronize(to_stream(stream), slice)) return true;
+    }
+    if (slice < 0.05) return false;
+    check_signals();
+  }
+}
+
+void bind_driver(py::module_& m) {
+  py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", "The CUDA driver, bound at run time.")
+      .def(py::init([](const std::string& path) { return std::const_pointer_cast<Driver>(Driver::open(path)); }),
+           "path"_a = "libcuda.so.1", NoGil(), "RuntimeError where there is no driver, or one older than CUDA 12.0.")
+      .def(
+          "has_stream_memory_ops",
+          [](const Driver& driver, int device) {
+            return driver.attribute(driver::Attribute::kStreamMemoryOps64, device) != 0;
+          },
+          "device"_a, "Whether the device's streams can write and wait for 64-bit words.")
+      .def("synchronize", &synchronize, "device"_a, "stream"_a, "seconds"_a, NoGil(),
+           "Whether everything in the stream has ended, after at most that many seconds.");
+}
+
+// ---- NCCL ------------------------------------------------------------------------------------------------------
+
+using nccl::ChunkPlan;
+using nccl::Communicator;
+using nccl::Transfer;
+
+// Its end may take as long as its ops in flight: whoever lets go of it last, with the GIL or without, waits without it.
+std::shared_ptr<Communicator> ending_without_gil(std::shared_ptr<Communicator> made) {
+  Communicator* const raw = made.get();
+  return std::shared_ptr<Communicator>(raw, [kept = std::move(made)](Communicator*) mutable {
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      py::gil_scoped_release release;
+      kept.reset();
+    } else {
+      kept.reset();
+    }
+  });
+}
+
+void close_at_exit() {
+  static const bool registered = [] {
+    py::module_::import("atexit").attr("register")(py::cpp_function([] {
+      py::gil_scoped_release release;
+      Communicator::close_all();
+    }));
+    return true;
+  }();
+  (void)registered;
+}
+
+std::shared_ptr<Communicator> join(const std::shared_ptr<nccl::Library>& library, const std::shared_ptr<Driver>& driver,
+                                   int device, const py::bytes& unique_id, int rank, int size, double timeout_seconds) {
+  const auto id = unpacked<nccl::UniqueId>(unique_id, "a unique id");
+  close_at_exit();
+  Communicator::Options options;
+  options.timeout_seconds = timeout_seconds;
+  options.interrupted = [] {
+    if (Py_IsInitialized()) check_signals();  // else the interpreter has gone before the communicator
+  };
+  py::gil_scoped_release release;
+  return ending_without_gil(Communicator::create(library, driver, device, id, rank, size, std::move(options)));
+}
+
+void bind_communicator(py::module_& m) {
+  using nccl::Library;
+  py::class_<Library, std::shared_ptr<Library>>(m, "NcclLibrary", "NCCL, bound at run time.")
+      .def(py::init([](const std::string& path) { return std::const_pointer_cast<Library>(Library::open(path)); }),
+           "path"_a = "",
+           "The library at `path`; without one, that which this process has loaded already, else what the loader "
+           "finds. FusedTPError where there is none, or one too old.")
+      .def_property_readonly("path", &Library::path)
+      .def_property_readonly("version", &Library::version, "22703 for 2.27.3.")
+      .def_property_readonly("version_text", &Library::version_text)
+      .def_property_readonly("has_revoke", &Library::has_revoke, "Stops a communicator and keeps it (2.29).")
+      .def_property_readonly("has_shared_devices", &Library::has_shared_devices, "Several ranks on one GPU (2.30).")
+      .def(
+          "make_id",
+          [](const Library& library) {
+            const nccl::UniqueId id = library.make_id();
+            return py::bytes(id.internal, sizeof id.internal);
+          },
+          "The unique id of a communicator: one rank makes it and gives it to all.");
+
+  py::class_<Communicator, std::shared_ptr<Communicator>>(
+      m, "Communicator",
+      "A NCCL communicator with a stream of its own, whose ops have deadlines: `check`, and every op, raises what it "
+      "has failed with, a CollectiveTimeoutError, PeerLostError or FusedTPError.")
+      .def(py::init(&join), "library"_a, "driver"_a, "device"_a, "unique_id"_a, "rank"_a, "size"_a, "timeout_seconds"_a,
+           "Joins the ranks that have the same id; waits for all of them, at most `timeout_seconds`.")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("device", &Communicator::device)
+      .def_property_readonly(
+          "stream", [](const Communicator& communicator) { return reinterpret_cast<Address>(communicator.stream()); })
+      .def_property_readonly("calls", &Communicator::calls, "How many ops there have been.")
+      .def_property("timeout_seconds", &Communicator::timeout, &Communicator::set_timeout,
+                    "The deadline of ops from now on.")
+      .def_property_readonly("failure", &Communicator::failure, "Why it is unusable; empty while it is not.")
+      .def("check", &Communicator::check, NoGil(), "Raises what it has failed with, if it has.")
+      .def("lose", &Communicator::lose, "rank"_a, "how"_a, NoGil(),
+           "That rank's process has ended. Ops in flight are aborted, and everything raises PeerLostError.")
+      .def("abort", &Communicator::abort, "why"_a, NoGil(),
+           "Ops in flight are aborted, and everything raises FusedTPError.")
+      .def("close", py::overload_cast<>(&Communicator::close), NoGil(),
+           "Waits for what is in flight, within the deadline, and gives everything back.");
+}
+
+template <ChunkPlan (*make)(const std::vector<int64_t>&, int, int)>
+std::shared_ptr<ChunkPlan> checked_plan(const std::vector<int64_t>& counts, int rank, int chunks) {
+  require(!counts.empty(), "counts holds the rows of every rank; it is empty");
+  require(rank >= 0 && rank < static_cast<int>(counts.size()), "rank must be one of those that counts is for");
+  require(chunks >= 1, "chunks must be 1 or more");
+  for (const int64_t count : counts) require(count >= 0, "counts must not be negative");
+  return std::make_shared<ChunkPlan>(make(counts, rank, chunks));
+}
+
+std::vector<std::tuple<int, int64_t, int64_t>> to_tuples(const std::vector<nccl::Part>& parts) {
+  std::vector<std::tuple<int, int64_t, int64_t>> found;
+  for (const nccl::Part& part : parts) found.emplace_back(part.peer, part.start, part.count);
+  return found;
+}
+
+std::vector<std::pair<int64_t, int64_t>> to_ranges(const std::vector<nccl::Part>& parts) {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const nccl::Part& part : nccl::joined(parts)) found.emplace_back(part.start, part.start + part.count);
+  return found;
+}
+
+using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes) each
+
+std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& receives) {
+  std::vector<Transfer> found;
+  const auto add = [&](const Transfers& transfers, Transfer::Kind kind) {
+    for (const auto& [peer, address, bytes] : transfers)
+      if (bytes > 0) found.push_back({kind, peer, pointer<>(address), bytes});
+  };
+  add(sends, Transfer::kSend);
+  add(receives, Transfer::kReceive);
+  return found;
+}
+
+void check_counts(const Communicator& communicator, const std::vector<int64_t>& counts) {
+  require(static_cast<int>(counts.size()) == communicator.size(), "counts must hold the rows of every rank");
+}
+
+void bind_pipelines(py::module_& m) {
+  using nccl::GatherPipeline, nccl::Movement, nccl::Pipeline, nccl::ScatterPipeline;
+  py::class_<ChunkPlan, std::shared_ptr<ChunkPlan>>(m, "ChunkPlan", "Which rows move in which exchange.")
+      .def("__len__", [](const ChunkPlan& plan) { return plan.exchanges.size(); })
+      .def_readonly("pieces", &ChunkPlan::pieces)
+      .def(
+          "sends", [](const ChunkPlan& plan, size_t i) { return to_tuples(plan.exchanges.at(i).sends); },
+          "(peer, start, rows) of what this rank sends in an exchange.")
+      .def(
+          "receives", [](const ChunkPlan& plan, size_t i) { return to_tuples(plan.exchanges.at(i).receives); },
+          "(peer, start, rows) of what this rank receives in an exchange.")
+      .def(
+          "rows_sent", [](const ChunkPlan& plan, size_t i) { return to_ranges(plan.exchanges.at(i).sends); },
+          "(start, stop) of the rows that are sent in an exchange; neighbours are one.")
+      .def(
+          "rows_received", [](const ChunkPlan& plan, size_t i) { return to_ranges(plan.exchanges.at(i).receives); },
+          "(start, stop) of the rows that arrive in an exchange; neighbours are one.");
+  m.def("gather_plan", &checked_plan<nccl::gather_plan>, "counts"_a, "rank"_a, "chunks"_a);
+  m.def("scatter_plan", &checked_plan<nccl::scatter_plan>, "counts"_a, "rank"_a, "chunks"_a);
+
+  py::class_<Pipeline>(m, "Pipeline", "Exchanges on a communicator's stream.")
+      .def("__len__", &Pipeline::size)
+      .def(
+          "wait", [](Pipeline& pipeline, size_t i, Address stream) { pipeline.wait(i, to_stream(stream)); },
+          "exchange"_a, "stream"_a, NoGil(),
+          "`stream` goes on once that exchange has ended. Raises what the communicator has failed with.")
+      .def("waiting", &Pipeline::waiting, NoGil(),
+           "Which exchange waits for peers now, all before it having ended; -1: none. For a thread of our own.")
+      .def_property_readonly("captured", &Pipeline::captured, "Some exchange is part of a CUDA graph.")
+      .def("ended", &Pipeline::ended, NoGil(), "Whether that was all, and has ended. For a thread of our own.");
+  py::class_<Movement, Pipeline>(m, "Movement", "Some sends and receives at once.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, const Transfers& sends, const Transfers& receives,
+                       Address stream) {
+             return std::make_unique<Movement>(std::move(communicator), to_transfers(sends, receives),
+                                               to_stream(stream));
+           }),
+           "communicator"_a, "sends"_a, "receives"_a, "stream"_a, NoGil(), "(peer, address, bytes) each.");
+  py::class_<GatherPipeline, Pipeline>(m, "GatherPipeline", "Rows of all ranks, in the exchanges of a plan.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, const std::shared_ptr<ChunkPlan>& plan,
+                       const std::vector<int64_t>& counts, int64_t row_bytes, Address own, Address gathered,
+                       Address stream) {
+             check_counts(*communicator, counts);
+             return std::make_unique<GatherPipeline>(std::move(communicator), *plan, counts, row_bytes,
+                                                     pointer<const char>(own), pointer<char>(gathered),
+                                                     to_stream(stream));
+           }),
+           "communicator"_a, "plan"_a, "counts"_a, "row_bytes"_a, "own"_a, "gathered"_a, "stream"_a, NoGil())
+      .def_property_readonly("brings_own_rows", &GatherPipeline::brings_own_rows);
+  py::class_<ScatterPipeline, Pipeline>(m, "ScatterPipeline", "Terms of the own rows, in the exchanges of a plan.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<ChunkPlan> plan,
+                       std::vector<int64_t> counts, int64_t row_bytes, Address partial, bool without_own,
+                       Address terms) {
+             check_counts(*communicator, counts);
+             return std::make_unique<ScatterPipeline>(std::move(communicator), std::move(plan), std::move(counts),
+                                                      row_bytes, pointer<const char>(partial), without_own,
+                                                      pointer<char>(terms));
+           }),
+           "communicator"_a, "plan"_a, "counts"_a, "row_bytes"_a, "partial"_a, "without_own"_a, "terms"_a)
+      .def(
+          "send", [](ScatterPipeline& pipeline, Address stream) { pipeline.send(to_stream(stream)); }, "stream"_a,
+          NoGil(), "Enqueues the next exchange, behind what is in `stream`.");
+}
+
+// ---- copy engines ----------------------------------------------------------------------------------------------
+
+using copy_engine::Memory;
+using Range = std::pair<Address, size_t>;  // address and bytes
+
+Memory to_memory(const Range& range) { return {static_cast<driver::DeviceAddress>(range.first), range.second}; }
+
+std::vector<Memory> to_memories(const std::vector<Range>& ranges) {
+  std::vector<Memory> memories;
+  for (const Range& range : ranges) memories.push_back(to_memory(range));
+  return memories;
+}
+
+// A workspace with its device's context current around every call.
+class CopyEngine {
+ public:
+  using Workspace = copy_engine::Workspace;
+
+  CopyEngine(const std::string& library, int device, int rank, const std::vector<Address>& addresses,
+             int64_t gather_bytes, int64_t scatter_bytes)
+      : driver_(Driver::open(library)), device_(device) {
+    require(rank >= 0 && rank < static_cast<int>(addresses.size()), "rank must be one of those that addresses is for");
+    require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
+    const Driver::Device guard(*driver_, device_);
+    require(driver_->attribute(driver::Attribute::kStreamMemoryOps64, device) == 1,
+            "this device's streams cannot wait for a word of memory");
+    workspace_ = std::make_unique<Workspace>(driver_, device, rank,
+                                             std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
+                                             gather_bytes, scatter_bytes);
+  }
+  ~CopyEngine() {
+    try {
+      const Driver::Device guard(*driver_, device_);
+      workspace_.reset();
+    } catch (const std::exception&) {  // the device is gone, and all of the workspace with it
+      (void)workspace_.release();
+    }
+  }
+  CopyEngine(const CopyEngine&) = delete;
+  CopyEngine& operator=(const CopyEngine&) = delete;
+
+  template <typename Use>
+  auto with(Use&& use) {
+    const Driver::Device guard(*driver_, device_);
+    return use(*workspace_);
+  }
+  const copy_engine::Layout& layout() const { return workspace_->layout(); }
+  copy_engine::Keeper& keeper() { return workspace_->keeper(); }
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  std::unique_ptr<Workspace> workspace_;
+};
+
+// All without the GIL: on the double of the driver the default stream runs everything at once, waits for peers
+// included.
+void bind_copy_engine(py::module_& m) {
+  using Workspace = copy_engine::Workspace;
+  using Call = Workspace::Call;
+  py::class_<Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
+  py::class_<CopyEngine>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
+      .def(py::init<const std::string&, int, int, const std::vector<Address>&, int64_t, int64_t>(), "library"_a,
+           "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a, NoGil())
+      .def_static(
+          "bytes",
+          [](int world, int64_t gather_bytes, int64_t scatter_bytes) {
+            return copy_engine::Layout(world, gather_bytes, scatter_bytes).bytes();
+          },
+          "world"_a, "gather_bytes"_a, "scatter_bytes"_a, "What a rank's workspace takes.")
+      .def(
+          "begin",
+          [](CopyEngine& self, int op, Address stream, double timeout_seconds) {
+            return self.with([&](Workspace& w) {
+              return w.begin(static_cast<copy_engine::Op>(op), to_stream(stream), timeout_seconds);
+            });
+          },
+          "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
+      .def(
+          "gather",
+          [](CopyEngine& self, Call& call, Address stream, Range shard, const std::vector<Range>& to) {
+            self.with([&](Workspace& w) { w.gather(call, to_stream(stream), to_memory(shard), to_memories(to)); });
+          },
+          "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
+          "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
+      .def(
+          "wait_for",
+          [](CopyEngine& self, const Call& call, Address stream, int peer) {
+            self.with([&](Workspace& w) { w.wait_for(call, to_stream(stream), peer); });
+          },
+          "call"_a, "stream"_a, "peer"_a, NoGil())
+      .def(
+          "scatter", [](CopyEngine& self) { return self.with([](Workspace& w) { return w.scatter(); }); }, NoGil(),
+          "The number of a new scatter.")
+      .def(
+          "push",
+          [](CopyEngine& self, Call& call, Address stream, int scatter, int peer, Range block) {
+            self.with([&](Workspace& w) { w.push(call, to_stream(stream), scatter, peer, to_memory(block)); });
+          },
+          "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
+      .def(
+          "receive",
+          [](CopyEngine& self, const Call& call, Address stream, int scatter) {
+            self.with([&](Workspace& w) { w.receive(call, to_stream(stream), scatter); });
+          },
+          "call"_a, "stream"_a, "scatter"_a, NoGil())
+      .def(
+          "release",
+          [](CopyEngine& self, Address stream, int scatter) {
+            self.with([&](Workspace& w) { w.release(to_stream(stream), scatter); });
+          },
+          "stream"_a, "scatter"_a, NoGil())
+      .def(
+          "finish",
+          [](CopyEngine& self, Call& call, Address stream, const std::vector<Range>& results) {
+            self.with([&](Workspace& w) { w.finish(call, to_stream(stream), to_memories(results)); });
+          },
+          "call"_a, "stream"_a, "results"_a, NoGil(),
+          "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
+      .def(
+          "quiet",
+          [](CopyEngine& self, double seconds) { return self.with([&](Workspace& w) { return w.quiet(seconds); }); },
+          "seconds"_a, NoGil(), "Whether all that was enqueued has ended, after waiting that long at most.")
+      .def(
+          "slot", [](CopyEngine& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
+          "scatter"_a, "sender"_a, "Where a block from `sender` is in this rank's workspace.")
+      .def_property_readonly("slot_bytes", [](CopyEngine& self) { return self.layout().slot_bytes(); })
+      .def_property_readonly("failure", [](CopyEngine& self) { return static_cast<int>(self.keeper().failure()); })
+      .def_property_readonly("sentence", [](CopyEngine& self) { return self.keeper().sentence(); })
+      .def(
+          "lose", [](CopyEngine& self, int rank) { self.keeper().lose(rank); }, "rank"_a, NoGil())
+      .def(
+          "abort", [](CopyEngine& self, const std::string& why) { self.keeper().abort(why); }, "why"_a, NoGil())
+      .def("stop", [](CopyEngine& self) { self.keeper().stop(); }, NoGil());
+}
+
+// ---- device kernels --------------------------------------------------------------------------------------------
+
+using cuda::Algorithm;
+using cuda::Launchers;
+using cuda::NormOutput;
+using cuda::Workspace;
+
+Algorithm to_algorithm(int number) {
+  if (number < static_cast<int>(Algorithm::kOneShot) || number > static_cast<int>(Algorithm::kMultimem))
+    throw py::value_error("unknown algorithm number " + std::to_string(number));
+  return static_cast<Algorithm>(number);
+}
+
+NormOutput to_norm_output(int number) {
+  if (number < static_cast<int>(NormOutput::kSameDtype) || number > static_cast<int>(NormOutput::kFp8RowScale))
+    throw py::value_error("unknown norm output number " + std::to_string(number));
+  return static_cast<NormOutput>(number);
+}
+
+// Stays loaded until the process ends: kernels may run in it until then, and the CUDA runtime in it ends with it.
+class DeviceKernels {
+ public:
+  explicit DeviceKernels(const std::string& path) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) throw std::runtime_error("The device kernels could not be loaded: " + last_error());
+    const auto launchers = reinterpret_cast<decltype(&fused_tp_launchers)>(dlsym(library, "fused_tp_launchers"));
+    if (launchers == nullptr) throw std::runtime_error(path + " is no library of device kernels: " + last_error());
+    launchers_ = launchers();
+    if (launchers_->abi_version != cuda::kAbiVersion)
+      throw std::runtime_error("The device kernels in " + path + " have interface version " +
+                               std::to_string(launchers_->abi_version) + " and this fused_tp needs version " +
+                               std::to_string(cuda::kAbiVersion) +
+                               ": install fused_tp again, so that both are built alike.");
+  }
+
+  // Calls a launcher and throws what CUDA says. Without the GIL: a launch waits for no other rank, but may wait for
+  // room in the queue of a GPU.
+  template <typename Launcher, typename... Arguments>
+  void launch(const char* op, Launcher Launchers::* launcher, Arguments... arguments) const {
+    const int32_t error = (launchers_->*launcher)(arguments...);
+    if (error != 0)
+      throw std::runtime_error(std::string(op) + " could not be launched: " + launchers_->error_string(error) +
+                               " (CUDA error " + std::to_string(error) + ").");
+  }
+
+ private:
+  static std::string last_error() {
+    const char* error = dlerror();
+    return error != nullptr ? error : "unknown error";
+  }
+
+  const Launchers* launchers_ = nullptr;
+};
+
+void bind_kernels(py::module_& m) {
+  py::class_<Workspace>(m, "DeviceWorkspace", "One rank's workspace, as device kernels are told of it.")
+      .def(py::init([](Address addresses, Address state, Address error, int64_t half_bytes, int64_t timeout_ns,
+                       uint64_t multicast, int rank, int world) {
+             require(0 <= rank && rank < world && world <= cuda::kMaxWorldSize,
+                     "rank and world must be those of 1 to 63 ranks");
+             return Workspace{pointer<const uint64_t>(addresses),
+                              pointer<int64_t>(state),
+                              pointer<int64_t>(error),
+                              half_bytes,
+                              timeout_ns,
+                              multicast,
+                              rank,
+                              world};
+           }),
+           "addresses"_a, "state"_a, "error"_a, "half_bytes"_a, "timeout_ns"_a, "multicast"_a, "rank"_a, "world"_a)
+      .def_readwrite("timeout_ns", &Workspace::timeout_ns);
+
+  using Kernels = const DeviceKernels&;
+  using W = const Workspace&;
+  py::class_<DeviceKernels>(m, "DeviceKernels", "The library of device kernels at a path. Tensors come as addresses.")
+      .def(py::init<const std::string&>(), "path"_a)
+      .def(
+          "preload", [](Kernels kernels) { kernels.launch("preload", &Launchers::preload); }, NoGil(),
+          "Loads all kernels on the current GPU, so that no launch does, which might wait for kernels that run.")
+      .def(
+          "barrier",
+          [](Kernels kernels, W workspace, Address stream) {
+            kernels.launch("barrier", &Launchers::barrier, &workspace, pointer<>(stream));
+          },
+          "workspace"_a, "stream"_a, NoGil())
+      .def(
+          "all_reduce",
+          [](Kernels kernels, W workspace, int algorithm, Address in, Address out, int64_t count, int dtype,
+             Address bias, int64_t bias_columns, int blocks, Address stream) {
+            kernels.launch("all_reduce", &Launchers::all_reduce, &workspace, to_algorithm(algorithm), pointer<>(in),
+                           pointer<>(out), count, dtype, cuda::Bias{pointer<>(bias), bias_columns}, blocks,
+                           pointer<>(stream));
+          },
+          "workspace"_a, "algorithm"_a, "input"_a, "out"_a, "count"_a, "dtype"_a, "bias"_a, "bias_columns"_a,
+          "blocks"_a, "stream"_a, NoGil())
+      .def(
+          "reduce_scatter",
+          [](Kernels kernels, W workspace, Address in, Address out, int64_t count, int64_t chunk, int dtype,
+             Address bias, int64_t bias_columns, int blocks, Address stream) {
+            kernels.launch("reduce_scatter", &Launchers::reduce_scatter, &workspace, pointer<>(in), pointer<>(out),
+                           count, chunk, dtype, cuda::Bias{pointer<>(bias), bias_columns}, blocks, pointer<>(stream));
+          },
+          "workspace"_a, "input"_a, "out"_a, "count"_a, "chunk"_a, "dtype"_a, "bias"_a, "bias_columns"_a, "blocks"_a,
+          "stream"_a, NoGil())
+      .def(
+          "all_gather",
+          [](Kernels kernels, W workspace, Address in, Address out, int64_t count_bytes, int64_t chunk_bytes,
+             int blocks, Address stream) {
+            kernels.launch("all_gather", &Launchers::all_gather, &workspace, pointer<>(in), pointer<>(out), count_bytes,
+                           chunk_bytes, blocks, pointer<>(stream));
+          },
+          "workspace"_a, "input"_a, "out"_a, "count_bytes"_a, "chunk_bytes"_a, "blocks"_a, "stream"_a, NoGil())
+      .def(
+          "all_to_all",
+          [](Kernels kernels, W workspace, Address in, Address out, const std::array<int64_t, 9>& l, int blocks,
+             Address stream) {
+            const cuda::AllToAllLayout layout{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]};
+            kernels.launch("all_to_all", &Launchers::all_to_all, &workspace, pointer<>(in), pointer<>(out), &layout,
+                           blocks, pointer<>(stream));
+          },
+          "workspace"_a, "input"_a, "out"_a, "layout"_a, "blocks"_a, "stream"_a, NoGil(),
+          "layout: the nine numbers of AllToAllLayout, in order.")
+      .def(
+          "all_reduce_rms_norm",
+          [](Kernels kernels, W workspace, int algorithm, Address partial, Address residual, Address weight,
+             Address normed, Address new_residual, Address scale, int64_t rows, int64_t columns, double eps, int output,
+             int dtype, int blocks, Address stream) {
+            const cuda::RmsNorm norm{pointer<>(residual),
+                                     pointer<>(weight),
+                                     pointer<>(normed),
+                                     pointer<>(new_residual),
+                                     pointer<float>(scale),
+                                     rows,
+                                     columns,
+                                     eps,
+                                     to_norm_output(output)};
+            kernels.launch("all_reduce_rms_norm", &Launchers::all_reduce_rms_norm, &workspace, to_algorithm(algorithm),
+                           pointer<>(partial), &norm, dtype, blocks, pointer<>(stream));
+          },
+          "workspace"_a, "algorithm"_a, "partial"_a, "residual"_a, "weight"_a, "normed"_a, "new_residual"_a, "scale"_a,
+          "rows"_a, "columns"_a, "eps"_a, "output"_a, "dtype"_a, "blocks"_a, "stream"_a, NoGil())
+      .def(
+          "sum_terms",
+          [](Kernels kernels, Address terms, int count_of_terms, int64_t stride, Address out, int64_t count, int dtype,
+             Address bias, int64_t bias_columns, Address stream) {
+            kernels.launch("sum_terms", &Launchers::sum_terms, pointer<>(terms), count_of_terms, stride, pointer<>(out),
+                           count, dtype, cuda::Bias{pointer<>(bias), bias_columns}, pointer<>(stream));
+          },
+          "terms"_a, "count_of_terms"_a, "stride"_a, "out"_a, "count"_a, "dtype"_a, "bias"_a, "bias_columns"_a,
+          "stream"_a, NoGil());
+  m.attr("DEVICE_KERNELS_ABI") = cuda::kAbiVersion;
+}
+
+// An op on data of one size. `count` and `chunk` are those of its launcher: elements where something is summed, else
+// bytes. For all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
+struct Size {
+  std::string op;
+  Algorithm algorithm;
+  int64_t count;
+  int64_t chunk;
+  int64_t element_bytes;  // 1: `count` is bytes
+
+  Size(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world)
+      : op(op), algorithm(to_algorithm(algorithm)), count(count), chunk(chunk) {
+    require(1 <= world && world <= cuda::kMaxWorldSize, "world must be 1 to 63 ranks");
+    require(count >= 0 && chunk >= 0, "count and chunk must not be negative");
+    const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
+    require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier", "op is none of the device kernels'");
+    require(op != "all_reduce_rms_norm" || chunk > 0, "chunk must be the columns of a row, one or more");
+    element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
+  }
+
+  int64_t workspace_bytes(int world, int blocks) const {
+    if (op == "barrier") return cuda::Plan{world, blocks}.workspace_bytes();
+    if (op == "all_reduce")
+      return cuda::all_reduce_plan(algorithm, count, element_bytes, world, blocks).workspace_bytes();
+    if (op != "all_reduce_rms_norm") return cuda::exchange_plan(chunk * element_bytes, world, blocks).workspace_bytes();
+    // For any dtype of the norm, so that calls which differ in nothing else take the same workspace.
+    int64_t most = 0;
+    for (const NormOutput output : {NormOutput::kSameDtype, NormOutput::kFp8StaticScale, NormOutput::kFp8RowScale})
+      most = std::max(most, cuda::all_reduce_rms_norm_plan(algorithm, cuda::ceil_div(count, chunk), chunk,
+                                                           element_bytes, output, world, blocks)
+                                .workspace_bytes());
+    return most;
+  }
+};
+
+void bind_plans(py::module_& m) {
+  m.def(
+      "device_workspace_bytes",
+      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int blocks) {
+        require(blocks > 0, "blocks must be 1 or more");
+        return Size(op, algorithm, count, chunk, dtype, world).workspace_bytes(world, blocks);
+      },
+      "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "blocks"_a,
+      "The smallest workspace that a launch can take.");
+  m.def(
+      "device_suggested_blocks",
+      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int most) {
+        const Size size(op, algorithm, count, chunk, dtype, world);
+        return cuda::suggested_blocks(size.count * size.element_bytes, most);
+      },
+      "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "most"_a,
+      "How many blocks to launch, at most `most`. The same on all ranks.");
+}
+
+}  // namespace
+
+void bind_gpu(py::module_& m) {
+  bind_driver(m);
+  bind_communicator(m);
+  bind_pipelines(m);
+  bind_copy_engine(m);
+  bind_kernels(m);
+  bind_plans(m);
+}
+
+}  // namespace fused_tp::bindings
