@@ -23,12 +23,11 @@ from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
 
-from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
+from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival
 from .gpu_ranks import RankMemory, meet, normal, prepare, set_flags
 from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
 
-FP8 = torch.float8_e4m3fn
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CUBLAS = "torch.mm"
 # (M, N, K): cubes, and up and down projection of Llama 3 8B's MLP for 4096 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (4096, 14336, 4096), (4096, 4096, 14336))
@@ -52,8 +51,6 @@ def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
         for m, n, k in QUICK_SHAPES if quick else SHAPES:
             judged = (dtype, m) in WITH_BAR and m == n == k
             rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if judged else Rival(SPEEDUP)}
-            if dtype == "fp8":
-                rivals = {name: Rival(SPEEDUP) for name in ("torch._scaled_mm", "torch._scaled_mm, fast accumulation")}
             parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
             yield Case(f"alone/{dtype}/{m}x{n}x{k}", alone_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k)
 
@@ -62,47 +59,27 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
     from fused_tp.triton_kernels.gemm import gemm as module
 
     kind, device = DTYPES[dtype], context.device
-    if kind == FP8 and torch.cuda.get_device_capability(device) < (9, 0):
-
-        def refuse() -> Contestant:
-            raise Unavailable("fp8 needs sm_90 or later.")
-
-        return {OURS: refuse}
     sets = [
         (normal(m, k, dtype=kind, device=device, seed=2 * i), normal(n, k, dtype=kind, device=device, seed=2 * i + 1))
         for i in range(context.input_sets((m + n) * k * kind.itemsize))
     ]
-    one = torch.ones((), device=device)
-    scales: dict[str, Any] = {"x_scale": one, "weight_scale": one} if kind == FP8 else {}
-    out_dtype = torch.bfloat16 if kind == FP8 else kind
 
     def contestant(multiply: Callable[[Tensor, Tensor, Tensor], object], note: Callable[[], str]) -> Contestant:
-        return _contestant(context, sets, out_dtype, multiply, note)
+        return _contestant(context, sets, kind, multiply, note)
 
     def ours(x: Tensor, w: Tensor, out: Tensor) -> None:
-        module.gemm(x, w, out=out, **scales)
+        module.gemm(x, w, out=out)
 
     def chosen() -> str:
         return str(list(module._tuned.values())[-1]) if module._tuned else "the only config"
 
-    made = {OURS: lambda: contestant(ours, chosen)}
-    if kind == FP8:
-        for fast in (False, True):
-
-            def scaled_mm(x: Tensor, w: Tensor, out: Tensor, fast: bool = fast) -> None:
-                torch._scaled_mm(
-                    x, w.t(), scale_a=one, scale_b=one, out_dtype=out_dtype, use_fast_accum=fast, out=out
-                )  # fmt: skip
-
-            name = f"torch._scaled_mm{', fast accumulation' * fast}"
-            made[name] = partial(contestant, scaled_mm, str)
-    else:
-        made[CUBLAS] = lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out), str)
+    made: Makers = {OURS: lambda: contestant(ours, chosen)}
+    made[CUBLAS] = lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out), str)
     for config in module.plan_gemm(*sets[0]).configs:
 
         def fixed(x: Tensor, w: Tensor, out: Tensor, config: Any = config) -> None:
             with only(config):
-                module.gemm(x, w, out=out, **scales)
+                module.gemm(x, w, out=out)
 
         made[f"config {config}"] = partial(contestant, fixed, str)
     return made
@@ -218,8 +195,8 @@ class Fused:
     """The ranks of a problem: their inputs and, made by threads, their workspaces; then driven from one thread."""
 
     def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
+        from fused_tp.triton_kernels.device import arch_of
         from fused_tp.triton_kernels.gemm.launch import launch_for
-        from fused_tp.triton_kernels.gemm.operands import arch_of
 
         self.problem, self.device, self.sms = problem, context.device, sms
         p, device = problem, context.device

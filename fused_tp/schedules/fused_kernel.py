@@ -68,7 +68,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
-        from fused_tp.triton_kernels.gemm.operands import kernels_of
+        from fused_tp.triton_kernels.device import kernels_of
 
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernels_of(memory.arch)

@@ -26,7 +26,7 @@ from tests.workers import REPOSITORY
 _MEASURE = """
 import pickle, sys
 from pathlib import Path
-from fused_tp.triton_kernels.resources import measure_all
+from benchmarks.kernel_resources import measure_all
 results = measure_all(kept=Path(sys.argv[2]))
 with open(sys.argv[1], "wb") as file:
     pickle.dump(results, file)
@@ -56,7 +56,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def kernel_resources() -> Iterator[list[Any]]:
-    """`triton_kernels.resources.measure_all()`, of another process that is under way since the session began."""
+    """`benchmarks.kernel_resources.measure_all()`, of another process that is under way since the session began."""
     if not _running:
         _start()
     process, path = _running[0]

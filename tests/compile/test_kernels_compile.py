@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fused_tp.triton_kernels import resources
-from fused_tp.triton_kernels.resources import Resources, Variant, all_variants, compiled, measure
+from benchmarks import kernel_resources
+from benchmarks.kernel_resources import Resources, compiled, measure
+from benchmarks.kernel_variants import Variant, all_variants
 
 pytestmark = pytest.mark.full
 
@@ -44,7 +45,9 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     variant = next(
         variant
         for variant in all_variants((kernel,), (90,))
-        if variant.name.startswith("bf16 nt") and variant.constants["FLATTEN"] and variant.constants["BLOCK_N"] == 256
+        if variant.name.startswith("bf16 nt")
+        and variant.arguments["C"].FLATTEN
+        and variant.arguments["C"].BLOCK_N == 256
     )
     asm = compiled(variant).asm
     whole = [m.group(0) for m in re.finditer(r"^( *)(?:%\S+ = )?scf\.for .*?^\1\}", asm["ttgir"], re.M | re.S)]
@@ -63,8 +66,8 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
     """The loops over blocks are pipelined: their first loads stand before them, but not before the wait for a chunk."""
     variant = next(
         variant
-        for variant in all_variants(("ring_forward",), (90,))
-        if variant.kernel == "attention ring" and variant.name.startswith("bf16 64 ") and variant.constants["TMA"]
+        for variant in all_variants(("ring",), (90,))
+        if variant.kernel == "attention ring" and variant.name.startswith("bf16 64 ") and variant.arguments["C"].TMA
     )
     lines = compiled(variant).asm["ttgir"].splitlines()
 
@@ -83,17 +86,16 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
 
 
 def test_what_came_out_is_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = next(variant for variant in all_variants(("ring_forward",), (90,)) if variant.kernel == "ring_relay")
+    variant = next(variant for variant in all_variants(("ring",), (90,)) if variant.kernel == "ring_relay")
     made = []
 
     def measured(variant: Variant) -> Resources:
         made.append(variant)
         return Resources(variant.kernel, variant.name, variant.arch, 32, 0, 0, 0, 4, "", False)
 
-    monkeypatch.setattr(resources, "_measured", measured)
+    monkeypatch.setattr(kernel_resources, "_measured", measured)
     assert measure(variant, tmp_path) == measure(variant, tmp_path) and len(made) == 1
-    name, value = next((name, value) for name, value in variant.constants.items() if type(value) is int)
-    changed = replace(variant, constants={**variant.constants, name: value + 1})
+    changed = replace(variant, arguments={**variant.arguments, "WORLD": 7})
     for other in (changed, replace(variant, arch=80), replace(variant, options={"num_warps": 8})):
         measure(other, tmp_path)
         assert made[-1] is other

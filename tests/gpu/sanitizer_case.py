@@ -19,6 +19,7 @@ from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.triton_kernels.comm.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
 from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.device import arch_of
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
 from fused_tp.triton_kernels.gemm.all_gather_gemm import workspace_bytes as gather_bytes
 from fused_tp.triton_kernels.gemm.gemm import gemm, plan_gemm
@@ -27,7 +28,6 @@ from fused_tp.triton_kernels.gemm.gemm_all_reduce import workspace_bytes as sum_
 from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
 from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import workspace_bytes as scatter_bytes
 from fused_tp.triton_kernels.gemm.launch import launch_for
-from fused_tp.triton_kernels.gemm.operands import arch_of
 
 SHAPES = ((136, 264, 128), (33, 77, 45))  # by TMA, and by pointers with masks everywhere
 DTYPE = torch.bfloat16
@@ -42,19 +42,17 @@ def matmuls() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for m, n, k in SHAPES:
         x = normal(m, k, dtype=DTYPE, device=device, seed=1)
-        w, g = (normal(n, k, dtype=DTYPE, device=device, seed=seed) for seed in (2, 3))
+        w = normal(n, k, dtype=DTYPE, device=device, seed=2)
         bias = normal(n, dtype=DTYPE, device=device, seed=4)
-        product, gate = x.double() @ w.double().t(), x.double() @ g.double().t()
+        product = x.double() @ w.double().t()
         multiply(x, w, product, "gemm")
         multiply(x, w.t().contiguous().t(), product, "gemm, weight transposed")
-        multiply(x, w, torch.relu(product + bias.double()), "gemm with an epilogue", bias=bias, activation="relu")
-        gated = torch.nn.functional.silu(gate) * product
-        multiply(x, w, gated, "gated gemm", gate_weight=g, activation="silu")
+        multiply(x, w, product + bias.double(), "gemm with bias", bias=bias)
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, wanted: torch.Tensor, name: str, **rest: Any) -> None:
     """By every config, once: to time them, as a first call does, would take minutes here."""
-    for config in plan_gemm(x, w, rest.get("gate_weight")).configs:
+    for config in plan_gemm(x, w).configs:
         with only(config):
             close(gemm(x, w, **rest), wanted, f"{name} by {config}")
 

@@ -60,10 +60,10 @@ def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torc
 
 
 def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+    from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
     from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
     from fused_tp.triton_kernels.gemm.launch import launch_for
-    from fused_tp.triton_kernels.gemm.operands import arch_of
 
     m, n, k = shape
     world, device = rank.world_size, rank.device
@@ -100,9 +100,9 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
 
 
 def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+    from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
     from fused_tp.triton_kernels.gemm.launch import launch_for
-    from fused_tp.triton_kernels.gemm.operands import arch_of
 
     m, n, k = shape
     world, device = rank.world_size, rank.device
@@ -302,9 +302,9 @@ def test_a_graph_is_replayed_between_other_calls(op: str, world_size: int) -> No
 
 def several_products(rank: LocalRank) -> None:
     """dX of q, k and v: a sum over products as well as over ranks."""
+    from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter, workspace_bytes
     from fused_tp.triton_kernels.gemm.launch import launch_for
-    from fused_tp.triton_kernels.gemm.operands import arch_of
 
     m, n, ks = 260, 392, (128, 40, 77)
     pairs = [

@@ -25,6 +25,7 @@ def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
     from fused_tp.transport.symm_mem import symmetric_empty
     from fused_tp.triton_kernels.comm.gather import GatherWorkspace
     from fused_tp.triton_kernels.comm.workspace import Workspace
+    from fused_tp.triton_kernels.device import arch_of, sms_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
     from fused_tp.triton_kernels.gemm.all_gather_gemm import workspace_bytes as gather_bytes
     from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
@@ -32,7 +33,6 @@ def all_ops(group: dist.ProcessGroup, shape: tuple[int, int, int]) -> str:
     from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
     from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import workspace_bytes as scatter_bytes
     from fused_tp.triton_kernels.gemm.launch import launch_for
-    from fused_tp.triton_kernels.gemm.operands import arch_of, sms_of
     from tests.reference import assert_within_dtype_error, matmul64
 
     rank, world = group.rank(), group.size()

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from fused_tp.triton_kernels.comm.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
 from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
-from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, flag_bytes, needed_bytes
+from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
 
 pytestmark = pytest.mark.full
@@ -29,12 +29,12 @@ TILE = 16  # elements along each side
 
 
 @triton.jit
-def ring_kernel(x_ptr, out_ptr, workspaces, state, error, rank, half_bytes, timeout_ns, offset, WORLD: tl.constexpr):
+def ring_kernel(x_ptr, out_ptr, ws, rank, offset, WORLD: tl.constexpr):
     """Each program hands one tile of x to the next rank, and keeps the one it gets."""
-    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+    call = begin(ws, rank, WORLD)
     tile = tl.program_id(0)
     places = tile * 256 + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    store_slot(call, (rank + 1) % WORLD, tile, tl.load(x_ptr + places), offset, tl.float32, 16, 16)
+    store_slot(call, (rank + 1) % WORLD, tile, tl.load(x_ptr + places), offset, tl.float32)
     put(call, (rank + 1) % WORLD, WORLD + tile, True)
     wait(call, WORLD + tile, (rank + WORLD - 1) % WORLD, tile, WORLD, OP)
     tl.store(out_ptr + places, tl.load(slot_pointers(call, rank, tile, offset, tl.float32, 16, 16)))
@@ -45,7 +45,7 @@ def ring(workspace, x):
     out = torch.empty_like(x)
     tiles = x.numel() // TILE**2
     (offset,) = workspace.layout([(tiles, TILE**2 * 4)])
-    ring_kernel[(tiles,)](x, out, *workspace.arguments, offset, WORLD=workspace.world_size)
+    ring_kernel[(tiles,)](x, out, **workspace.arguments(), offset=offset, WORLD=workspace.world_size)
     return out
 
 
@@ -134,8 +134,8 @@ def test_a_missing_rank_is_named_within_the_deadline():
 
 
 @triton.jit
-def give_up_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, good, WORLD: tl.constexpr):
-    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+def give_up_kernel(ws, rank, good, WORLD: tl.constexpr):
+    call = begin(ws, rank, WORLD)
     put(call, (rank + 1) % WORLD, WORLD, good != 0)
     wait(call, WORLD, (rank + WORLD - 1) % WORLD, 5, WORLD, OP)
     end(call, WORLD, OP)
@@ -143,7 +143,7 @@ def give_up_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, good,
 
 def give_up(group, quitter):
     workspace = workspace_of(group, timeout_seconds=20)
-    give_up_kernel[(1,)](*workspace.arguments, int(group.rank() != quitter), WORLD=group.size())
+    give_up_kernel[(1,)](**workspace.arguments(), good=int(group.rank() != quitter), WORLD=group.size())
     return workspace.expired()
 
 
@@ -187,8 +187,8 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
 
 
 @triton.jit
-def count_kernel(out_ptr, workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
-    call = begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+def count_kernel(out_ptr, ws, rank, WORLD: tl.constexpr):
+    call = begin(ws, rank, WORLD)
     tl.store(out_ptr + tl.program_id(0), is_last(call, 2, tl.num_programs(0)).to(tl.int32))
     end(call, WORLD, OP)
 
@@ -197,7 +197,7 @@ def count(group):
     workspace = workspace_of(group)
     for programs in (3, 1, 4):
         out = torch.full((programs,), -1, dtype=torch.int32)
-        count_kernel[(programs,)](out, *workspace.arguments, WORLD=group.size())
+        count_kernel[(programs,)](out, **workspace.arguments(), WORLD=group.size())
         assert out.sum() == 1
     assert not workspace.state[16:].any()
 
@@ -267,12 +267,13 @@ def test_memory_of_the_cpu_is_refused_where_kernels_are_compiled():
         Workspace(torch.zeros(1 << 14), FakeHandle([0]), timeout_seconds=1)
 
 
+KINDS = {"ws": WorkspaceArguments("*i64", "*i64", "*i64", "i64", "i64"), "rank": "i32", "WORLD": "constexpr"}
+
+
 @pytest.mark.parametrize("world_size", [2, 63])
 def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
-    kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
-    kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
-    source = ASTSource(fn=barrier_kernel, signature=kinds, constexprs={"WORLD": world_size})
+    source = ASTSource(fn=barrier_kernel, signature=KINDS, constexprs={"WORLD": world_size})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert len(ptx) < 200_000
     # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
@@ -285,9 +286,7 @@ def test_a_barrier_compiles_to_releases_and_acquires(world_size):
 
 def test_what_ends_a_rank_s_part_compiles():
     """The call in which a rank gives up: it puts its number everywhere and waits for nobody."""
-    kinds = {"workspaces": "*i64", "state": "*i64", "error": "*i64", "rank": "i32"}
-    kinds |= {"half_bytes": "i64", "timeout_ns": "i64", "WORLD": "constexpr"}
-    source = ASTSource(fn=begin_kernel, signature=kinds, constexprs={"WORLD": 8})
+    source = ASTSource(fn=begin_kernel, signature=KINDS, constexprs={"WORLD": 8})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "atom.global.sys.release.exch.b64" in ptx and "acquire" not in ptx
 

@@ -9,7 +9,7 @@ import triton
 
 from fused_tp.attention.kernels import triton as attention
 from fused_tp.attention.kernels.base import KernelQuery
-from fused_tp.triton_kernels.interpreter import interpreter_obstacle
+from fused_tp.triton_kernels.language import interpreter_obstacle
 
 pytestmark = pytest.mark.full
 

@@ -27,6 +27,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     from fused_tp.triton_kernels.attention import ring_forward, ring_keys
     from fused_tp.triton_kernels.attention.configs import AttentionConfig
     from fused_tp.triton_kernels.attention.launch import Terms
+    from fused_tp.triton_kernels.comm.workspace import WorkspaceArguments
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
     plan = ring_plan(AttentionMask(seq, seq, **how), 2, TokenLayout("contiguous"))
@@ -36,7 +37,10 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
         rank=0,
         world_size=2,
         timeout_ns=int(seconds * 1e9),
-        arguments=(words, words, words, 0, 1 << 20, int(seconds * 1e9)),
+        arguments=lambda timeout_ns=int(seconds * 1e9): {
+            "ws": WorkspaceArguments(words, words, words, 1 << 20, timeout_ns),
+            "rank": 0,
+        },
         keys=lambda rank, layout: torch.empty(layout.shape, dtype=layout.dtype),
     )
     launch = ring_forward._launch(

@@ -1,1 +1,7 @@
-"""Flash attention: forward, backward, decoding, and the ring in one launch."""
+"""Flash attention: forward and backward from and to sums in fp32, decoding, and a ring of ranks in one launch."""
+
+from .backward import flash_backward
+from .forward import flash_attention, flash_forward
+from .launch import Dropout, Terms, obstacle
+
+__all__ = ["Dropout", "Terms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]

@@ -18,27 +18,47 @@ Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..gemm.tiles import dot, rounded
-from ..resources import Variant
+from ..device import on_device
+from ..language import dot, rounded, zeros
 from .blocks import (
+    LOG2_E,
+    ODD,
     add_block,
-    base_of,
+    dropped,
+    kept,
     load_block,
     load_lse,
-    load_rows,
+    load_seen,
+    load_vector,
     load_whole,
     masked_block,
     masked_blocks,
+    probabilities,
     program_tile,
-    row_of,
+    rows_of,
+    score_of,
+    vector_of,
 )
-from .scores import LOG2_E, dropped, gradient_of_scores, kept, probabilities
-from .variants import ODD, attention_shapes
+from .configs import AttentionConfig
+from .launch import (
+    Terms,
+    check,
+    check_like,
+    config_for,
+    descriptors,
+    heads_of,
+    kernel_arguments,
+    mask_of,
+    programs,
+)
+from .tiles import Step, key_tiles, query_tiles
 
 
 @triton.jit(do_not_specialize=ODD)
@@ -53,89 +73,54 @@ def queries_kernel(
     sums,
     dq,
     d_slopes,
-    slopes,
-    starts,
-    stops,
-    places,
-    q_indices,
-    k_indices,
+    mask,
+    scores,
     tiles,
     tile_count,
     heads,
     batch_heads,
     together,
     shared,
-    scale,
-    softcap,
-    keep_scale,
     seed_low,
     seed_high,
     dropped_below,
     first_head,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    lse_strides,
-    sums_strides,
-    dq_strides,
-    CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """dq of tiles of queries, and of each the term of d_slopes [tiles, batch, heads]."""
-    ALIBI: tl.constexpr = slopes is not None
-    number, batch, head, row, row_end, begin, end, full_begin, full_end = program_tile(
-        tiles, tile_count, heads, batch_heads, together
-    )
-    k_base = base_of(k, batch, head // shared, k_strides)
-    v_base = base_of(v, batch, head // shared, v_strides)
-    queries = load_block(base_of(q, batch, head, q_strides), row, row_end, q_strides[1], D, ROWS, PADDED_D)
-    grads = load_block(base_of(grad_out, batch, head, grad_strides), row, row_end, grad_strides[1], DV, ROWS, PADDED_DV)
-    lse_rows = load_lse(row_of(lse, batch, head, lse_strides), row, row_end, ROWS) * LOG2_E
-    sums_rows = load_rows(row_of(sums, batch, head, sums_strides), row, row_end, ROWS, 0.0)
-    first_key = load_rows(starts, row, row_end, ROWS, 0)
-    last_key = load_rows(stops, row, row_end, ROWS, 0)
-    slope = 0.0
-    place = first_key
-    query = first_key
-    if ALIBI:
-        slope = tl.load(slopes + head)
-        place = load_rows(places, row, row_end, ROWS, 0)
-    if DROPOUT:
-        query = load_rows(q_indices, row, row_end, ROWS, 0)
+    """dq of tiles of queries, and of each the term of d_slopes [tiles, batch, heads]. Tensors are `Heads`."""
+    tile = program_tile(tiles, tile_count, heads, batch_heads, together)
+    batch, head, row, row_end, end = tile.batch, tile.head, tile.row, tile.row_end, tile.end
+    k_rows = rows_of(k, batch, head // shared)
+    v_rows = rows_of(v, batch, head // shared)
+    queries = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    grads = load_block(rows_of(grad_out, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
+    lse_rows = load_lse(vector_of(lse, batch, head), row, row_end, C.ROWS) * LOG2_E
+    sums_rows = load_vector(vector_of(sums, batch, head), row, row_end, C.ROWS, 0.0)
+    seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
+    score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-    total = tl.zeros((ROWS, PADDED_D), tl.float32)
+    ROWS: tl.constexpr = C.ROWS
+    total = zeros(ROWS, C.PADDED_D)
     slanted = tl.zeros((ROWS,), tl.float32)
-    for key in tl.range(full_begin, full_end, BLOCK):
-        keys = load_whole(k_tma, k_base, batch, head // shared, key, k_strides[1], D, BLOCK, PADDED_D, TMA)
-        values = load_whole(v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
+    for key in tl.range(tile.full_begin, tile.full_end, C.BLOCK):
+        keys = load_whole(k_tma, k_rows, batch, head // shared, key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
+        values = load_whole(v_tma, v_rows, batch, head // shared, key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
         total, slanted = add_keys(
-            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, first_key, last_key, place,
-            query, k_indices, slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high,
-            dropped_below, False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, seen, mask.k_indices, score,
+            False, C,
         )  # fmt: skip
-    for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK)):
-        key = masked_block(index, begin, full_begin, full_end, BLOCK)
-        keys = load_block(k_base, key, end, k_strides[1], D, BLOCK, PADDED_D)
-        values = load_block(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
+    for index in tl.range(0, masked_blocks(tile.begin, end, tile.full_begin, tile.full_end, C.BLOCK)):
+        key = masked_block(index, tile.begin, tile.full_begin, tile.full_end, C.BLOCK)
+        keys = load_block(k_rows, key, end, C.D, C.BLOCK, C.PADDED_D)
+        values = load_block(v_rows, key, end, C.DV, C.BLOCK, C.PADDED_DV)
         total, slanted = add_keys(
-            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, first_key, last_key, place,
-            query, k_indices, slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high,
-            dropped_below, True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, seen, mask.k_indices, score,
+            True, C,
         )  # fmt: skip
 
-    base = base_of(dq, batch, head, dq_strides)
-    add_block(base, total * scale, row, row_end, dq_strides[1], D, ROWS, PADDED_D)
-    if ALIBI and d_slopes is not None:
-        tl.store(d_slopes + number * batch_heads + batch * heads + head, -tl.sum(slanted, 0))
+    add_block(rows_of(dq, batch, head), total * scores.scale, row, row_end, C.D)
+    if C.ALIBI and d_slopes is not None:
+        tl.store(d_slopes + tile.number * batch_heads + batch * heads + head, -tl.sum(slanted, 0))
 
 
 @triton.jit
@@ -150,50 +135,35 @@ def add_keys(
     end,
     lse,
     sums,
-    first_key,
-    last_key,
-    place,
-    query,
+    seen,
     k_indices,
-    slope,
-    scale,
-    softcap,
-    keep_scale,
-    head,
-    batch,
-    seed_low,
-    seed_high,
-    dropped_below,
+    score,
     MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """dq / scale, and the sums of ds * distance, with the keys of one block in them."""
-    products = dot(queries, keys.T, None, PRECISION)
-    columns = key + tl.arange(0, BLOCK)[None, :]
+    products = dot(queries, keys.T, None, C.PRECISION)
+    columns = key + tl.arange(0, C.BLOCK)[None, :]
     index = columns
     distance = products
     keep = products
-    seen = products
-    if ALIBI or DROPOUT:
-        index = load_rows(k_indices, key, end, BLOCK, 0)[None, :]
-    if ALIBI:
-        distance = tl.abs(place[:, None] - index).to(tl.float32)
-    if DROPOUT:
-        keep = kept(query[:, None], index, head, batch, seed_low, seed_high, dropped_below)
+    visible = products
+    if C.ALIBI or C.DROPOUT:
+        index = load_vector(k_indices, key, end, C.BLOCK, 0)[None, :]
+    if C.ALIBI:
+        distance = tl.abs(seen.place[:, None] - index).to(tl.float32)
+    if C.DROPOUT:
+        keep = kept(seen.index[:, None], index, score)
     if MASKED:
-        seen = (columns >= first_key[:, None]) & (columns < last_key[:, None])
-    p, slant = probabilities(products, lse[:, None], seen, distance, slope, scale, softcap, MASKED, CAPPED, ALIBI)
-    gradient = dropped(dot(grads, values.T, None, PRECISION), keep, keep_scale, DROPOUT)
-    ds = gradient_of_scores(p, gradient, sums[:, None], seen, MASKED)
-    if ALIBI:
+        visible = (columns >= seen.first[:, None]) & (columns < seen.last[:, None])
+    p, slant = probabilities(products, lse[:, None], visible, distance, score, MASKED, C)
+    gradient = dropped(dot(grads, values.T, None, C.PRECISION), keep, score, C.DROPOUT)
+    ds = gradient_of_scores(p, gradient, sums[:, None], visible, MASKED)
+    if C.ALIBI:
         slanted += tl.sum(ds * distance, 1)
-    if CAPPED:
+    if C.CAPPED:
         ds *= slant
-    return dot(rounded(ds, keys.dtype), keys, total, PRECISION), slanted
+    return dot(rounded(ds, keys.dtype), keys, total, C.PRECISION), slanted
 
 
 @triton.jit(do_not_specialize=ODD)
@@ -208,98 +178,68 @@ def keys_kernel(
     sums,
     dk,
     dv,
-    slopes,
-    first,
-    last,
-    places,
-    q_indices,
-    k_indices,
+    mask,
+    scores,
     tiles,
     tile_count,
     heads,
     batch_heads,
     together,
     shared,
-    scale,
-    softcap,
-    keep_scale,
     seed_low,
     seed_high,
     dropped_below,
     first_head,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    lse_strides,
-    sums_strides,
-    dk_strides,
-    dv_strides,
-    CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """dk and dv of tiles of keys; `heads` are those of the keys."""
-    ALIBI: tl.constexpr = slopes is not None
-    _, batch, kv_head, row, row_end, begin, end, full_begin, full_end = program_tile(
-        tiles, tile_count, heads, batch_heads, together
-    )
-    keys = load_block(base_of(k, batch, kv_head, k_strides), row, row_end, k_strides[1], D, ROWS, PADDED_D)
-    values = load_block(base_of(v, batch, kv_head, v_strides), row, row_end, v_strides[1], DV, ROWS, PADDED_DV)
-    first_query = load_rows(first, row, row_end, ROWS, 0)
-    last_query = load_rows(last, row, row_end, ROWS, 0)
+    """dk and dv of tiles of keys; `heads` are those of the keys. Tensors are `Heads`."""
+    tile = program_tile(tiles, tile_count, heads, batch_heads, together)
+    batch, kv_head, row, row_end, begin, end = tile.batch, tile.head, tile.row, tile.row_end, tile.begin, tile.end
+    full_begin, full_end = tile.full_begin, tile.full_end
+    keys = load_block(rows_of(k, batch, kv_head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    values = load_block(rows_of(v, batch, kv_head), row, row_end, C.DV, C.ROWS, C.PADDED_DV)
+    first_query = load_vector(mask.first, row, row_end, C.ROWS, 0)
+    last_query = load_vector(mask.last, row, row_end, C.ROWS, 0)
     key_index = first_query
-    if ALIBI or DROPOUT:
-        key_index = load_rows(k_indices, row, row_end, ROWS, 0)
+    if C.ALIBI or C.DROPOUT:
+        key_index = load_vector(mask.k_indices, row, row_end, C.ROWS, 0)
 
-    dk_sum = tl.zeros((ROWS, PADDED_D), tl.float32)
-    dv_sum = tl.zeros((ROWS, PADDED_DV), tl.float32)
+    dk_sum = zeros(C.ROWS, C.PADDED_D)
+    dv_sum = zeros(C.ROWS, C.PADDED_DV)
     # Of wide heads dk and dv leave no registers for what two loops keep: all blocks are masked, in one.
-    if PADDED_D + PADDED_DV > 256 and not TMA:
+    if C.PADDED_D + C.PADDED_DV > 256 and not C.TMA:
         full_begin = begin
         full_end = begin
     # One loop over the blocks of all heads, not one in another: loads run on from head to head, registers are saved.
     # They are also why nothing is moved in front of these loops: what costs an instruction there would be spilled.
-    whole = (full_end - full_begin) // BLOCK
+    dropout = (first_head, seed_low, seed_high, dropped_below)
+    whole = (full_end - full_begin) // C.BLOCK
     for index in tl.range(0, whole * shared, disable_licm=True):
         head = kv_head * shared + index // whole
-        query = full_begin + index % whole * BLOCK
-        q_base = base_of(q, batch, head, q_strides)
-        grad_base = base_of(grad_out, batch, head, grad_strides)
-        queries = load_whole(q_tma, q_base, batch, head, query, q_strides[1], D, BLOCK, PADDED_D, TMA)
-        grads = load_whole(grad_tma, grad_base, batch, head, query, grad_strides[1], DV, BLOCK, PADDED_DV, TMA)
+        query = full_begin + index % whole * C.BLOCK
+        q_rows = rows_of(q, batch, head)
+        grad_rows = rows_of(grad_out, batch, head)
+        queries = load_whole(q_tma, q_rows, batch, head, query, C.D, C.BLOCK, C.PADDED_D, C.TMA)
+        grads = load_whole(grad_tma, grad_rows, batch, head, query, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
         dk_sum, dv_sum = add_queries(
-            dk_sum, dv_sum, keys, values, queries, grads, query, end, row_of(lse, batch, head, lse_strides),
-            row_of(sums, batch, head, sums_strides), first_query, last_query, key_index, places, q_indices, slopes,
-            scale, softcap, keep_scale, head, first_head, batch, seed_low, seed_high, dropped_below,
-            False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            dk_sum, dv_sum, keys, values, queries, grads, query, end, vector_of(lse, batch, head),
+            vector_of(sums, batch, head), first_query, last_query, key_index, mask, scores, batch, head, dropout,
+            False, C,
         )  # fmt: skip
-    partial = masked_blocks(begin, end, full_begin, full_end, BLOCK)
+    partial = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
     for index in tl.range(0, partial * shared, disable_licm=True):
         head = kv_head * shared + index // partial
-        query = masked_block(index % partial, begin, full_begin, full_end, BLOCK)
-        queries = load_block(base_of(q, batch, head, q_strides), query, end, q_strides[1], D, BLOCK, PADDED_D)
-        grads = load_block(
-            base_of(grad_out, batch, head, grad_strides), query, end, grad_strides[1], DV, BLOCK, PADDED_DV
-        )
+        query = masked_block(index % partial, begin, full_begin, full_end, C.BLOCK)
+        queries = load_block(rows_of(q, batch, head), query, end, C.D, C.BLOCK, C.PADDED_D)
+        grads = load_block(rows_of(grad_out, batch, head), query, end, C.DV, C.BLOCK, C.PADDED_DV)
         dk_sum, dv_sum = add_queries(
-            dk_sum, dv_sum, keys, values, queries, grads, query, end, row_of(lse, batch, head, lse_strides),
-            row_of(sums, batch, head, sums_strides), first_query, last_query, key_index, places, q_indices, slopes,
-            scale, softcap, keep_scale, head, first_head, batch, seed_low, seed_high, dropped_below,
-            True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
+            dk_sum, dv_sum, keys, values, queries, grads, query, end, vector_of(lse, batch, head),
+            vector_of(sums, batch, head), first_query, last_query, key_index, mask, scores, batch, head, dropout,
+            True, C,
         )  # fmt: skip
 
-    base = base_of(dk, batch, kv_head, dk_strides)
-    add_block(base, dk_sum * scale, row, row_end, dk_strides[1], D, ROWS, PADDED_D)
-    base = base_of(dv, batch, kv_head, dv_strides)
-    add_block(base, dv_sum, row, row_end, dv_strides[1], DV, ROWS, PADDED_DV)
+    add_block(rows_of(dk, batch, kv_head), dk_sum * scores.scale, row, row_end, C.D)
+    add_block(rows_of(dv, batch, kv_head), dv_sum, row, row_end, C.DV)
 
 
 @triton.jit
@@ -317,78 +257,128 @@ def add_queries(
     first_query,
     last_query,
     key_index,
-    places,
-    q_indices,
-    slopes,
-    scale,
-    softcap,
-    keep_scale,
-    head,
-    first_head,
+    mask,
+    scores,
     batch,
-    seed_low,
-    seed_high,
-    dropped_below,
+    head,
+    dropout,
     MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here."""
     # What is loaded where it is first needed takes no registers before.
-    lse_rows = load_lse(lse, query, end, BLOCK) * LOG2_E
-    products = dot(keys, queries.T, None, PRECISION)
-    columns = query + tl.arange(0, BLOCK)[None, :]
+    lse_rows = load_lse(lse, query, end, C.BLOCK) * LOG2_E
+    products = dot(keys, queries.T, None, C.PRECISION)
+    columns = query + tl.arange(0, C.BLOCK)[None, :]
     distance = products
     keep = products
-    seen = products
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes + head)
-        distance = tl.abs(load_rows(places, query, end, BLOCK, 0)[None, :] - key_index[:, None]).to(tl.float32)
-    if DROPOUT:
-        q_index = load_rows(q_indices, query, end, BLOCK, 0)[None, :]
-        keep = kept(q_index, key_index[:, None], head + first_head, batch, seed_low, seed_high, dropped_below)
+    visible = products
+    score = score_of(scores, batch, head, dropout, C)
+    if C.ALIBI:
+        place = load_vector(mask.places, query, end, C.BLOCK, 0)[None, :]
+        distance = tl.abs(place - key_index[:, None]).to(tl.float32)
+    if C.DROPOUT:
+        keep = kept(load_vector(mask.q_indices, query, end, C.BLOCK, 0)[None, :], key_index[:, None], score)
     if MASKED:
-        seen = (columns >= first_query[:, None]) & (columns < last_query[:, None])
-    p, slant = probabilities(products, lse_rows[None, :], seen, distance, slope, scale, softcap, MASKED, CAPPED, ALIBI)
-    dv_sum = dot(rounded(dropped(p, keep, keep_scale, DROPOUT), grads.dtype), grads, dv_sum, PRECISION)
-    sums_rows = load_rows(sums, query, end, BLOCK, 0.0)
-    gradient = dropped(dot(values, grads.T, None, PRECISION), keep, keep_scale, DROPOUT)
-    ds = gradient_of_scores(p, gradient, sums_rows[None, :], seen, MASKED)
-    if CAPPED:
+        visible = (columns >= first_query[:, None]) & (columns < last_query[:, None])
+    p, slant = probabilities(products, lse_rows[None, :], visible, distance, score, MASKED, C)
+    dv_sum = dot(rounded(dropped(p, keep, score, C.DROPOUT), grads.dtype), grads, dv_sum, C.PRECISION)
+    sums_rows = load_vector(sums, query, end, C.BLOCK, 0.0)
+    gradient = dropped(dot(values, grads.T, None, C.PRECISION), keep, score, C.DROPOUT)
+    ds = gradient_of_scores(p, gradient, sums_rows[None, :], visible, MASKED)
+    if C.CAPPED:
         ds *= slant
-    dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, PRECISION)
+    dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, C.PRECISION)
     return dk_sum, dv_sum
 
 
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Both kernels, as `attention_variants` says."""
-    for shape in attention_shapes("queries", arch):
-        yield shape.variant(
-            queries_kernel,
-            {
-                **shape.sums(),
-                "k_tma": shape.descriptor(shape.head_dim),
-                "v_tma": shape.descriptor(shape.v_head_dim),
-                "dq": "*fp32",
-                "d_slopes": "*fp32" if shape.rich else None,
-                "starts": "*i32",
-                "stops": "*i32",
-                "dq_strides": ("i32",) * 3,
-            },
+@triton.jit
+def gradient_of_scores(p, gradient, sums, visible, MASKED: tl.constexpr):
+    """p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, of dropout too."""
+    ds = p * (gradient - sums)
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    return ds
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    sums: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    step: Step,
+    terms: Terms,
+    *,
+    d_slopes: Tensor | None = None,
+    precision: str = "ieee",
+    queries_config: AttentionConfig | None = None,
+    keys_config: AttentionConfig | None = None,
+) -> None:
+    """Add the gradients of a step to dq, dk, dv and d_slopes [H], all fp32 and of any strides with a dense last dim.
+
+    Args:
+        grad_out: [B, S, H, Dv] in the dtype of q.
+        lse, sums: fp32 [B, H, S], of all keys: sums = sum(grad_out * out, -1) - grad_lse.
+
+    The other arguments and errors are those of `forward.flash_forward`.
+
+    Example:
+        flash_backward(grad_out, q, k, v, lse, (grad_out * out).sum(-1).mT, dq, dk, dv, step, Terms(128**-0.5))
+    """
+    check(q, k, v, step, terms, precision)
+    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    if grad_out.shape != values or grad_out.dtype != q.dtype:
+        raise ValueError(f"grad_out must be {list(values)} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}.")
+    grad_out, lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, lse, sums))
+    check_like(q, {"grad_out": (grad_out, values)}, sums=False)
+    given = {"lse": (lse, per_row), "sums": (sums, per_row), "dq": (dq, q.shape), "dk": (dk, k.shape)}
+    check_like(q, {**given, "dv": (dv, v.shape), "d_slopes": (d_slopes, q.shape[2:3])})
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    on = step.on(q.device)
+    common = {"q": q, "k": k, "v": v, "grad_out": grad_out, "lse": lse, "sums": sums}
+    tensors: dict[str, Any] = {name: heads_of(x) for name, x in common.items()}
+
+    config = queries_config or config_for("queries", q, v, terms, precision)
+    tiles = query_tiles(step, config.rows, config.block, q.device)
+    k_tma, v_tma = descriptors(config, k, v)
+    grid = programs(q, k, v, tiles, of_keys=False)
+    of_tiles = None
+    if d_slopes is not None:
+        of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
+    with on_device(q):
+        queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            **tensors,
+            k_tma=k_tma,
+            v_tma=v_tma,
+            dq=heads_of(dq),
+            d_slopes=of_tiles,
+            mask=mask_of(on, "starts", "stops"),
+            tiles=tiles,
+            **grid,
+            **kernel_arguments(config, q, v, terms, precision, tma=k_tma is not None),
         )
-    for shape in attention_shapes("keys", arch):
-        yield shape.variant(
-            keys_kernel,
-            {
-                **shape.sums(),
-                "q_tma": shape.descriptor(shape.head_dim),
-                "grad_tma": shape.descriptor(shape.v_head_dim),
-                **dict.fromkeys(("dk", "dv"), "*fp32"),
-                **dict.fromkeys(("first", "last"), "*i32"),
-                **dict.fromkeys(("dk_strides", "dv_strides"), ("i32",) * 3),
-            },
+    if d_slopes is not None and of_tiles is not None:
+        d_slopes += of_tiles.sum((0, 1))
+
+    config = keys_config or config_for("keys", q, v, terms, precision)
+    tiles = key_tiles(step, config.rows, config.block, q.device)
+    q_tma, grad_tma = descriptors(config, q, grad_out)
+    grid = programs(q, k, v, tiles, of_keys=True)
+    with on_device(q):
+        keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            **tensors,
+            q_tma=q_tma,
+            grad_tma=grad_tma,
+            dk=heads_of(dk),
+            dv=heads_of(dv),
+            mask=mask_of(on, "first", "last"),
+            tiles=tiles,
+            **grid,
+            **kernel_arguments(config, q, v, terms, precision, tma=q_tma is not None),
         )

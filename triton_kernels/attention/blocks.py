@@ -1,20 +1,134 @@
-"""Rows of [B, S, H, D] tensors in and out of a kernel, and which tile a program takes. Shared by all attention kernels.
+"""What all attention kernels share: rows of [B, S, H, D] tensors, the tile of a program, scores and probabilities.
 
 Offsets of a row are 64-bit, those inside of a block 32-bit. Head dims that are no power of 2 are padded with zeros.
+
+    score = cap(scale * q.k) - slope * |place of q - index of k|        cap(x) = softcap * tanh(x / softcap)
+    p     = exp(score - lse) = 2^(score * log2(e) - ...)
+
+The kernels work in base 2: plain scores stay products until the exponent, where one multiply-add scales and subtracts;
+the others are scaled by `scores_of`. Its scores times `factor_of` (1 for the latter) are of base 2.
+
+Dropout is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): key (seed low, seed
+high); counter (index of k // 4, index of q, head, batch row); of the four words the one of number index of k % 4. The
+element is dropped where that is below a threshold.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..gemm.tiles import halves
+from ..language import halves
 from .tiles import COLUMNS as TILE_COLUMNS
 
 COLUMNS = tl.constexpr(TILE_COLUMNS)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Arguments that launches leave unspecialized, so that none is compiled anew for a round value. (Triton specializes
+# integers inside of tuples in any case, so these are arguments of their own.)
+ODD = (
+    *("tile_count", "heads", "batch_heads", "together", "shared"),
+    *("seed_low", "seed_high", "dropped_below", "first_head"),
+)
+
+
+class Heads(NamedTuple):
+    """A tensor [B, S, H, D], the last dim dense, or [B, H, S]; and the strides of its other dims."""
+
+    ptr: Any
+    strides: Any
+
+
+class Rows(NamedTuple):
+    """The rows [S, D] of one head."""
+
+    ptr: Any
+    stride: Any
+
+
+class Mask(NamedTuple):
+    """int32 vectors of what is seen: of each row of a tile, [first, last) of the other side; and where tokens are."""
+
+    first: Any
+    last: Any
+    places: Any  # of queries, for slopes
+    q_indices: Any  # for dropout
+    k_indices: Any  # for both
+
+
+class ScoreArguments(NamedTuple):
+    """What a score is beside q.k, as a launch passes it."""
+
+    slopes: Any  # [heads], or None
+    scale: Any
+    softcap: Any
+    keep_scale: Any
+
+
+class Score(NamedTuple):
+    """The same for one head, in a kernel."""
+
+    slope: Any
+    scale: Any
+    softcap: Any
+    keep_scale: Any
+    batch: Any
+    head: Any  # of the whole
+    seed_low: Any
+    seed_high: Any
+    dropped_below: Any
+
+
+class Tile(NamedTuple):
+    """What a program computes: rows [row, row_end) of a head, against [begin, end) of the other side.
+
+    Blocks that begin in [full_begin, full_end) are whole and seen by all rows.
+    """
+
+    number: Any
+    batch: Any
+    head: Any
+    row: Any
+    row_end: Any
+    begin: Any
+    end: Any
+    full_begin: Any
+    full_end: Any
+
+
+class Seen(NamedTuple):
+    """Of each row of a tile: the interval that it sees, its place (for slopes) and its index (for dropout)."""
+
+    first: Any
+    last: Any
+    place: Any
+    index: Any
+
+
+class Constants(NamedTuple):
+    """The constexpr `C` of an attention kernel."""
+
+    D: int
+    DV: int
+    PADDED_D: int
+    PADDED_DV: int
+    PRECISION: str
+    ROWS: int
+    BLOCK: int
+    TMA: bool = False
+    CAPPED: bool = False
+    ALIBI: bool = False
+    DROPOUT: bool = False
+    FIRST: bool = False  # forward: there is no state to read
+
+
+# -- tiles and rows ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def program_tile(tiles, tile_count, heads, batch_heads, together):
-    """(number of the tile, batch row, head, row, end of rows, begin, end, full begin, full end) of this program.
+    """The `Tile` of this program.
 
     `together` heads take turns, so that what they read stays in L2, and of these the tiles with most to do come first,
     so that none ends late.
@@ -26,99 +140,16 @@ def program_tile(tiles, tile_count, heads, batch_heads, together):
     number = within // size
     tile = tiles + number * COLUMNS
     batch_head = group * together + within % size
-    return (
+    return Tile(
         number, batch_head // heads, batch_head % heads, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2),
         tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5),
     )  # fmt: skip
 
 
 @triton.jit
-def base_of(x, batch, head, strides):
-    """Pointer to row 0 of a head of x [B, S, H, D], with strides of the first three."""
-    return x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
-
-
-@triton.jit
-def row_of(x, batch, head, strides):
-    """Pointer to row 0 of a head of x [B, H, S], the last dense, with strides of the first two."""
-    return x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
-
-
-@triton.jit
-def block_pointers(base, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """(pointers, mask) [BLOCK, PADDED] of rows from `row` on, before `end`, of WIDTH elements."""
-    rows = tl.arange(0, BLOCK)[:, None]
-    columns = tl.arange(0, PADDED)[None, :]
-    pointers = base + tl.cast(row, tl.int64) * stride + (rows * stride + columns)
-    mask = row + rows < end
-    if WIDTH != PADDED:
-        mask = mask & (columns < WIDTH)
-    return pointers, mask
-
-
-@triton.jit
-def load_block(
-    base, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr = False
-):
-    """[BLOCK, PADDED], zeros from `end` on and beyond WIDTH; WHOLE says that all rows are before `end`."""
-    pointers, mask = block_pointers(base, row, end, stride, WIDTH, BLOCK, PADDED)
-    if not WHOLE:
-        return tl.load(pointers, mask=mask, other=0.0)
-    elif WIDTH != PADDED:
-        return tl.load(pointers, mask=tl.arange(0, PADDED)[None, :] < WIDTH, other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def load_whole(
-    x, base, batch, head, row, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
-):
-    """[BLOCK, PADDED] of rows that are all there; by TMA `x` is a descriptor of [B, H, S, D]."""
-    if TMA:
-        return x.load([batch, head, row, 0]).reshape(BLOCK, PADDED)
-    else:
-        return load_block(base, row, row, stride, WIDTH, BLOCK, PADDED, True)
-
-
-@triton.jit
-def load_turned(
-    base, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr = False
-):
-    """`load_block` of what lies turned, each column's rows behind one another, with the stride of columns; `row` is a
-    multiple of 16."""
-    columns = tl.arange(0, PADDED)[:, None]
-    rows = tl.multiple_of(row, 16) + tl.arange(0, BLOCK)[None, :]
-    pointers = base + columns * stride + rows
-    mask = columns < WIDTH
-    if not WHOLE:
-        mask = mask & (rows < end)
-    return tl.load(pointers, mask=mask, other=0.0).T
-
-
-@triton.jit
-def load_whole_turned(
-    x, base, batch, head, row, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
-):
-    """`load_whole` of what lies turned; by TMA `x` is a descriptor of [B, H, D, S]."""
-    if TMA:
-        return x.load([batch, head, 0, row]).reshape(PADDED, BLOCK).T
-    else:
-        return load_turned(base, row, row, stride, WIDTH, BLOCK, PADDED, True)
-
-
-@triton.jit
-def load_rows(base, row, end, BLOCK: tl.constexpr, other):
-    """[BLOCK] of a dense vector, `other` from `end` on."""
-    rows = row + tl.arange(0, BLOCK)
-    return tl.load(base + rows, mask=rows < end, other=other)
-
-
-@triton.jit
-def load_lse(base, row, end, BLOCK: tl.constexpr):
-    """[BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
-    lse = load_rows(base, row, end, BLOCK, float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
+    """How many blocks need a mask."""
+    return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
 
 
 @triton.jit
@@ -129,30 +160,191 @@ def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
-    """How many blocks need a mask."""
-    return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
+def rows_of(x, batch, head):
+    """The `Rows` of a head of x [B, S, H, D]."""
+    return Rows(x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[2], x.strides[1])
 
 
 @triton.jit
-def add_block(base, values, row, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Adds `values` [BLOCK, PADDED] to the rows from `row` on, before `end`; no other program adds to them.
+def vector_of(x, batch, head):
+    """Pointer to row 0 of a head of x [B, H, S], the last dense."""
+    return x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[1]
+
+
+@triton.jit
+def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """(pointers, mask) [BLOCK, PADDED] of `Rows` from `row` on, before `end`, of WIDTH elements."""
+    lines = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, PADDED)[None, :]
+    pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (lines * rows.stride + columns)
+    mask = row + lines < end
+    if WIDTH != PADDED:
+        mask = mask & (columns < WIDTH)
+    return pointers, mask
+
+
+@triton.jit
+def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """[BLOCK, PADDED], zeros from `end` on and beyond WIDTH."""
+    pointers, mask = block_pointers(rows, row, end, WIDTH, BLOCK, PADDED)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_whole(
+    x, rows, batch, head, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
+):
+    """[BLOCK, PADDED] of rows that are all there; by TMA `x` is a descriptor of [B, H, S, D]."""
+    if TMA:
+        return x.load([batch, head, row, 0]).reshape(BLOCK, PADDED)
+    else:
+        pointers, _ = block_pointers(rows, row, row, WIDTH, BLOCK, PADDED)
+        if WIDTH != PADDED:
+            return tl.load(pointers, mask=tl.arange(0, PADDED)[None, :] < WIDTH, other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def store_block(rows, values, row, end, WIDTH: tl.constexpr):
+    """Writes `values` to the rows from `row` on, before `end`."""
+    pointers, mask = block_pointers(rows, row, end, WIDTH, values.shape[0], values.shape[1])
+    tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def add_block(rows, values, row, end, WIDTH: tl.constexpr):
+    """Adds `values` to the rows from `row` on, before `end`; no other program adds to them.
 
     By halves of the columns: what was there takes as many registers as what is added.
     """
+    PADDED: tl.constexpr = values.shape[1]
     if PADDED >= 64:
         left, right = halves(values)
-        add_columns(base, left, row, end, stride, 0, WIDTH, BLOCK, PADDED // 2)
-        add_columns(base, right, row, end, stride, PADDED // 2, WIDTH, BLOCK, PADDED // 2)
+        _add_columns(rows, left, row, end, 0, WIDTH)
+        _add_columns(rows, right, row, end, PADDED // 2, WIDTH)
     else:
-        add_columns(base, values, row, end, stride, 0, WIDTH, BLOCK, PADDED)
+        _add_columns(rows, values, row, end, 0, WIDTH)
 
 
 @triton.jit
-def add_columns(
-    base, values, row, end, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
-    """`add_block` of columns [FIRST, FIRST + COUNT)."""
+def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    COUNT: tl.constexpr = values.shape[1]
     LEFT: tl.constexpr = WIDTH - FIRST if WIDTH - FIRST < COUNT else COUNT
-    pointers, mask = block_pointers(base + FIRST, row, end, stride, LEFT, BLOCK, COUNT)
+    columns = Rows(rows.ptr + FIRST, rows.stride)
+    pointers, mask = block_pointers(columns, row, end, LEFT, values.shape[0], COUNT)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)
+
+
+@triton.jit
+def load_vector(base, row, end, BLOCK: tl.constexpr, other):
+    """[BLOCK] of a dense vector, `other` from `end` on."""
+    rows = row + tl.arange(0, BLOCK)
+    return tl.load(base + rows, mask=rows < end, other=other)
+
+
+@triton.jit
+def load_lse(base, row, end, BLOCK: tl.constexpr):
+    """[BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
+    lse = load_vector(base, row, end, BLOCK, float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
+    """`Seen` of the queries of a tile."""
+    first_key = load_vector(first, row, row_end, C.ROWS, 0)
+    last_key = load_vector(last, row, row_end, C.ROWS, 0)
+    place = first_key
+    query = first_key
+    if C.ALIBI:
+        place = load_vector(mask.places, row, row_end, C.ROWS, 0)
+    if C.DROPOUT:
+        query = load_vector(mask.q_indices, row, row_end, C.ROWS, 0)
+    return Seen(first_key, last_key, place, query)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def score_of(scores, batch, head, dropout, C: tl.constexpr):
+    """The `Score` of a head; `dropout` is (first head, seed low, seed high, dropped below)."""
+    slope = 0.0
+    if C.ALIBI:
+        slope = tl.load(scores.slopes + head)
+    first_head, seed_low, seed_high, dropped_below = dropout
+    return Score(
+        slope, scores.scale, scores.softcap, scores.keep_scale, batch, head + first_head,
+        seed_low, seed_high, dropped_below,
+    )  # fmt: skip
+
+
+@triton.jit
+def tanh(x):
+    """By its series near 0, where the quotient would lose what `exp` rounds."""
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - power) / (1.0 + power)
+    square = x * x
+    near = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - 0.0539682540 * square)))
+    return tl.where(square < 0.04, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def scores_of(products, distance, score, C: tl.constexpr):
+    """(scores, derivative of the cap) of products q.k; `distance` is |place of q - index of k|, of ALIBI only."""
+    slant = products
+    if C.CAPPED:
+        bent = tanh(products * (score.scale / score.softcap))
+        slant = 1.0 - bent * bent
+        products = bent * (score.softcap * LOG2_E)
+    elif C.ALIBI:
+        products = products * (score.scale * LOG2_E)
+    if C.ALIBI:
+        products -= distance * (score.slope * LOG2_E)
+    return products, slant
+
+
+@triton.jit
+def factor_of(score, C: tl.constexpr):
+    """What scores are multiplied by to be those of base 2."""
+    if C.CAPPED or C.ALIBI:
+        return 1.0
+    else:
+        return score.scale * LOG2_E
+
+
+@triton.jit
+def probabilities(products, lse, seen, distance, score, MASKED: tl.constexpr, C: tl.constexpr):
+    """(p = exp(score - lse), derivative of the cap) of a block of products; lse, in base 2, broadcasts against it.
+
+    What is not `seen` gives 0, whatever it holds: selected, not multiplied, or its infinities would show.
+    """
+    s, slant = scores_of(products, distance, score, C)
+    p = tl.exp2(s * factor_of(score, C) - lse)
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    return p, slant
+
+
+@triton.jit
+def kept(q_indices, k_indices, score):
+    """What dropout keeps. The indices are int32 that broadcast against each other; of the others the bits count."""
+    c0 = (k_indices // 4).to(tl.uint32)
+    c1 = q_indices.to(tl.uint32)
+    c2, c3 = score.head.to(tl.uint32), score.batch.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        c0, c1, c2, c3, score.seed_low.to(tl.uint32, bitcast=True), score.seed_high.to(tl.uint32, bitcast=True)
+    )
+    word = k_indices % 4
+    bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return bits >= score.dropped_below.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def dropped(values, keep, score, DROPOUT: tl.constexpr):
+    """What dropout makes of probabilities, and of the gradients of what it makes of them."""
+    if DROPOUT:
+        return tl.where(keep, values * score.keep_scale, 0.0)
+    else:
+        return values

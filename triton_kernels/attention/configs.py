@@ -17,13 +17,11 @@ in the registers that so many warps leave, and on sm_90 nothing is specialised.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 # As Triton names them; fp32 by how it is multiplied.
-KINDS = ("bf16", "fp16", "tf32", "ieee", "fp8")
+KINDS = ("bf16", "fp16", "tf32", "ieee")
 KERNELS = ("forward", "ring", "queries", "keys")
 MAX_HEAD_DIM = 256
-LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-
-    def constants(self) -> dict[str, int]:
-        """The kernel's constexprs."""
-        return {"ROWS": self.rows, "BLOCK": self.block}
 
     def options(self) -> dict[str, int]:
         """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
@@ -102,10 +96,6 @@ _TF32 = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
-# Of the forward alone. Sums of fp8 products are kept apart from the whole until they are added in fp32.
-_FP8 = {64: _C(128, 128, 8, 2, True), 128: _C(128, 128, 8, 2, True), 256: _C(64, 32, 8, 2, True)}
-# Wide and rich: 32 rows take mma.sync, to which e4m3 goes as fp16, so there is no gain in speed.
-_RICH_FP8 = {64: _C(64, 64, 8, 2, True), 128: _C(64, 64, 8, 2, True), 256: _C(32, 32, 8, 1)}
 # On CUDA cores: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
@@ -127,7 +117,7 @@ def attention_config(
 ) -> AttentionConfig:
     """The config of `kernel` (KERNELS) for numbers of `kind` (KINDS) and the larger head dim of q and v, on `arch`:
     80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared memory
-    that a program may have, at least LEAST_SHARED_BYTES.
+    that a program may have, at least `device.LEAST_SHARED_BYTES`.
 
     Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
     """
@@ -135,9 +125,7 @@ def attention_config(
         return INTERPRETED
     if kernel == "keys" and kind == "tf32" and head_dim > 128 and shared_bytes < 112 << 10:
         return _SMALL_TF32_KEYS
-    if kind == "fp8":
-        table = {"forward": _FP8 if plain else _RICH_FP8}
-    elif kind in ("ieee", "tf32"):
+    if kind in ("ieee", "tf32"):
         table = _IEEE if kind == "ieee" else _TF32
     elif plain:
         table = _PLAIN[arch]
@@ -151,7 +139,7 @@ def attention_config(
 
 
 def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
-    """Of flash_decode.py, on every architecture: for the larger head dim of q and v, and `rows` queries of a key head.
+    """Of decode.py, on every architecture: for the larger head dim of q and v, and `rows` queries of a key head.
 
     >>> str(decode_config("bf16", 128, 8))
     '16x64 warps 4 stages 3'
@@ -168,18 +156,3 @@ def padded(head_dim: int) -> int:
     (64, 256)
     """
     return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def config_arguments(
-    config: AttentionConfig, head_dim: int, v_head_dim: int, precision: str, *, fp8: bool = False
-) -> dict[str, Any]:
-    """The constexprs and options that all kernels have."""
-    return {
-        "D": head_dim,
-        "DV": v_head_dim,
-        "PADDED_D": max(32, padded(head_dim)) if fp8 else padded(head_dim),  # fp8 is multiplied by 32 at least
-        "PADDED_DV": padded(v_head_dim),
-        "PRECISION": precision,
-        **config.constants(),
-        **config.options(),
-    }

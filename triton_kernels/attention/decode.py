@@ -1,28 +1,171 @@
-"""Attention of a few new tokens of each text to a cache of keys and values, dense or in pages, in one or two launches.
+"""Attention of a few new tokens of each text to a long cache of keys and values, dense or in pages.
 
-See flash_decode_parts.py for what is computed.
+    part t of a text and key head:  n_t, total_t, weighted_t         as forward.py, over its keys alone
+    n = max_t n_t,  (total, weighted) = sum_t 2^(n_t - n) * (total_t, weighted_t)
+    out = weighted / total,  lse = ln 2 * (n + log2(total))
+
+One query would keep one multiprocessor busy, so several programs take a part of the cache each. All query heads of a
+key head, and all new tokens, are rows of one tile, so a key is read once for them. A second kernel adds the parts up in
+the order of the keys: every run gives the same bits, and n, which are whole, make its rescaling exact.
+
+Rows of the cache lie dense in [batch, capacity, heads, dim], or in pages [pages, page_size, heads, dim]: row i of a
+text is row i % page_size of page pages[text, i // page_size].
+
+Sources: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention"
+(arXiv:2309.06180).
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..gemm.operands import sms_of
-from .configs import AttentionConfig, config_arguments, decode_config, padded
-from .decode_parts import merge_kernel, parts_kernel
-from .launch import (
-    Terms,
-    check_per_head,
-    check_rows,
-    kind_of,
-    obstacle,
-    on_device,
-    strides_of,
-)
+from ..device import on_device, sms_of
+from ..language import rounded
+from .blocks import Score, Seen
+from .configs import AttentionConfig, decode_config, padded
+from .forward import finished, fold, no_keys
+from .launch import Terms, check_per_head, check_rows, constants, heads_of, kind_of, obstacle
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging them costs more than it saves
+ODD = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
+
+
+class Parts(NamedTuple):
+    """What several programs give for one tile: fp32 [tiles, splits, ROWS], of weighted [..., PADDED_DV] too."""
+
+    weighted: Any
+    highest: Any
+    total: Any
+
+
+@triton.jit(do_not_specialize=ODD)
+def parts_kernel(
+    q,
+    k,
+    v,
+    pages,
+    starts,
+    stops,
+    places,
+    k_indices,
+    scores,
+    parts,
+    found,
+    kv_heads,
+    group,
+    new,
+    tiles,
+    splits,
+    span,
+    page_size,
+    pages_stride,
+    C: tl.constexpr,
+):
+    """Program (tile of a key head of a text, part): `span` keys, of those that its rows see.
+
+    What it gives goes to `Parts`, or, where it is the only one (`found` given), out and lse to where they belong. q, k,
+    v and found are `Heads`.
+    """
+    ROWS: tl.constexpr = C.ROWS
+    BLOCK: tl.constexpr = C.BLOCK
+    index = tl.program_id(0)
+    split = tl.program_id(1)
+    batch, kv_head, head, number, there = packed_heads(index, kv_heads, group, new, tiles, ROWS)
+    first_key = tl.load(starts + batch * new + number, mask=there, other=0)
+    last_key = tl.load(stops + batch * new + number, mask=there, other=0)
+    sees = first_key < last_key
+    end = tl.max(tl.where(sees, last_key, 0), 0)
+    begin = tl.minimum(tl.min(tl.where(sees, first_key, 0x7FFFFFFF), 0), end) + split * span
+    end = tl.minimum(end, begin + span)
+
+    columns = tl.arange(0, C.PADDED_D)[None, :]
+    v_columns = tl.arange(0, C.PADDED_DV)[None, :]
+    q_rows = packed_rows(q, batch, number, head)
+    queries = tl.load(q_rows[:, None] + columns, mask=there[:, None] & (columns < C.D), other=0.0)
+    slope = 0.0
+    place = first_key
+    if C.ALIBI:
+        slope = tl.load(scores.slopes + head, mask=there, other=0.0)[:, None]
+        place = tl.load(places + batch * new + number, mask=there, other=0)
+    seen = Seen(first_key, last_key, place, number)
+    score = Score(slope, scores.scale, scores.softcap, 1.0, batch, 0, 0, 0, 0)
+
+    n, sums, values = no_keys(C)
+    k_base = k.ptr + tl.cast(kv_head, tl.int64) * k.strides[2]
+    v_base = v.ptr + tl.cast(kv_head, tl.int64) * v.strides[2]
+    for key in tl.range(begin, end, BLOCK):
+        rows = key + tl.arange(0, BLOCK)
+        held = rows < end
+        outer = tl.zeros((BLOCK,), tl.int64) + batch
+        inner = rows
+        if pages is not None:
+            table = pages + tl.cast(batch, tl.int64) * pages_stride
+            outer = tl.load(table + rows // page_size, mask=held, other=0).to(tl.int64)
+            inner = rows % page_size
+        k_rows = (outer * k.strides[0] + inner.to(tl.int64) * k.strides[1])[:, None]
+        v_rows = (outer * v.strides[0] + inner.to(tl.int64) * v.strides[1])[:, None]
+        keys = tl.load(k_base + k_rows + columns, mask=held[:, None] & (columns < C.D), other=0.0)
+        v_block = tl.load(v_base + v_rows + v_columns, mask=held[:, None] & (v_columns < C.DV), other=0.0)
+        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C)
+
+    if found is not None:
+        store_found(found, n, sums, values, batch, number, head, there, C)
+    else:
+        slot = (tl.cast(index, tl.int64) * splits + split) * ROWS + tl.arange(0, ROWS)
+        tl.store(parts.highest + slot, n)
+        tl.store(parts.total + slot, sums)
+        tl.store(parts.weighted + slot[:, None] * C.PADDED_DV + v_columns, values)
+
+
+@triton.jit(do_not_specialize=ODD)
+def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.constexpr):
+    """out and lse of a tile, of all its parts."""
+    index = tl.program_id(0)
+    batch, _, head, number, there = packed_heads(index, kv_heads, group, new, tiles, C.ROWS)
+    columns = tl.arange(0, C.PADDED_DV)[None, :]
+    n, sums, values = no_keys(C)
+    for split in tl.range(0, splits):
+        slot = (tl.cast(index, tl.int64) * splits + split) * C.ROWS + tl.arange(0, C.ROWS)
+        here = tl.load(parts.highest + slot)
+        now = tl.maximum(n, here)
+        base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
+        before, by = tl.exp2(n - base), tl.exp2(here - base)
+        sums = sums * before + tl.load(parts.total + slot) * by
+        part = tl.load(parts.weighted + slot[:, None] * C.PADDED_DV + columns)
+        values = values * before[:, None] + part * by[:, None]
+        n = now
+    store_found(found, n, sums, values, batch, number, head, there, C)
+
+
+@triton.jit
+def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
+    """(text, key head, and of each row of the tile: query head, number of the query, whether there is such a row)."""
+    packed = index % tiles * ROWS + tl.arange(0, ROWS)
+    kv_head = index // tiles % kv_heads
+    return index // (tiles * kv_heads), kv_head, kv_head * group + packed // new, packed % new, packed < group * new
+
+
+@triton.jit
+def packed_rows(x, batch, number, head):
+    """Pointers to the rows of a tile in x [batch, new, heads, ...], `Heads`."""
+    return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + number.to(tl.int64) * x.strides[1] + head * x.strides[2])
+
+
+@triton.jit
+def store_found(found, n, sums, values, batch, number, head, there, C: tl.constexpr):
+    """out in the first DV columns of found [batch, new, heads, DV + 1], lse behind it; 0 and -inf of no keys."""
+    rows = packed_rows(found, batch, number, head)
+    out, log = finished(n, sums, values)
+    columns = tl.arange(0, C.PADDED_DV)[None, :]
+    out = rounded(out, found.ptr.dtype.element_ty)
+    tl.store(rows[:, None] + columns, out, mask=there[:, None] & (columns < C.DV))
+    tl.store(rows + C.DV, log, mask=there)
 
 
 def flash_decode(
@@ -73,46 +216,35 @@ def flash_decode(
         splits = min(sms_of(q.device) * _PROGRAMS_PER_SM // programs, most // (_FEWEST_BLOCKS * config.block))
     span = max(1, -(-most // (max(1, splits) * config.block))) * config.block
     splits = max(1, -(-most // span))
-    weighted = highest = total = None
+    parts = None
     if splits > 1:
-        weighted = q.new_empty((programs, splits, config.rows, padded(v_head_dim)), dtype=torch.float32)
-        highest, total = (q.new_empty(weighted.shape[:3], dtype=torch.float32) for _ in range(2))
+        rows = (programs, splits, config.rows)
+        parts = Parts(*(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded(v_head_dim)), rows, rows)))
     shape = {"kv_heads": kv_heads, "group": group, "new": new, "tiles": tiles, "splits": splits}
-    sums = {"weighted": weighted, "highest": highest, "total": total}
-    of_terms = terms.arguments()
-    arguments = config_arguments(config, head_dim, v_head_dim, "ieee")
+    alibi, capped = terms.slopes is not None, terms.softcap != 0.0
+    c = constants(config, head_dim, v_head_dim, "ieee", capped=capped, alibi=alibi)
     with on_device(q):
         parts_kernel[(programs, splits)](
-            q=q,
-            k=k,
-            v=v,
+            q=heads_of(q),
+            k=heads_of(k),
+            v=heads_of(v),
             pages=pages,
             starts=starts,
             stops=stops,
-            places=places if terms.slopes is not None else None,
-            k_indices=k_indices if terms.slopes is not None else None,
-            found=found if splits == 1 else None,
+            places=places if alibi else None,
+            k_indices=k_indices if alibi else None,
+            scores=terms.arguments()["scores"],
+            parts=parts,
+            found=heads_of(found) if splits == 1 else None,
             span=span,
             page_size=k.shape[1],
             pages_stride=0 if pages is None else pages.stride(0),
-            q_strides=strides_of(q),
-            k_strides=strides_of(k),
-            v_strides=strides_of(v),
-            found_strides=strides_of(found),
-            **{name: of_terms[name] for name in ("slopes", "scale", "softcap", "CAPPED")},
             **shape,
-            **sums,
-            **arguments,
+            C=c,
+            **config.options(),
         )
         if splits > 1:
-            merge_kernel[(programs,)](
-                found=found,
-                found_strides=strides_of(found),
-                **shape,
-                **sums,
-                **{name: arguments[name] for name in ("DV", "PADDED_DV", "ROWS")},
-                num_warps=8,
-            )
+            merge_kernel[(programs,)](parts=parts, found=heads_of(found), **shape, C=c, num_warps=8)
     return found
 
 

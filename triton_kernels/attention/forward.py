@@ -1,6 +1,6 @@
 """Attention of queries over keys that may be some of those they see, from and to a state in fp32.
 
-    s[i, j] = score(q[i] . k[j]) in base 2                              attention_scores.py
+    s[i, j] = score(q[i] . k[j]) in base 2                              blocks.py
     n[i]    = max(n[i], ceil(max_j s[i, j]))
     total[i], weighted[i] = those * 2^(old n - n) + sum_j 2^(s[i, j] - n[i]) * (1, dropped(v[j]))
     out = weighted / total,  lse = ln 2 * (n + log2(total))
@@ -12,9 +12,14 @@ ring of any size rounds once. The state holds n * ln 2 (`highest`); what comes b
 A step of a ring reads the state and writes it; the first need not read it (FIRST), the last writes out and lse in its
 place (`out` given), with the sinks in them.
 
-In fp8 (`scales` given) q, k and v come as e4m3, as flash_attention_fp8.py makes them, v turned as matrix units read it;
-p is rounded to e4m3 too. It keeps 2^-SHIFT of its range above 1: n is SHIFT lower, and what was 2^-6, the smallest
-number of full precision, is 2^-14 then.
+A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, lengths that differ, and
+any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
+another head dim.
+
+What a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v reach all
+queries whose tile visits a block of keys with such a key, also those that do not see it: their probability of it is 0,
+and the product with 0 is NaN. In the same way those in q or grad_out reach, in dk and dv, all keys whose tile visits
+the block of such a query. Keys that no query of a tile sees, and queries that see no key of one, are not visited.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao, "FlashAttention-2"
 (arXiv:2307.08691).
@@ -22,30 +27,60 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..gemm.tiles import dot, rounded
-from ..resources import Variant
+from ..device import on_device
+from ..language import dot, rounded, zeros
 from .blocks import (
-    base_of,
-    block_pointers,
+    LN_2,
+    LOG2_E,
+    ODD,
+    factor_of,
+    kept,
     load_block,
-    load_rows,
-    load_turned,
+    load_seen,
+    load_vector,
     load_whole,
-    load_whole_turned,
     masked_block,
     masked_blocks,
     program_tile,
-    row_of,
+    rows_of,
+    score_of,
+    scores_of,
+    store_block,
+    vector_of,
 )
-from .scores import LN_2, LOG2_E, factor_of, kept, scores_of
-from .variants import ODD, attention_shapes
+from .configs import AttentionConfig
+from .launch import (
+    Terms,
+    check,
+    check_alike,
+    check_like,
+    check_per_head,
+    config_for,
+    dense,
+    descriptors,
+    heads_of,
+    kernel_arguments,
+    mask_of,
+    programs,
+)
+from .tiles import Step, query_tiles
 
-FP8_SHIFT = tl.constexpr(8)  # 2^8 is a number of e4m3, 2^9 is none
+State = tuple[Tensor, Tensor, Tensor]
+
+
+class StateArguments(NamedTuple):
+    """A state, as a launch passes it."""
+
+    weighted: Any  # Heads [B, S, H, DV]
+    highest: Any  # Heads [B, H, S]
+    total: Any  # as highest
 
 
 @triton.jit(do_not_specialize=ODD)
@@ -55,221 +90,145 @@ def forward_kernel(
     v,
     k_tma,
     v_tma,
-    weighted,
-    highest,
-    total,
+    state,
     out,
     lse,
     sinks,
-    scales,
-    slopes,
-    starts,
-    stops,
-    places,
-    q_indices,
-    k_indices,
+    mask,
+    scores,
     tiles,
     tile_count,
     heads,
     batch_heads,
     together,
     shared,
-    scale,
-    softcap,
-    keep_scale,
     seed_low,
     seed_high,
     dropped_below,
     first_head,
-    q_strides,
-    k_strides,
-    v_strides,
-    weighted_strides,
-    state_strides,
-    out_strides,
-    lse_strides,
-    FIRST: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA.
+    """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
+    `Heads`; state and sinks, or out and lse, may be None."""
+    tile = program_tile(tiles, tile_count, heads, batch_heads, together)
+    batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
+    k_rows = rows_of(k, batch, head // shared)
+    v_rows = rows_of(v, batch, head // shared)
+    queries = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+    seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
+    score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-    fp8 alone has scales [batch, heads, 2], of products and of v; v is [B, H, D, S], and its strides are of B, D and H.
-    """
-    ALIBI: tl.constexpr = slopes is not None
-    FP8: tl.constexpr = scales is not None
-    SHIFT: tl.constexpr = FP8_SHIFT if FP8 else 0
-    _, batch, head, row, row_end, begin, end, full_begin, full_end = program_tile(
-        tiles, tile_count, heads, batch_heads, together
-    )
-    k_base = base_of(k, batch, head // shared, k_strides)
-    v_base = base_of(v, batch, head // shared, v_strides)
-    queries = load_block(base_of(q, batch, head, q_strides), row, row_end, q_strides[1], D, ROWS, PADDED_D)
-    first_key = load_rows(starts, row, row_end, ROWS, 0)
-    last_key = load_rows(stops, row, row_end, ROWS, 0)
-
-    slope = 0.0
-    place = first_key
-    query = first_key
-    if ALIBI:
-        slope = tl.load(slopes + head)
-        place = load_rows(places, row, row_end, ROWS, 0)
-    if DROPOUT:
-        query = load_rows(q_indices, row, row_end, ROWS, 0)
-    if FP8:
-        scale *= tl.load(scales + (batch * heads + head) * 2)
-        v_scale = tl.load(scales + (batch * heads + head) * 2 + 1) * keep_scale
-        keep_scale = 1.0  # with it p might be above all numbers of e4m3
-
-    if FIRST:
-        n = tl.full((ROWS,), float("-inf"), tl.float32)
-        sums = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, PADDED_DV), tl.float32)
+    if C.FIRST:
+        n, sums, values = no_keys(C)
     else:
-        n, sums, values = load_state(
-            base_of(weighted, batch, head, weighted_strides), row_of(highest, batch, head, state_strides),
-            row_of(total, batch, head, state_strides), row, row_end, weighted_strides[1], DV, ROWS, PADDED_DV,
-        )  # fmt: skip
-        if FP8:
-            values *= 1.0 / v_scale
+        n, sums, values = load_state(state, batch, head, row, row_end, C)
+    n, sums, values = fold_keys(
+        n, sums, values, queries, k_rows, v_rows, k_tma, v_tma, batch, head // shared, 0,
+        tile.begin, tile.end, tile.full_begin, tile.full_end, seen, mask.k_indices, score, False, C,
+    )  # fmt: skip
 
-    for key in tl.range(full_begin, full_end, BLOCK):
-        keys = load_whole(k_tma, k_base, batch, head // shared, key, k_strides[1], D, BLOCK, PADDED_D, TMA)
-        if FP8:
-            v_block = load_whole_turned(
-                v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA
-            )
-        else:
-            v_block = load_whole(v_tma, v_base, batch, head // shared, key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
-        n, sums, values = fold(
-            n, sums, values, queries, keys, v_block, key, end, first_key, last_key, place, query, k_indices, slope,
-            scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-            False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK, SHIFT,
-        )  # fmt: skip
-    for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK)):
-        key = masked_block(index, begin, full_begin, full_end, BLOCK)
-        keys = load_block(k_base, key, end, k_strides[1], D, BLOCK, PADDED_D)
-        if FP8:
-            v_block = load_turned(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
-        else:
-            v_block = load_block(v_base, key, end, v_strides[1], DV, BLOCK, PADDED_DV)
-        n, sums, values = fold(
-            n, sums, values, queries, keys, v_block, key, end, first_key, last_key, place, query, k_indices, slope,
-            scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-            True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK, SHIFT,
-        )  # fmt: skip
-
-    if FP8:
-        values *= v_scale
-    here = row + tl.arange(0, ROWS)
+    here = row + tl.arange(0, C.ROWS)
     if out is not None:
         if sinks is not None:
             n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
-        none = sums == 0
-        sums = tl.where(none, 1.0, sums)
-        values *= (1.0 / sums)[:, None]
-        log = tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
-        tl.store(row_of(lse, batch, head, lse_strides) + here, log, mask=here < row_end)
-        pointers, mask = block_pointers(
-            base_of(out, batch, head, out_strides), row, row_end, out_strides[1], DV, ROWS, PADDED_DV
-        )
-        tl.store(pointers, rounded(values, out.dtype.element_ty), mask=mask)
+        values, log = finished(n, sums, values)
+        tl.store(vector_of(lse, batch, head) + here, log, mask=here < row_end)
+        store_block(rows_of(out, batch, head), rounded(values, out.ptr.dtype.element_ty), row, row_end, C.DV)
     else:
-        tl.store(row_of(highest, batch, head, state_strides) + here, n * LN_2, mask=here < row_end)
-        tl.store(row_of(total, batch, head, state_strides) + here, sums, mask=here < row_end)
-        pointers, mask = block_pointers(
-            base_of(weighted, batch, head, weighted_strides), row, row_end, weighted_strides[1], DV, ROWS, PADDED_DV
-        )
-        tl.store(pointers, values, mask=mask)
+        tl.store(vector_of(state.highest, batch, head) + here, n * LN_2, mask=here < row_end)
+        tl.store(vector_of(state.total, batch, head) + here, sums, mask=here < row_end)
+        store_block(rows_of(state.weighted, batch, head), values, row, row_end, C.DV)
 
 
 @triton.jit
-def fold(
+def fold_keys(
     n,
     sums,
     values,
     queries,
-    keys,
-    v_block,
-    key,
-    end,
-    first_key,
-    last_key,
-    place,
-    query,
-    k_indices,
-    slope,
-    scale,
-    softcap,
-    keep_scale,
-    head,
+    k_rows,
+    v_rows,
+    k_tma,
+    v_tma,
     batch,
-    seed_low,
-    seed_high,
-    dropped_below,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr = 0,
+    key_head,
+    first,
+    begin,
+    end,
+    full_begin,
+    full_end,
+    seen,
+    k_indices,
+    score,
+    NO_LICM: tl.constexpr,
+    C: tl.constexpr,
+):
+    """(n, total, weighted) with the keys [begin, end) in them, which lie from row `first` on: first those that need no
+    mask. NO_LICM: what does not change in a loop is made in it nevertheless, or it would take registers."""
+    for key in tl.range(full_begin, full_end, C.BLOCK, disable_licm=NO_LICM):
+        keys = load_whole(k_tma, k_rows, batch, key_head, first + key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
+        v_block = load_whole(v_tma, v_rows, batch, key_head, first + key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
+        n, sums, values = fold(
+            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C
+        )  # fmt: skip
+    blocks = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
+    for index in tl.range(0, blocks, disable_licm=NO_LICM):
+        key = masked_block(index, begin, full_begin, full_end, C.BLOCK)
+        keys = load_block(k_rows, first + key, first + end, C.D, C.BLOCK, C.PADDED_D)
+        v_block = load_block(v_rows, first + key, first + end, C.DV, C.BLOCK, C.PADDED_DV)
+        n, sums, values = fold(
+            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+        )  # fmt: skip
+    return n, sums, values
+
+
+@triton.jit
+def fold(
+    n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """(n, total, weighted) with the keys of one block in them."""
-    products = dot(queries, keys.T, None, PRECISION)
-    columns = key + tl.arange(0, BLOCK)
+    products = dot(queries, keys.T, None, C.PRECISION)
+    columns = key + tl.arange(0, C.BLOCK)
     index = columns
     distance = products
-    if ALIBI or DROPOUT:
-        index = load_rows(k_indices, key, end, BLOCK, 0)
-    if ALIBI:
-        distance = tl.abs(place[:, None] - index[None, :]).to(tl.float32)
-    s, _ = scores_of(products, distance, slope, scale, softcap, CAPPED, ALIBI)
+    if C.ALIBI or C.DROPOUT:
+        index = load_vector(k_indices, key, end, C.BLOCK, 0)
+    if C.ALIBI:
+        distance = tl.abs(seen.place[:, None] - index[None, :]).to(tl.float32)
+    s, _ = scores_of(products, distance, score, C)
     if MASKED:
-        s = tl.where(
-            (columns[None, :] >= first_key[:, None]) & (columns[None, :] < last_key[:, None]), s, float("-inf")
-        )
-    factor = factor_of(scale, CAPPED, ALIBI)
-    now = tl.maximum(n, tl.ceil(tl.max(s, 1) * factor) - SHIFT)
+        visible = (columns[None, :] >= seen.first[:, None]) & (columns[None, :] < seen.last[:, None])
+        s = tl.where(visible, s, float("-inf"))
+    factor = factor_of(score, C)
+    now = tl.maximum(n, tl.ceil(tl.max(s, 1) * factor))
     base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
     p = tl.exp2(s * factor - base[:, None])
     before = tl.exp2(n - base)
     sums = sums * before + tl.sum(p, 1)
-    if DROPOUT:
-        keep = kept(query[:, None], index[None, :], head, batch, seed_low, seed_high, dropped_below)
-        p = tl.where(keep, p * keep_scale, 0.0)
-    values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], PRECISION)
+    if C.DROPOUT:
+        keep = kept(seen.index[:, None], index[None, :], score)
+        p = tl.where(keep, p * score.keep_scale, 0.0)
+    values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], C.PRECISION)
     return now, sums, values
 
 
 @triton.jit
-def load_state(
-    weighted,
-    highest,
-    total,
-    row,
-    row_end,
-    stride,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-):
+def no_keys(C: tl.constexpr):
+    """(n, total, weighted) before the first key."""
+    ROWS: tl.constexpr = C.ROWS
+    return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), zeros(ROWS, C.PADDED_DV)
+
+
+@triton.jit
+def load_state(state, batch, head, row, row_end, C: tl.constexpr):
     """(n, total, weighted): `highest` in base 2 as a whole number, and the others relative to that."""
-    exponent = load_rows(highest, row, row_end, ROWS, float("-inf")) * LOG2_E
+    exponent = load_vector(vector_of(state.highest, batch, head), row, row_end, C.ROWS, float("-inf")) * LOG2_E
     n = tl.floor(exponent + 0.5)
     # What this kernel has written is n but for the rounding of n * ln 2 and of this product; others write any number.
     exact = (tl.abs(exponent - n) <= tl.abs(exponent) * 2.4e-7) | (exponent == float("-inf"))
     by = tl.where(exact, 1.0, tl.exp2(exponent - n))
-    sums = load_rows(total, row, row_end, ROWS, 0.0) * by
-    values = load_block(weighted, row, row_end, stride, DV, ROWS, PADDED_DV) * by[:, None]
+    sums = load_vector(vector_of(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
+    values = load_block(rows_of(state.weighted, batch, head), row, row_end, C.DV, C.ROWS, C.PADDED_DV) * by[:, None]
     return n, sums, values
 
 
@@ -282,23 +241,116 @@ def add_sink(n, sums, values, sink):
     return now, sums * before + tl.exp2(sink - base), values * before[:, None]
 
 
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """The kernel as `attention_variants` says: plain ones from and to a state, the others from none to out and lse."""
-    for shape in attention_shapes("forward", arch, fp8=True):
-        ends = shape.rich
-        yield shape.variant(
-            forward_kernel,
-            {
-                "k_tma": shape.descriptor(shape.head_dim),
-                "v_tma": shape.descriptor(shape.v_head_dim, turned=shape.kind == "fp8"),
-                **dict.fromkeys(("weighted", "highest", "total"), None if ends else "*fp32"),
-                "out": f"*{'bf16' if shape.kind == 'fp8' else shape.dtype}" if ends else None,
-                "lse": "*fp32" if ends else None,
-                "sinks": "*fp32" if ends else None,
-                "scales": "*fp32" if shape.kind == "fp8" else None,
-                **dict.fromkeys(("starts", "stops"), "*i32"),
-                **dict.fromkeys(("weighted_strides", "out_strides"), ("i32",) * 3),
-                **dict.fromkeys(("state_strides", "lse_strides"), ("i32",) * 2),
-            },
-            {"FIRST": ends},
+@triton.jit
+def finished(n, sums, values):
+    """(out, lse): 0 and -inf of rows that have seen nothing."""
+    none = sums == 0
+    sums = tl.where(none, 1.0, sums)
+    return values * (1.0 / sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    terms: Terms,
+    state: State,
+    *,
+    fresh: bool = False,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> None:
+    """Fold k and v into `state`: (weighted [B, S, H, Dv], highest [B, H, S], total [B, H, S]), fp32.
+
+    Args:
+        q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
+        fresh: `state` holds nothing yet and is not read; it need not be initialised.
+        precision: of fp32: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+        config: tiles, in place of the shipped ones.
+
+    Raises:
+        ValueError: something is not as above; says what. Nothing has run then.
+
+    Example:
+        flash_forward(q, k, v, step, Terms(scale=128**-0.5), (weighted, highest, total))
+    """
+    check(q, k, v, step, terms, precision)
+    _launch(q, k, v, step, terms, state, None, None, None, fresh, precision, config)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    terms: Terms,
+    *,
+    sinks: Tensor | None = None,
+    state: State | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
+
+    Args:
+        sinks: [H] scores of one more key each, whose value is 0; they count in lse.
+        state: what earlier keys have given, as `flash_forward` left it; it is read only.
+        out, lse: where to write; the last dim dense.
+
+    The other arguments and errors are those of `flash_forward`.
+    """
+    check(q, k, v, step, terms, precision)
+    check_per_head("sinks", sinks, q)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
+    _launch(q, k, v, step, terms, state, out, lse, sinks, state is None, precision, config)
+    return out, lse
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    terms: Terms,
+    state: State | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    first: bool,
+    precision: str,
+    config: AttentionConfig | None,
+) -> None:
+    if q.numel() == 0:
+        return
+    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    if state is not None:
+        weighted, highest, total = state
+        check_like(q, {"weighted": (weighted, values), "highest": (highest, per_row), "total": (total, per_row)})
+        check_alike({"highest": highest, "total": total})
+    check_like(q, {"lse": (lse, per_row)})
+    check_like(q, {"out": (out, values)}, sums=False)
+    config = config or config_for("forward", q, v, terms, precision)
+    tiles = query_tiles(step, config.rows, config.block, q.device)
+    k_tma, v_tma = descriptors(config, k, v)
+    grid = programs(q, k, v, tiles, of_keys=False)
+    with on_device(q):
+        forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
+            q=heads_of(q),
+            k=heads_of(k),
+            v=heads_of(v),
+            k_tma=k_tma,
+            v_tma=v_tma,
+            state=None if state is None else StateArguments(*map(heads_of, state)),
+            out=None if out is None else heads_of(out),
+            lse=None if lse is None else heads_of(lse),
+            sinks=dense(sinks),
+            mask=mask_of(step.on(q.device), "starts", "stops"),
+            tiles=tiles,
+            **grid,
+            **kernel_arguments(config, q, v, terms, precision, tma=k_tma is not None, first=first),
         )

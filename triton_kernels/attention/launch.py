@@ -1,9 +1,7 @@
-"""What a launch of an attention kernel is given: the host's side of attention_blocks.py and attention_scores.py."""
+"""What a launch of an attention kernel is given, and the checks before: the host's side of blocks.py."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..gemm.operands import arch_of
-from ..gemm.tiles import INTERPRETED
-from .configs import LEAST_SHARED_BYTES, MAX_HEAD_DIM, AttentionConfig, attention_config
-from .tiles import Seen
+from ..device import LEAST_SHARED_BYTES, arch_of, shared_bytes_of
+from ..language import INTERPRETED
+from .blocks import Constants, Heads, Mask, ScoreArguments
+from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
+from .tiles import Step
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PRECISIONS = ("ieee", "tf32")
@@ -35,7 +34,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a score is beside q.k: see attention_scores.py. `slopes` [heads]."""
+    """What a score is beside q.k: see blocks.py. `slopes` [heads]."""
 
     scale: float
     softcap: float = 0.0
@@ -48,20 +47,58 @@ class Terms:
         return self.softcap == 0.0 and self.slopes is None and not (self.dropout and self.dropout.p > 0)
 
     def arguments(self) -> dict[str, Any]:
-        """Of every kernel."""
+        """The arguments of a kernel but for `C`: scores, seeds and the like."""
         drop = self.dropout or Dropout(0.0, 0)
+        keep_scale = 1.0 / (1.0 - drop.p)
         return {
-            "slopes": dense(self.slopes),
-            "scale": float(self.scale),
-            "softcap": float(self.softcap),
-            "keep_scale": 1.0 / (1.0 - drop.p),
+            "scores": ScoreArguments(dense(self.slopes), float(self.scale), float(self.softcap), keep_scale),
             "seed_low": _signed(drop.seed & 0xFFFFFFFF),
             "seed_high": _signed(drop.seed >> 32),
             "dropped_below": _signed(min(int(drop.p * 2**32), 0xFFFFFFFF)),
             "first_head": drop.first_head,
-            "CAPPED": self.softcap != 0.0,
-            "DROPOUT": drop.p > 0.0,
         }
+
+
+def constants(
+    config: AttentionConfig,
+    head_dim: int,
+    v_head_dim: int,
+    precision: str,
+    *,
+    capped: bool = False,
+    alibi: bool = False,
+    dropout: bool = False,
+    tma: bool = False,
+    first: bool = False,
+) -> Constants:
+    """The constexpr `C` of an attention kernel."""
+    dims = head_dim, v_head_dim, padded(head_dim), padded(v_head_dim)
+    return Constants(*dims, precision, config.rows, config.block, tma, capped, alibi, dropout, first)
+
+
+def kernel_arguments(
+    config: AttentionConfig,
+    q: Tensor,
+    v: Tensor,
+    terms: Terms,
+    precision: str,
+    *,
+    tma: bool,
+    first: bool = False,
+) -> dict[str, Any]:
+    """What all kernels have: what `terms` say, the constants and the compiler's options."""
+    c = constants(
+        config,
+        q.shape[3],
+        v.shape[3],
+        precision,
+        capped=terms.softcap != 0.0,
+        alibi=terms.slopes is not None,
+        dropout=terms.dropout is not None and terms.dropout.p > 0.0,
+        tma=tma,
+        first=first,
+    )
+    return {**terms.arguments(), "C": c, **config.options()}
 
 
 def obstacle(
@@ -90,12 +127,12 @@ def obstacle(
     return None
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, precision: str) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, step: Step, terms: Terms, precision: str) -> None:
     """Raises ValueError, in a sentence, where the kernels cannot compute it."""
     check_tensors(q, k, v, terms, precision)
     rows, keys = q.shape[1], k.shape[1]
-    if (rows, keys) != (seen.rows, seen.keys):
-        raise ValueError(f"the mask is of {seen.rows} queries and {seen.keys} keys; q and k have {rows} and {keys}.")
+    if (rows, keys) != (step.rows, step.keys):
+        raise ValueError(f"the mask is of {step.rows} queries and {step.keys} keys; q and k have {rows} and {keys}.")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str) -> None:
@@ -121,11 +158,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str)
             f"that divides that of heads; q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
         )
     check_per_head("slopes", terms.slopes, q)
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside of it kernels are launched where x is: Triton launches on the current GPU."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_rows(name: str, x: Tensor) -> None:
@@ -172,29 +204,16 @@ def check_alike(sums: Mapping[str, Tensor]) -> None:
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """One of `attention_configs.KINDS`."""
-    if dtype == torch.float8_e4m3fn:
-        return "fp8"
+    """One of `configs.KINDS`."""
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
-    """The shipped config of `kernel` (`attention_configs.KERNELS`)."""
+    """The shipped config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
     arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
     return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
-
-
-def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that a program may have on a GPU."""
-    return _shared_bytes_of_gpu(device.index)
-
-
-@functools.lru_cache
-def _shared_bytes_of_gpu(index: int | None) -> int:
-    properties = torch.cuda.get_device_properties(index)
-    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:
@@ -222,18 +241,30 @@ def fits_tma(x: Tensor) -> bool:
     return x.numel() > 0 and x.element_size() <= 2 and aligned and x.data_ptr() % 16 == 0
 
 
-def descriptor(x: Tensor, block: int, width: int) -> TensorDescriptor:
-    """Of x [B, S, H, D] as [B, H, S, D], in blocks of `block` rows of one head."""
+def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Of each tensor [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head; None of all where one
+    does not fit TMA, or the config does without."""
+    if not (config.tma and all(fits_tma(x) for x in tensors)):
+        return (None,) * len(tensors)
+    return tuple(_descriptor(x, config.block) for x in tensors)
+
+
+def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     turned = x.transpose(1, 2)
     # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
     row = -(-x.shape[3] // 16) * 16
     strides = [stride if size > 1 else row for stride, size in zip(turned.stride(), turned.shape, strict=True)]
-    return TensorDescriptor(turned, list(turned.shape), [*strides[:3], 1], [1, 1, block, width])
+    return TensorDescriptor(turned, list(turned.shape), [*strides[:3], 1], [1, 1, block, padded(x.shape[3])])
 
 
-def strides_of(x: Tensor | None, count: int = 3) -> tuple[int, ...]:
-    """Of all dims but the last, which is dense; zeros of what is not there."""
-    return (0,) * count if x is None else tuple(x.stride()[:count])
+def heads_of(x: Tensor) -> Heads:
+    """x as a kernel takes it; its last dim is dense."""
+    return Heads(x, x.stride()[:-1])
+
+
+def mask_of(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
+    """The vectors of a `Step`, or of a ring's chunks, as a kernel takes them."""
+    return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
 
 
 def _signed(word: int) -> int:

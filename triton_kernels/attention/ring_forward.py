@@ -1,6 +1,6 @@
 """Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these are on their way.
 
-The equations are those of flash_attention_forward.py, whose blocks are folded in here. What is new is the order: a
+The equations are those of forward.py, whose blocks are folded in here. What is new is the order: a
 program takes a tile of queries of one head through all chunks of keys (module `ring_keys`), this rank's own first and
 then source by source, and waits for the flag of each before it looks at it. The sums never leave the registers: no
 launch for each step, no state in memory, nothing merged. The order is that of the steps, not of arrival, so every run
@@ -20,8 +20,7 @@ Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infini
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -29,57 +28,45 @@ import triton.language as tl
 from torch import Tensor
 
 from ..comm import gather, ptx
-from ..comm.gather import LaunchOf, join, unbroken
-from ..comm.signals import is_last, put, wait
-from ..comm.slots import or_nan
-from ..gemm.launch import workspace_arguments
-from ..gemm.tiles import rounded
-from ..resources import Variant
+from ..comm.gather import LaunchOf
+from ..comm.signals import is_last, join, put, unbroken, wait
+from ..device import on_device
+from ..language import or_nan, rounded
 from . import ring_keys
-from .blocks import (
-    base_of,
-    block_pointers,
-    load_block,
-    load_rows,
-    load_whole,
-    masked_block,
-    masked_blocks,
-    row_of,
-)
-from .configs import AttentionConfig, config_arguments, padded
-from .forward import add_sink, fold
+from .blocks import LOG2_E, ODD, load_block, load_seen, rows_of, score_of, store_block, vector_of
+from .configs import AttentionConfig
+from .forward import add_sink, finished, fold_keys, no_keys
 from .launch import (
     Terms,
     check_per_head,
     check_tensors,
     config_for,
     dense,
-    descriptor,
-    fits_tma,
-    on_device,
-    strides_of,
+    descriptors,
+    heads_of,
+    kernel_arguments,
+    mask_of,
 )
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
-from .scores import LN_2, LOG2_E
-from .variants import ODD, attention_shapes
 
 CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, where its k_indices begin
 BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of what needs no mask
 
-_RING_ODD = (
-    "chunk_count",
-    "queries",
-    "own_rows",
-    "slots_row",
-    "slot_rows",
-    "slots",
-    "first_group",
-    "last_group",
+RING_ODD = (
+    *("chunk_count", "queries", "own_rows", "slots_row", "slot_rows", "slots", "first_group", "last_group"),
     "rank",
 )
 
 
-@triton.jit(do_not_specialize=[*ODD, *_RING_ODD])
+class Tables(NamedTuple):
+    """int32 tables of tiles and chunks, see `Chunks`."""
+
+    tiles: Any
+    bounds: Any
+    chunks: Any
+
+
+@triton.jit(do_not_specialize=[*ODD, *RING_ODD])
 def ring_kernel(
     q,
     k,
@@ -89,32 +76,18 @@ def ring_kernel(
     out,
     lse,
     sinks,
-    slopes,
-    starts,
-    stops,
-    places,
-    q_indices,
-    k_indices,
-    tiles,
-    bounds,
-    chunks,
+    mask,
+    scores,
+    tables,
     tile_count,
     heads,
     batch_heads,
     together,
     shared,
-    scale,
-    softcap,
-    keep_scale,
     seed_low,
     seed_high,
     dropped_below,
     first_head,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    lse_strides,
     chunk_count,
     queries,
     own_rows,
@@ -123,30 +96,16 @@ def ring_kernel(
     slots,
     first_group,
     last_group,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
 
     starts and stops [chunks, queries] are in keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
     heads look at the keys of a group; this launch computes groups [first_group, last_group).
     """
-    ALIBI: tl.constexpr = slopes is not None
     per_group = tile_count * together
     arrived = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
     group_before = first_group
@@ -167,20 +126,16 @@ def ring_kernel(
         batch = batch_head // heads
         head = batch_head % heads
         key_head = within % together // shared
-        row = tl.load(tiles + 2 * number)
-        row_end = tl.load(tiles + 2 * number + 1)
-        k_base = base_of(k, 0, key_head, k_strides)
-        v_base = base_of(v, 0, key_head, v_strides)
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes + head)
+        row = tl.load(tables.tiles + 2 * number)
+        row_end = tl.load(tables.tiles + 2 * number + 1)
+        k_rows = rows_of(k, 0, key_head)
+        v_rows = rows_of(v, 0, key_head)
+        score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-        n = tl.full((ROWS,), float("-inf"), tl.float32)
-        sums = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, PADDED_DV), tl.float32)
+        n, sums, values = no_keys(C)
         for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
-            chunk = chunks + c * CHUNK_COLUMNS
-            bound = bounds + (number * chunk_count + c) * BOUND_COLUMNS
+            chunk = tables.chunks + c * CHUNK_COLUMNS
+            bound = tables.bounds + (number * chunk_count + c) * BOUND_COLUMNS
             begin = tl.load(bound)
             end = tl.load(bound + 1)
             full_begin = tl.load(bound + 2)
@@ -188,65 +143,41 @@ def ring_kernel(
             first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, slots_row + group % slots * slot_rows)
             bit = tl.cast(1, tl.int64) << tl.cast(c, tl.int64)
             if (c > 0) & (end > begin) & (arrived & bit == 0):
-                call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+                call = join(ws, rank)
                 wait(call, arrived_flag(group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
                 arrived |= bit
-                if TMA:
+                if C.TMA:
                     ptx.async_fence()
 
             # Anew for each chunk: kept for all of them, queries would take registers beside the sums.
-            q_block = load_block(base_of(q, batch, head, q_strides), row, row_end, q_strides[1], D, ROWS, PADDED_D)
-            indices = k_indices + tl.load(chunk + 2)
-            first_key = load_rows(starts + tl.cast(c, tl.int64) * queries, row, row_end, ROWS, 0)
-            last_key = load_rows(stops + tl.cast(c, tl.int64) * queries, row, row_end, ROWS, 0)
-            place = first_key
-            query = first_key
-            if ALIBI:
-                place = load_rows(places, row, row_end, ROWS, 0)
-            if DROPOUT:
-                query = load_rows(q_indices, row, row_end, ROWS, 0)
-            for key in tl.range(full_begin, full_end, BLOCK, disable_licm=True):
-                keys = load_whole(k_tma, k_base, 0, key_head, first + key, k_strides[1], D, BLOCK, PADDED_D, TMA)
-                v_block = load_whole(v_tma, v_base, 0, key_head, first + key, v_strides[1], DV, BLOCK, PADDED_DV, TMA)
-                n, sums, values = fold(
-                    n, sums, values, q_block, keys, v_block, key, end, first_key, last_key, place, query, indices,
-                    slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-                    False, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
-                )  # fmt: skip
-            for index in tl.range(0, masked_blocks(begin, end, full_begin, full_end, BLOCK), disable_licm=True):
-                key = masked_block(index, begin, full_begin, full_end, BLOCK)
-                keys = load_block(k_base, first + key, first + end, k_strides[1], D, BLOCK, PADDED_D)
-                v_block = load_block(v_base, first + key, first + end, v_strides[1], DV, BLOCK, PADDED_DV)
-                n, sums, values = fold(
-                    n, sums, values, q_block, keys, v_block, key, end, first_key, last_key, place, query, indices,
-                    slope, scale, softcap, keep_scale, head + first_head, batch, seed_low, seed_high, dropped_below,
-                    True, CAPPED, ALIBI, DROPOUT, PRECISION, BLOCK,
-                )  # fmt: skip
+            q_block = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
+            indices = mask.k_indices + tl.load(chunk + 2)
+            of_chunk = tl.cast(c, tl.int64) * queries
+            seen = load_seen(mask.first + of_chunk, mask.last + of_chunk, mask, row, row_end, C)
+            n, sums, values = fold_keys(
+                n, sums, values, q_block, k_rows, v_rows, k_tma, v_tma, 0, key_head, first,
+                begin, end, full_begin, full_end, seen, indices, score, True, C,
+            )  # fmt: skip
 
         if sinks is not None:
             n, sums, values = add_sink(n, sums, values, tl.load(sinks + head) * LOG2_E)
-        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+        call = join(ws, rank)
         good = unbroken(call)
-        none = sums == 0
-        sums = tl.where(none, 1.0, sums)
-        values *= (1.0 / sums)[:, None]
-        log = tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
-        here = row + tl.arange(0, ROWS)
-        tl.store(row_of(lse, batch, head, lse_strides) + here, or_nan(log, good), mask=here < row_end)
-        pointers, mask = block_pointers(
-            base_of(out, batch, head, out_strides), row, row_end, out_strides[1], DV, ROWS, PADDED_DV
-        )
-        tl.store(pointers, rounded(or_nan(values, good), out.dtype.element_ty), mask=mask)
+        values, log = finished(n, sums, values)
+        here = row + tl.arange(0, C.ROWS)
+        tl.store(vector_of(lse, batch, head) + here, or_nan(log, good), mask=here < row_end)
+        values = rounded(or_nan(values, good), out.ptr.dtype.element_ty)
+        store_block(rows_of(out, batch, head), values, row, row_end, C.DV)
         if is_last(call, GROUP_DONE + group, per_group):
             put(call, rank, done_flag(group, WORLD), True)
 
 
-class Seen(Protocol):
+class Chunks(Protocol):
     """What this rank's queries see of its own keys and of each chunk; the first chunk are own keys."""
 
     def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
         """int32 tensors there, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and bounds
-        [tiles, chunks, BOUND_COLUMNS], as in attention_tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
+        [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
         [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, of own keys and of each
         chunk's, one behind the other."""
         ...
@@ -256,7 +187,7 @@ def ring_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Seen,
+    chunks: Chunks,
     terms: Terms,
     layout: KeysLayout,
     *,
@@ -282,7 +213,7 @@ def ring_forward(
         ValueError: something is not as above; says what. Nothing has run then.
 
     Example:
-        out, lse = ring_forward(q, k, v, seen, Terms(128**-0.5), layout, workspace=workspace, programs=131)
+        out, lse = ring_forward(q, k, v, chunks, Terms(128**-0.5), layout, workspace=workspace, programs=131)
     """
     _check(q, k, v, terms, layout, workspace, programs, sinks, precision)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -295,7 +226,7 @@ def ring_forward(
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
         # All that may allocate comes before `stage`, which tells the peers that this rank has begun the call.
         launches = [
-            _launch(q, out, lse, seen, terms, layout, workspace, programs, sinks, precision, config, groups)
+            _launch(q, out, lse, chunks, terms, layout, workspace, programs, sinks, precision, config, groups)
             if q.numel()
             else None
             for groups in windows
@@ -373,7 +304,7 @@ def _launch(
     q: Tensor,
     out: Tensor,
     lse: Tensor,
-    seen: Seen,
+    chunks: Chunks,
     terms: Terms,
     layout: KeysLayout,
     workspace: RingWorkspace,
@@ -384,31 +315,27 @@ def _launch(
     groups: range,
 ) -> LaunchOf:
     config = config or config_for("ring", q, out, terms, precision)
-    tables = seen.on(q.device, config.rows, config.block)
+    tables = chunks.on(q.device, config.rows, config.block)
     keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
-    tma = config.tma and fits_tma(keys) and fits_tma(values)
+    k_tma, v_tma = descriptors(config, keys, values)
     heads = q.shape[2]
     together = q.shape[0] * heads // layout.groups
     arguments = {
-        "q": q,
-        "k": keys,
-        "v": values,
-        "k_tma": descriptor(keys, config.block, padded(layout.head_dim)) if tma else None,
-        "v_tma": descriptor(values, config.block, padded(layout.v_head_dim)) if tma else None,
-        "out": out,
-        "lse": lse,
+        "q": heads_of(q),
+        "k": heads_of(keys),
+        "v": heads_of(values),
+        "k_tma": k_tma,
+        "v_tma": v_tma,
+        "out": heads_of(out),
+        "lse": heads_of(lse),
         "sinks": dense(sinks),
-        **tables,
+        "mask": mask_of(tables, "starts", "stops"),
+        "tables": Tables(tables["tiles"], tables["bounds"], tables["chunks"]),
         "tile_count": len(tables["tiles"]),
         "heads": heads,
         "batch_heads": q.shape[0] * heads,
         "together": together,
         "shared": together // layout.per_group,
-        "q_strides": strides_of(q),
-        "k_strides": strides_of(keys),
-        "v_strides": strides_of(values),
-        "out_strides": strides_of(out),
-        "lse_strides": strides_of(lse, 2),
         "chunk_count": 1 + len(layout.chunks),
         "queries": q.shape[1],
         "own_rows": layout.own_rows,
@@ -418,13 +345,10 @@ def _launch(
         "first_group": groups.start,
         "last_group": groups.stop,
         "WORLD": workspace.world_size,
-        "TMA": tma,
-        **terms.arguments(),
-        **config_arguments(config, layout.head_dim, layout.v_head_dim, precision),
-        **workspace_arguments(workspace),
+        # Relays wait for peers and say so when they give up; this deadline only bounds the wait.
+        **workspace.arguments(ring_keys.longer(workspace.timeout_ns, 2)),
+        **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
     }
-    # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
-    arguments["timeout_ns"] = ring_keys.longer(workspace.timeout_ns, 2)
     works = len(tables["tiles"]) * together * len(groups)
     return ring_kernel, (max(1, min(programs, works)),), arguments
 
@@ -453,28 +377,3 @@ def _kind(value: Any, specialised: bool) -> Any:
     if hasattr(value, "block_shape"):
         return value.base.dtype, tuple(value.block_shape)
     return type(value)  # floats, and what is not there
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """The kernels of a forward with W = 8: plain, and with all that scores may have and sinks."""
-    for element in ("bf16", "fp16", "fp32"):
-        yield from ring_keys.stage_and_relay_variants(arch, element)
-    for shape in attention_shapes("ring", arch):
-        yield shape.variant(
-            ring_kernel,
-            {
-                "k_tma": shape.descriptor(shape.head_dim),
-                "v_tma": shape.descriptor(shape.v_head_dim),
-                "out": f"*{shape.dtype}",
-                "lse": "*fp32",
-                "sinks": "*fp32" if shape.rich else None,
-                **dict.fromkeys(("starts", "stops", "bounds", "chunks"), "*i32"),
-                "out_strides": ("i32",) * 3,
-                "lse_strides": ("i32",) * 2,
-                **dict.fromkeys(_RING_ODD, "i32"),
-                **dict.fromkeys(("workspaces_ptr", "state_ptr", "error_ptr"), "*i64"),
-                **dict.fromkeys(("half_bytes", "timeout_ns"), "i64"),
-            },
-            {"WORLD": 8},
-            odd=_RING_ODD,
-        )

@@ -1,4 +1,4 @@
-"""Keys and values of all ranks for a kernel of ring attention: pulled chunk by chunk, told of by flags as they arrive.
+"""Keys and values of all ranks for a kernel of ring attention: pulled chunk by chunk, each announced by a flag.
 
 A rank's queries look at rows of other ranks' keys: its chunks, each of one source. Heads go by groups, so that what is
 held of other ranks is two groups' heads (SLOTS), not all, and the second group travels while the first is computed
@@ -8,7 +8,7 @@ with. Memory of a rank, [rows, heads of a group, D + Dv], K beside V so that a c
     slots            group g's chunks, one behind the other, in slot g % SLOTS
 
 `stage` copies own keys there and says so (module `gather` has that part of the protocol, and its words begun, ready and
-pulled, of W each); between two copies of the copy engine `relay`, one program, tells of the one and waits for what the
+pulled, of W each); between two copies of the copy engine `relay`, one program, announces the one and waits for what the
 other needs. More words:
 
     verdict[s]       this rank, between two of its own launches: whether rank s's keys came
@@ -19,31 +19,29 @@ Between calls a slot is free, since copies are behind `stage`, which is behind t
 are free once all ranks have pulled: each puts pulled in each call, at once where it needs nothing of that source, so
 calls whose masks skip different steps do not pass each other.
 
-A wait that expires is on record before anything is overwritten or missed because of it: who reads chunks looks for
-that when it ends (`gather.unbroken`), and makes what it writes NaN.
+A wait that expires is on record before anything is overwritten or missed because of it: the reader of the chunks checks
+the record when it ends (`signals.unbroken`), and writes NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, join, run, unbroken, wait_pulled
-from ..comm.signals import EPOCH, begin, flag_at, is_last, put, wait
+from ..comm.gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, run, wait_pulled
+from ..comm.signals import EPOCH, begin, flag_at, is_last, join, put, unbroken, wait
 from ..comm.workspace import DATA_ALIGNMENT, OPS
-from ..gemm.launch import compile_arguments, workspace_arguments
-from ..resources import Variant
-from .blocks import base_of, block_pointers, load_block
+from .blocks import Rows, load_block, rows_of, store_block
 from .configs import padded
-from .launch import strides_of
+from .launch import heads_of
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
@@ -87,15 +85,9 @@ def stage_kernel(
     heads,
     pairs,
     per_group,
-    k_strides,
-    v_strides,
     unneeded,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -104,7 +96,7 @@ def stage_kernel(
 ):
     """Begins a call: copies k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all have
     read what was there. Bit s of `unneeded` says that nothing of rank s's keys will be pulled."""
-    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
+    call = begin(ws, rank, WORLD)
     free = True
     for distance in tl.range(1, WORLD):
         free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
@@ -113,17 +105,11 @@ def stage_kernel(
         pair = block % pairs
         row = block // pairs * ROWS
         end = tl.where(free, rows, row)
-        k_rows = load_block(
-            base_of(k, pair // heads, pair % heads, k_strides), row, end, k_strides[1], D, ROWS, PADDED_D
-        )
-        v_rows = load_block(
-            base_of(v, pair // heads, pair % heads, v_strides), row, end, v_strides[1], DV, ROWS, PADDED_DV
-        )
+        keys = load_block(rows_of(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
+        values = load_block(rows_of(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
-        pointers, mask = block_pointers(target, row, end, width, D, ROWS, PADDED_D)
-        tl.store(pointers, k_rows, mask=mask)
-        pointers, mask = block_pointers(target + D, row, end, width, DV, ROWS, PADDED_DV)
-        tl.store(pointers, v_rows, mask=mask)
+        store_block(Rows(target, width), keys, row, end, D)
+        store_block(Rows(target + D, width), values, row, end, DV)
     if is_last(call, STAGED, tl.num_programs(0)):
         # All programs have read the call's number and, had one of them not been free to write, that is on record.
         good = unbroken(call)
@@ -132,7 +118,7 @@ def stage_kernel(
             put(call, peer, READY * WORLD + rank, good)
             if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
                 put(call, peer, PULLED * WORLD + rank, good)
-        tl.atomic_xchg(state_ptr + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=_RELAY_ODD)
@@ -143,17 +129,13 @@ def relay_kernel(
     last,
     awaited,
     freed,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
 ):
     """Between two copies, one program: tells that a chunk of `source` has arrived, the last of its chunks or not, and
     waits for rank `awaited`'s keys, or until group `freed` has been computed with. NONE: of none, for none."""
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    call = join(ws, rank)
     if source != NONE:
         good = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
         put(call, rank, arrived_flag(group, chunk, WORLD), good)
@@ -287,25 +269,22 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
     needed = {chunk.source for chunk in layout.chunks}
     unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
     arguments = {
-        "k": k,
-        "v": v,
+        "k": heads_of(k),
+        "v": heads_of(v),
         "own": workspace.keys(workspace.rank, layout),
         "rows": layout.own_rows,
         "heads": k.shape[2],
         "pairs": layout.pairs,
         "per_group": layout.per_group,
-        "k_strides": strides_of(k),
-        "v_strides": strides_of(v),
         "unneeded": unneeded,
         "WORLD": workspace.world_size,
-        **_dims(layout.head_dim, layout.v_head_dim),
+        "D": layout.head_dim,
+        "DV": layout.v_head_dim,
+        "PADDED_D": padded(layout.head_dim),
+        "PADDED_DV": padded(layout.v_head_dim),
     }
     blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace_arguments(workspace)
-
-
-def _dims(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    return {"D": head_dim, "DV": v_head_dim, "PADDED_D": padded(head_dim), "PADDED_DV": padded(v_head_dim)}
+    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
 class _Pull(NamedTuple):
@@ -345,10 +324,8 @@ class KeysPuller:
             elif behind.group == 0 and behind.chunk == self._first[source]:
                 awaited = source
         arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
-        arguments |= workspace_arguments(self.workspace)
-        if freed != NONE.value:
-            # The kernel waits for other chunks meanwhile; whoever waits for a peer is to say so when it gives up.
-            arguments["timeout_ns"] = longer(self.workspace.timeout_ns, 3)
+        # The kernel that frees a group waits for other chunks meanwhile: the wait for a peer must expire first.
+        arguments |= self.workspace.arguments(longer(self.workspace.timeout_ns, 1 if freed == NONE.value else 3))
         return relay_kernel, (1,), arguments
 
     def relays_to_load(self) -> list[LaunchOf]:
@@ -393,25 +370,3 @@ class KeysPuller:
         start, stop = layout.own(chunk.source, pull.group, chunk.first, chunk.rows)
         to, end = layout.pulled(pull.group, pull.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
-
-
-def stage_and_relay_variants(arch: int, element: str) -> Iterator[Variant]:
-    """The kernels of this module, for `ring_forward.compile_variants`."""
-    stage: dict[str, Any] = dict(compile_arguments(stage_kernel, element))
-    stage |= dict.fromkeys(("k", "v", "own"), f"*{element}") | dict.fromkeys(("k_strides", "v_strides"), ("i32",) * 3)
-    stage["unneeded"] = "i64"
-    for name, kernel, arguments, constants, options in (
-        ("ring_stage", stage_kernel, stage, {"WORLD": 8, **_dims(128, 128)}, {}),
-        ("ring_relay", relay_kernel, compile_arguments(relay_kernel, element), {"WORLD": 8}, {"num_warps": 1}),
-    ):
-        yield Variant(
-            name,
-            element,
-            arch,
-            kernel,
-            {name: kind for name, kind in arguments.items() if name not in constants},
-            constants,
-            options,
-            odd=frozenset(_STAGE_ODD + _RELAY_ODD),
-            matrix_instruction=False,
-        )

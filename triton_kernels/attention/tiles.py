@@ -23,7 +23,7 @@ from torch import Tensor
 COLUMNS = 6  # row, end of rows, begin, end, begin and end of what needs no mask
 
 
-class Seen(Protocol):
+class Step(Protocol):
     """Which of `keys` keys each of `rows` queries sees; a step of a ring is one.
 
     `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows behind which tokens of the whole
@@ -55,29 +55,24 @@ class Seen(Protocol):
     def on(self, device: torch.device) -> dict[str, Tensor]: ...
 
 
-def query_tiles(seen: Seen, rows: int, block: int, device: torch.device, aligned: int = 1) -> Tensor:
-    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once.
-
-    Blocks begin at multiples of `aligned` keys; with more than 1, that many less 1 are visited for nothing at most.
-    """
-    known = seen.on(device)
-    name = f"query tiles {rows}x{block}" + f" aligned to {aligned}" * (aligned > 1)
-    if name not in known:
-        tiles = tiles_of(seen.starts, seen.stops, seen.q_breaks, rows, block, aligned)
-        known[name] = torch.from_numpy(tiles).to(device)
-    return known[name]
+def query_tiles(step: Step, rows: int, block: int, device: torch.device) -> Tensor:
+    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once."""
+    return _kept(step, f"query tiles {rows}x{block}", device, step.starts, step.stops, step.q_breaks, rows, block)
 
 
-def key_tiles(seen: Seen, rows: int, block: int, device: torch.device) -> Tensor:
+def key_tiles(step: Step, rows: int, block: int, device: torch.device) -> Tensor:
     """Tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
-    known = seen.on(device)
-    name = f"key tiles {rows}x{block}"
+    return _kept(step, f"key tiles {rows}x{block}", device, *step.seen_by, step.k_breaks, rows, block)
+
+
+def _kept(step: Step, name: str, device: torch.device, *of: Any) -> Tensor:
+    known = step.on(device)
     if name not in known:
-        known[name] = torch.from_numpy(tiles_of(*seen.seen_by, seen.k_breaks, rows, block)).to(device)
+        known[name] = torch.from_numpy(tiles_of(*of)).to(device)
     return known[name]
 
 
-def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int, aligned: int = 1) -> Any:
+def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
     """int32 [tiles, COLUMNS], those with most to look at first: (row, end of rows, begin, end, full begin, full end).
 
     Blocks lie at begin, begin + block, ...; those in [full begin, full end) are whole and seen by all rows of the tile.
@@ -86,12 +81,9 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
     [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
     """
     first, behind = _rows_of_tiles(starts, stops, breaks, rows)
-    begin, end = starts[first].astype(np.int64) // aligned * aligned, stops[behind - 1].astype(np.int64)
+    begin, end = starts[first].astype(np.int64), stops[behind - 1].astype(np.int64)
     end = np.maximum(begin, end)
-    full_begin = begin + -(-(starts[behind - 1] - begin) // block) * block
-    full_end = begin + (np.minimum(stops[first], end) - begin) // block * block
-    some = full_end > full_begin
-    full_begin, full_end = np.where(some, full_begin, begin), np.where(some, full_end, begin)
+    full_begin, full_end = _whole_blocks(begin, end, starts[behind - 1], stops[first], block)
     table = np.stack((first, behind, begin, end, full_begin, full_end), 1)
     return np.ascontiguousarray(table[np.argsort(begin - end, kind="stable")].astype(np.int32))
 
@@ -118,14 +110,19 @@ def tiles_of_chunks(
     begin, end = np.minimum.reduceat(low, first, 1), np.maximum.reduceat(high, first, 1)
     full_begin, full_end = np.maximum.reduceat(low, first, 1), np.minimum.reduceat(high, first, 1)
     begin = np.minimum(begin, end)
-    full_begin = begin + -(-(full_begin.astype(np.int64) - begin) // block) * block
-    full_end = begin + (np.minimum(full_end, end) - begin) // block * block
-    some = full_end > full_begin
-    full_begin, full_end = np.where(some, full_begin, begin), np.where(some, full_end, begin)
+    full_begin, full_end = _whole_blocks(begin, end, full_begin.astype(np.int64), full_end, block)
     order = np.argsort((begin - end).sum(0), kind="stable")
     bounds = np.stack((begin, end, full_begin, full_end), -1).transpose(1, 0, 2)[order]
     tiles = np.stack((first, behind), 1)[order]
     return np.ascontiguousarray(tiles.astype(np.int32)), np.ascontiguousarray(bounds.astype(np.int32))
+
+
+def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, block: int) -> tuple[Any, Any]:
+    """(begin, end) of the blocks that all rows of a tile see; nothing, at begin, where there are none."""
+    full_begin = begin + -(-(latest_start - begin) // block) * block
+    full_end = begin + (np.minimum(earliest_stop, end) - begin) // block * block
+    some = full_end > full_begin
+    return np.where(some, full_begin, begin), np.where(some, full_end, begin)
 
 
 def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> tuple[Any, Any]:

@@ -2,9 +2,13 @@
 
     x_shard [M_r, K] per rank -> gathered [M, K]: rank r has rows r*c to (r+1)*c; the last ranks may have fewer, or none
 
-One call of a rank is several launches: `stage` copies its shard into its region, where peers can read it, and says so;
-then either the copy engine pulls peers' regions into `gathered` (`Puller`), each copy between two launches of `relay`,
-or a matmul loads peers' regions itself and says when it is done. Words of a rank's memory, W each, and who puts them:
+One call of a rank is several launches:
+
+    1. stage    copies its shard into its region, where peers can read it, and says so
+    2. either   the copy engine pulls peers' regions into `gathered` (`Puller`), each copy between two `relay`s
+       or       a matmul loads peers' regions itself and says when it is done
+
+Words of a rank's memory, W each, and who puts them:
 
     begun[s]    rank s: it has begun the call
     ready[s]    rank s: its shard is in its region, as rows in one piece
@@ -17,8 +21,8 @@ copy engine its addresses, which a CUDA graph keeps, while calls are counted on 
 questions and answers alternate: a rank stages call e+1 once all have pulled e, and they pull e+1 once it is staged; as
 flags only grow, nothing is zeroed. So a rank is ahead of another by one call at most, and nobody waits in between.
 
-The number of a call is advanced by `stage`; its other launches read it (`join`). They are ordered behind it, and the
-next `stage` behind them, by the stream, or by events between streams, so all of it may be captured in a CUDA graph.
+The number of a call is advanced by `stage`; its other launches read it (`signals.join`). They are ordered behind it,
+and the next `stage` behind them, by the stream, or by events between streams, so a CUDA graph may capture all of it.
 
 Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts ready (release.sys). `relay` waits for it
 (acquire.sys), and a copy behind it in the stream begins when `relay` has ended. When the copy has ended, the next
@@ -26,7 +30,7 @@ launch of `relay` puts arrived (release), for which the matmul waits (acquire). 
 has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes. Loads
 by TMA are of another proxy than the wait, so a fence between the two stands behind it (`ptx.async_fence`).
 
-Deadlines are those of `signals`. A shard that did not come is NaN in `gathered`, and so is all that is made of it. A
+Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, and so is all that is made of it. A
 rank that gave up does not write to its region again, which peers may still read.
 """
 
@@ -36,7 +40,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,10 +48,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.launch import compile_arguments, workspace_arguments
-from ..gemm.tiles import rounded, tile_pointers
-from ..resources import Variant
-from .signals import COUNTERS, EPOCH, EXPIRED, Call, begin, flag_at, is_last, look, poll, put, record, wait
+from ..language import rounded
+from .signals import COUNTERS, EPOCH, Call, begin, flag_at, is_last, join, look, poll, put, record, unbroken, wait
 from .streams import own_streams
 from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
@@ -78,16 +80,10 @@ BLOCK_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
-def join(workspaces, state, error, rank, half_bytes, timeout_ns):
-    """The call that `stage` has begun, for the launches behind it."""
-    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, tl.load(state + EPOCH))
-
-
-@triton.jit
 def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once `peer` has read what was in this rank's region in the call before; as `wait`."""
     epoch = tl.maximum(call.epoch - 1, 0)
-    before = Call(call.workspaces, call.state, call.error, call.rank, call.half_bytes, call.timeout_ns, epoch)
+    before = Call(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
     seen = look(flag_at(call, call.rank, index))
     if seen < epoch:
@@ -104,13 +100,7 @@ def region_at(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
     """Pointer to `rank`'s shard, as rows in one piece."""
     offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
     # An address out of a table carries no alignment; without it the compiler would move single elements.
-    return tl.multiple_of((tl.load(call.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
-
-
-@triton.jit
-def unbroken(call):
-    """Whether no wait of this workspace has expired so far."""
-    return tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
+    return tl.multiple_of((tl.load(call.ws.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
@@ -123,19 +113,16 @@ def fill_nan(ptr, count):
 
 
 @triton.jit
-def copy_rows(source, stride_m, stride_k, target, rows, K, good):
+def copy_rows(source, strides, target, rows, K, good):
     """Copies [rows, K] to rows in one piece, unless `good` is False; the programs of a launch share the work."""
     blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
         block_m = block // blocks_n
-        block_n = block - block_m * blocks_n
-        pointers, mask = tile_pointers(
-            source, block_m, block_n, rows, K, stride_m, stride_k, BLOCK_ROWS, BLOCK_COLUMNS
-        )  # fmt: skip
-        mask = mask & good
-        values = tl.load(pointers, mask=mask)
-        pointers, _ = tile_pointers(target, block_m, block_n, rows, K, K, 1, BLOCK_ROWS, BLOCK_COLUMNS)
-        tl.store(pointers, values, mask=mask)
+        row = block_m.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        column = (block - block_m * blocks_n).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+        mask = (row < rows) & (column < K) & good
+        values = tl.load(source + row * strides[0] + column * strides[1], mask=mask)
+        tl.store(target + row * K + column, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
@@ -143,29 +130,24 @@ def stage_kernel(
     x_ptr,
     rows,
     K,
-    stride_xm,
-    stride_xk,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    strides,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
 ):
     """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
-    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
+    call = begin(ws, rank, WORLD)
     free = True
     for distance in tl.range(1, WORLD):
         free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
     region = region_at(call, rank, x_ptr.dtype.element_ty, WORLD)
-    copy_rows(x_ptr, stride_xm, stride_xk, region, rows, K, free)
+    copy_rows(x_ptr, strides, region, rows, K, free)
     if is_last(call, STAGED, tl.num_programs(0)):
         # All programs have read the call's number and, had one of them not been free to write, that is on record.
         good = unbroken(call)
         for distance in tl.range(1, WORLD):
             put(call, (rank + distance) % WORLD, READY * WORLD + rank, good)
-        tl.atomic_xchg(state_ptr + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["rank", "copied", "first_row", "rows", "awaited"])
@@ -176,23 +158,19 @@ def relay_kernel(
     first_row,
     rows,
     awaited,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
 ):
     """Between two copies, one program: tells that rank `copied`'s shard has arrived, and waits for `awaited`'s."""
-    call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+    call = join(ws, rank)
     if copied != NO_RANK:
         good = tl.load(flag_at(call, rank, VERDICT * WORLD + copied)) == call.epoch
         if not good:
             fill_nan(gathered_ptr + tl.cast(first_row, tl.int64) * K, tl.cast(rows, tl.int64) * K)
-        position = tl.atomic_add(state_ptr + COUNTERS + COME, 1, sem="acq_rel", scope="gpu")
+        position = tl.atomic_add(ws.state + COUNTERS + COME, 1, sem="acq_rel", scope="gpu")
         if position == WORLD - 2:
-            tl.atomic_xchg(state_ptr + COUNTERS + COME, 0, sem="relaxed", scope="gpu")
+            tl.atomic_xchg(ws.state + COUNTERS + COME, 0, sem="relaxed", scope="gpu")
         tl.store(flag_at(call, rank, ORDER * WORLD + position), tl.cast(copied, tl.int64))
         put(call, rank, ARRIVED * WORLD + position, True)
         put(call, copied, PULLED * WORLD + rank, good)
@@ -283,11 +261,10 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
         "x_ptr": x_shard,
         "rows": rows,
         "K": k,
-        "stride_xm": x_shard.stride(0),
-        "stride_xk": x_shard.stride(1),
+        "strides": x_shard.stride(),
         "WORLD": workspace.world_size,
     }
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace_arguments(workspace)
+    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
 class Puller:
@@ -322,7 +299,7 @@ class Puller:
             "WORLD": self.workspace.world_size,
             "num_warps": 1,
         }
-        return relay_kernel, (1,), arguments | workspace_arguments(self.workspace)
+        return relay_kernel, (1,), arguments | self.workspace.arguments()
 
     def begin(self, staged: torch.cuda.Event) -> None:
         """Puts all of it into the side streams, behind `staged`."""
@@ -410,19 +387,3 @@ def load(launch: LaunchOf) -> None:
     kernel, _, arguments = launch
     compiled = kernel.warmup(grid=(1,), **arguments)
     compiled[1, 1, 1]  # asking for a launcher loads it
-
-
-def stage_and_relay_variants(arch: int, element: str) -> Iterator[Variant]:
-    """The kernels of this module, for `all_gather_gemm.compile_variants`."""
-    for name, kernel, options in (("gather_stage", stage_kernel, {}), ("gather_relay", relay_kernel, {"num_warps": 1})):
-        yield Variant(
-            name,
-            element,
-            arch,
-            kernel,
-            compile_arguments(kernel, element),
-            {"WORLD": 8},
-            options,
-            odd=frozenset({"rank", "rows", "first_row", "copied", "awaited"}),
-            matrix_instruction=False,
-        )

@@ -1,29 +1,54 @@
-"""Inline PTX, in the one file that may hold any: sums and copies in an NVSwitch, barriers and fences that Triton lacks.
+"""What depends on the maker of the GPU: time, barriers and fences, and sums and copies in an NVSwitch, by inline PTX.
 
-A multicast address stands for the same place in the memory of all ranks. Reading it by `multimem.ld_reduce` gives the
-sum of what lies there, which the switch adds in fp32, in an order of its own, and rounds to the terms' dtype; writing
-it by `multimem.st` writes to all ranks. sm_90 and later, 16-bit dtypes here. The interpreter has no PTX: a kernel
-calls these behind a constexpr that is False there.
+A multicast address stands for the same place in the memory of all ranks. `multimem.ld_reduce` of it reads the sum of
+what lies there, which the switch adds in fp32, in any order, and rounds to the terms' dtype; `multimem.st` writes to
+all ranks. sm_90 and later, 16-bit dtypes here. The interpreter has no PTX: a kernel calls these behind a constexpr that
+is False there.
 
-A place is then reached by two addresses, this one and each rank's own. For the memory model these are two proxies: an
-`alias_fence` stands between accesses by one and by the other, beside the flag that orders the ranks.
+Such a place has two addresses, this one and each rank's own: two proxies of the memory model. An `alias_fence` stands
+between accesses by one and by the other, beside the flag that orders the ranks.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", multimem.ld_reduce, multimem.st, fence.proxy.alias (sm_90).
 """
 
+import time
+
 import triton
 import triton.language as tl
 
-from ..gemm.tiles import INTERPRETED, rounded
+from ..language import INTERPRETED, rounded
+
+if INTERPRETED.value:
+
+    def now_ns() -> int:
+        return time.monotonic_ns()
+
+    def pause() -> None:
+        # Ranks are processes that share the cores: one that waits must let the others run.
+        time.sleep(200e-6)
+
+else:
+    from triton.language.extra.cuda import globaltimer
+
+    @triton.jit
+    def now_ns():
+        """One clock for all SMs of a GPU. Threads of a program may read different times: see `signals.clock`."""
+        return globaltimer()
+
+    @triton.jit
+    def pause():
+        """Nothing: a poll is a round trip to L2, and flags usually arrive within a few of them."""
+        return
+
 
 WORDS = tl.constexpr(4)  # of 32 bits, that a thread moves at once
 
 
 @triton.jit
 def thread_barrier():
-    """What `tl.debug_barrier` is, where Triton must not see it: it does not pipeline a loop that has one.
+    """`tl.debug_barrier`, hidden from Triton, which does not pipeline a loop that has one.
 
-    That is about loads that a barrier is to order. Here it orders stores before a flag, and no load.
+    Triton keeps loads behind a barrier. This one orders stores before a flag, and no load.
     """
     if INTERPRETED:
         tl.debug_barrier()
@@ -77,9 +102,9 @@ def multimem_sum(address, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def multimem_store(address, values, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Writes `values` [BLOCK_M, BLOCK_N], rounded to ELEMENT, to a multicast address: to all ranks."""
-    places = packets(address, BLOCK_M, BLOCK_N)
+def multimem_store(address, values, ELEMENT: tl.constexpr):
+    """Writes `values`, rounded to ELEMENT, to a multicast address: to all ranks."""
+    places = packets(address, values.shape[0], values.shape[1])
     bits = rounded(values, ELEMENT).to(tl.int16, bitcast=True)
     low, high = tl.split(tl.reshape(bits, (places.shape[0], 2, 2, 2)))
     words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)

@@ -8,48 +8,52 @@ Every rank has a workspace that all ranks map. Its memory is two halves, and cal
 
 A flag is an int64 that holds the number of the last call that set it: set means `flag >= epoch`, so nothing is zeroed
 between calls. No byte of data may therefore lie where a later launch may have a flag. (32 bits would not do: a flag
-that no call used for 2^31 calls, 6 hours at 10 us each, would look set.)
-The number is counted in device memory: every program reads it when it begins and the last one to end advances it, so a
-captured CUDA graph counts on at each replay and may be mixed with calls outside of it.
+that no call used for 2^31 calls, 6 hours at 10 us each, would look set.) The number is counted in device memory: every
+program reads it when it begins and the last one to end advances it, so a captured CUDA graph counts on at each replay
+and may be mixed with calls outside of it.
 
 Patterns, and what each orders:
 
-    put          all threads store a tile; barrier of the threads; one thread does atom.release.sys on the flag at the
-                 reader. The barrier orders the threads' stores before the atomic, whose release is cumulative: a
-                 reader that sees the flag sees the tile, through NVLink as well as in shared memory.
-    wait         one thread polls its own flag with acquire.sys (adding 0 to it, which Triton makes a load), Triton
-                 hands the value to the other threads through a barrier, and a further one follows: no load of the
+    put          1. all threads store a tile; 2. barrier of the threads; 3. one thread does atom.release.sys on the flag
+                 at the reader. The release is cumulative: a reader that sees the flag sees the tile, through NVLink as
+                 well as in shared memory.
+    wait         1. one thread polls its own flag with acquire.sys (adding 0 to it, which Triton makes a load);
+                 2. Triton hands the value to the other threads through a barrier; 3. one more barrier: no load of the
                  tile by any thread can run ahead of it. Polls stay on this GPU, because a flag lies at its reader. All
                  threads see one value, so they leave the loop together (with ld.volatile each would see its own, and
                  they could part where a barrier is to come).
     begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
-                 ranks have begun. So whoever begins call e+2 knows that all have ended e, and may write its half again.
-                 That is the only barrier between calls, and it costs nothing where data came from all ranks anyway.
+                 ranks have begun. So a rank that begins call e+2 knows that all have ended e, and may write its half
+                 again. That is the only barrier between calls; it is free where data came from all ranks anyway.
     count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. Nobody waits.
 
-Programs wait only for what programs of the same number (`tl.program_id(0)`) do on other ranks, and these waits form no
-circle: all programs first compute and put without waiting, then sum, then copy. So a kernel ends if all its programs
+Progress. Programs wait only for programs of the same number (`tl.program_id(0)`) on other ranks, and these waits form
+no cycle: all programs first compute and put without waiting, then sum, then copy. So a kernel ends if all its programs
 run at once, if they run in order on fewer SMs than programs, and if they run one after the other, as under the
 interpreter. The ranks must launch equally many.
 
-Stores and loads of data must be those of the threads: a TMA store has only been read from shared memory, not written,
-when its wait returns. A wait must not stand in a loop that Triton pipelines (one with a dot in it), since that moves
-loads of later rounds ahead of their wait.
+Rules for kernels. Data is stored and loaded by the threads: when the wait of a TMA store returns, it has been read from
+shared memory, not written. No wait stands in a loop that Triton pipelines (one with a dot in it), since that moves
+loads of later iterations ahead of their wait.
 
-No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and from then on
-no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context usable. A
-rank that gave up puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it
-for one. Calls that it has yet to make (queued, or in a graph that replays) must not touch the peers, which may be calls
-behind and still reading: there `begin` puts `-epoch` as begun, by which peers that wait learn that nothing will come,
-and all else that the call writes goes to its own memory. So a wait that returned True has the right data, always. So
-too the host of a rank that will make no more calls ends those of its peers: `workspace.Workspace.leave`.
+Failure. No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and
+from then on no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context
+usable. A rank that gave up
+
+    - puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it for one;
+    - in calls that it has yet to make (queued, or in a graph that replays) touches no peer, which may be calls behind
+      and still reading: `begin` puts `-epoch` as begun, which tells peers that nothing will come, and all else that the
+      call writes goes to its own memory.
+
+So a wait that returned True has the right data, always. The host of a rank that will make no more calls ends the waits
+of its peers in the same way: `workspace.Workspace.leave`.
 
 The record lies in host memory: `workspace.Workspace.expired` reads it while kernels run. Its first word is written
 last, behind a release for the system.
 
-Capturing a CUDA graph needs nothing but that the workspace has been made before, is large enough, and is used by one
-stream (or branch of the graph) at a time; that kernels have been compiled and loaded, by a call before; and that all
-ranks replay graphs with the same calls in the same order. Calls outside of the graph may come in between.
+A CUDA graph may be captured if the workspace was made before, is large enough, and is used by one stream (or branch of
+the graph) at a time; if kernels were compiled and loaded by a call before; and if all ranks replay graphs with the same
+calls in the same order. Calls outside of the graph may come in between.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +62,7 @@ import triton
 import triton.language as tl
 
 from . import protocol
-from .clock import now_ns, pause
+from .ptx import now_ns, pause
 
 # The words that this file uses, as the compiler wants them.
 EPOCH = tl.constexpr(protocol.EPOCH)
@@ -82,12 +86,8 @@ POLLS_PER_CLOCK = tl.constexpr(32)
 class Call(NamedTuple):
     """One call as its kernel sees it; made by `begin`."""
 
-    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
-    state: Any
-    error: Any
+    ws: Any  # workspace.WorkspaceArguments
     rank: Any
-    half_bytes: Any
-    timeout_ns: Any
     epoch: Any  # number of this call; negative if this rank has given up in an earlier one
 
 
@@ -95,7 +95,7 @@ class Call(NamedTuple):
 def half_at(call, rank):
     """Address of the half of `rank`'s workspace that this call uses; of this rank's own if it has given up before."""
     place = tl.where(call.epoch > 0, rank, call.rank)
-    return tl.load(call.workspaces + place) + (call.epoch & 1) * call.half_bytes
+    return tl.load(call.ws.workspaces + place) + (call.epoch & 1) * call.ws.half_bytes
 
 
 @triton.jit
@@ -105,36 +105,48 @@ def flag_at(call, rank, index):
 
 
 @triton.jit
+def join(ws, rank):
+    """The call that an earlier launch of this rank has begun, and advanced the number to."""
+    return Call(ws, rank, tl.load(ws.state + EPOCH))
+
+
+@triton.jit
+def unbroken(call):
+    """Whether no wait of this workspace has expired so far."""
+    return tl.atomic_add(call.ws.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
 def look(flag):
     """Acquire: the flag's value now, the same for all threads."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
-def begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+def begin(ws, rank, WORLD: tl.constexpr):
     """Starts the call on this rank and tells all ranks so; every program does this first."""
-    epoch = tl.abs(tl.load(state + EPOCH)) + 1
-    expired = tl.load(state + EXPIRED)
+    epoch = tl.abs(tl.load(ws.state + EPOCH)) + 1
+    expired = tl.load(ws.state + EXPIRED)
     # A wait of this very call may expire before its last program begins: all programs must decide alike.
     number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
-        call = Call(workspaces, state, error, rank, half_bytes, timeout_ns, epoch)
+        call = Call(ws, rank, epoch)
         for peer in tl.range(0, WORLD):
             tl.atomic_xchg(flag_at(call, peer, rank), number, sem="release", scope="sys")
-    return Call(workspaces, state, error, rank, half_bytes, timeout_ns, number)
+    return Call(ws, rank, number)
 
 
 @triton.jit
 def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
     """Ends the call on this rank, once all ranks have begun it; every program does this last."""
     if tl.program_id(0) == 0:
-        # Not unrolled, here and elsewhere: a wait is compiled wherever it stands, with all that it may come to.
+        # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
         for peer in tl.range(0, WORLD):
             wait(call, peer, peer, -1, WORLD, OP)
     tl.debug_barrier()
-    if tl.atomic_add(call.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(call.state + ENDED, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(call.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+    if tl.atomic_add(call.ws.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(call.ws.state + ENDED, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -185,46 +197,45 @@ def poll(call, index, source, seen):
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                waiting = (clock(call) - start < call.timeout_ns) & ~hopeless(call, source)
+                waiting = (clock(call) - start < call.ws.timeout_ns) & ~hopeless(call, source)
     return seen
 
 
 @triton.jit
 def hopeless(call, source):
     """Whether a wait has expired already, or the host has ended those for `source`."""
-    expired = tl.atomic_add(call.state + EXPIRED, 0, sem="relaxed", scope="gpu")
-    stopped = tl.atomic_add(call.state + STOP, 0, sem="relaxed", scope="gpu")
-    return (expired != 0) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
+    stopped = tl.atomic_add(call.ws.state + STOP, 0, sem="relaxed", scope="gpu")
+    return ~unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit
 def clock(call):
     """The time in ns, the same for all threads of the program: it has been through an atomic."""
-    tl.atomic_max(call.state + CLOCK, now_ns(), sem="relaxed", scope="gpu")
-    return tl.atomic_add(call.state + CLOCK, 0, sem="relaxed", scope="gpu")
+    tl.atomic_max(call.ws.state + CLOCK, now_ns(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(call.ws.state + CLOCK, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
     """Writes the error record, unless there is one: the first wait to expire is the one to tell of."""
     none = tl.cast(0, tl.int64)
-    if tl.atomic_cas(call.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
+    if tl.atomic_cas(call.ws.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
         absent = none
         for peer in tl.range(0, WORLD):
             begun = look(flag_at(call, call.rank, peer))
             late = (begun >= 0) & (begun < call.epoch)
             absent += late.to(tl.int64) << tl.cast(peer, tl.int64)
-        tl.store(call.error + ERROR_OP, OP)
-        tl.store(call.error + ERROR_CALL, call.epoch)
-        tl.store(call.error + ERROR_RANK, call.rank)
-        tl.store(call.error + ERROR_TILE, tile)
-        tl.store(call.error + ERROR_SOURCE, source)
-        tl.store(call.error + ERROR_ABSENT, absent)
-        tl.store(call.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
+        tl.store(call.ws.error + ERROR_OP, OP)
+        tl.store(call.ws.error + ERROR_CALL, call.epoch)
+        tl.store(call.ws.error + ERROR_RANK, call.rank)
+        tl.store(call.ws.error + ERROR_TILE, tile)
+        tl.store(call.ws.error + ERROR_SOURCE, source)
+        tl.store(call.ws.error + ERROR_ABSENT, absent)
+        tl.store(call.ws.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
         tl.debug_barrier()
         # A fence for the system, on a word of this GPU: not every host takes atomics of a GPU in its own memory.
-        tl.atomic_xchg(call.state + EXPIRED, call.epoch, sem="acq_rel", scope="sys")
-        tl.store(call.error + ERROR_SET, 1)
+        tl.atomic_xchg(call.ws.state + EXPIRED, call.epoch, sem="acq_rel", scope="sys")
+        tl.store(call.ws.error + ERROR_SET, 1)
 
 
 @triton.jit
@@ -234,21 +245,21 @@ def is_last(call, counter, count):
     Leaves the counter at zero, for the next call.
     """
     tl.debug_barrier()
-    arrived = tl.atomic_add(call.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(call.ws.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
     last = arrived == count - 1
     if last:
-        tl.atomic_xchg(call.state + COUNTERS + counter, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(call.ws.state + COUNTERS + counter, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()
     return last
 
 
 @triton.jit(do_not_specialize=["rank"])
-def barrier_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+def barrier_kernel(ws, rank, WORLD: tl.constexpr):
     """A call that moves nothing: ends once all ranks have begun it."""
-    end(begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD), WORLD, 0)
+    end(begin(ws, rank, WORLD), WORLD, 0)
 
 
-@triton.jit(do_not_specialize=["rank", "half_bytes", "timeout_ns"])
-def begin_kernel(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD: tl.constexpr):
+@triton.jit(do_not_specialize=["rank"])
+def begin_kernel(ws, rank, WORLD: tl.constexpr):
     """Begins a call, and no more: for a rank that gives up in it."""
-    begin(workspaces, state, error, rank, half_bytes, timeout_ns, WORLD)
+    begin(ws, rank, WORLD)

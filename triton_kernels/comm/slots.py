@@ -10,7 +10,7 @@ p, p+P, ... on every rank; what it waits for comes from programs p of the others
 import triton
 import triton.language as tl
 
-from ..gemm.tiles import halves, rounded
+from ..language import halves, rounded, zeros
 from .ptx import thread_barrier
 from .signals import flag_at, half_at, wait
 
@@ -31,21 +31,13 @@ def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
-def store_slot(
-    call,
-    rank,
-    slot,
-    values,
-    data_offset,
-    ELEMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr = False,
-):
-    """Writes `values` to a slot, rounded to ELEMENT; with SPLIT the left columns, then the right ones.
+def store_slot(call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, SPLIT: tl.constexpr = False):
+    """Writes `values` to a slot of their shape, rounded to ELEMENT; with SPLIT the left columns, then the right ones.
 
-    Plain stores, never TMA's: a flag that follows tells of what threads have stored.
+    Plain stores, never TMA's: the flag that follows covers what threads have stored.
     """
+    BLOCK_M: tl.constexpr = values.shape[0]
+    BLOCK_N: tl.constexpr = values.shape[1]
     if SPLIT:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(values)
@@ -59,7 +51,7 @@ def store_slot(
 
 @triton.jit
 def put_tile(call, rank, index):
-    """Release: `signals.put` of a tile just stored, in a loop that multiplies the next ones meanwhile."""
+    """Release: `signals.put` of a tile just stored, in a loop that multiplies the next tile meanwhile."""
     thread_barrier()
     tl.atomic_xchg(flag_at(call, rank, index), call.epoch, sem="release", scope="sys")
 
@@ -74,33 +66,18 @@ def wait_terms(call, first_slot, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def sum_terms(
-    call,
-    first_slot,
-    strip,
-    data_offset,
-    ELEMENT: tl.constexpr,
-    STRIP_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIPS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD: tl.constexpr, C: tl.constexpr):
     """Sum over ranks in fp32 of strip number `strip` of a tile; rank s's term is in slot first_slot + s here.
 
-    A strip is [STRIP_M, BLOCK_N], one of STRIPS of a tile: tiles are as large as the matmul likes them, and a sum of
-    that size would not fit into registers beside its terms. The order of the additions is that of the ranks.
+    A strip is [STRIP_M, BLOCK_N], a part of the rows of a tile: tiles are as large as the matmul likes them, and a sum
+    of that size would not fit into registers beside its terms. The order of the additions is that of the ranks.
     """
-    total = tl.zeros((STRIP_M, BLOCK_N), dtype=tl.float32)
+    total = zeros(C.STRIP_M, C.BLOCK_N)
     for source in tl.static_range(WORLD):
-        place = (first_slot + source) * STRIPS + strip
-        total += tl.load(slot_pointers(call, call.rank, place, data_offset, ELEMENT, STRIP_M, BLOCK_N)).to(tl.float32)
+        place = (first_slot + source) * (C.BLOCK_M // C.STRIP_M) + strip
+        term = slot_pointers(call, call.rank, place, data_offset, ELEMENT, C.STRIP_M, C.BLOCK_N)
+        total += tl.load(term).to(tl.float32)
     return total
-
-
-@triton.jit
-def or_nan(values, good):
-    """`values`, or NaN in their place where they are made of what did not arrive: no result is silently wrong."""
-    return tl.where(good, values, float("nan"))
 
 
 @triton.jit

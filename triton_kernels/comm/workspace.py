@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,16 @@ def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
     flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
     data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
     return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
+
+
+class WorkspaceArguments(NamedTuple):
+    """What kernels are given of a workspace, as `ws`."""
+
+    workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
+    state: Any  # int64, words of `protocol`
+    error: Any  # int64, the error record
+    half_bytes: Any
+    timeout_ns: Any
 
 
 class Handle(Protocol):
@@ -128,17 +138,18 @@ class Workspace:
         handle.barrier(0, int(timeout_seconds * 1000))
 
     def _check_device(self, buffer: Tensor) -> None:
-        from ..gemm.tiles import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
+        from ..language import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
 
         wanted = "cpu" if INTERPRETED.value else "cuda"
         if buffer.device.type != wanted:
             how = "interpreted (TRITON_INTERPRET=1)" if INTERPRETED.value else "compiled"
             raise ValueError(f"buffer must be on {wanted}, as kernels are {how}; it is on {buffer.device}.")
 
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-        """What kernels pass to `signals.begin`: workspaces, state, error, rank, half_bytes, timeout_ns."""
-        return self.addresses, self.state, self.error, self.rank, self.half_bytes, self.timeout_ns
+    def arguments(self, timeout_ns: int | None = None) -> dict[str, Any]:
+        """The arguments `ws` and `rank` of a kernel, with another deadline than the workspace's if it is given."""
+        timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
+        ws = WorkspaceArguments(self.addresses, self.state, self.error, self.half_bytes, timeout_ns)
+        return {"ws": ws, "rank": self.rank}
 
     def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
         """Byte offsets in a half of runs of slots, given as (how many, bytes of each), behind all flags.
@@ -166,7 +177,7 @@ class Workspace:
         """A kernel that ends once all ranks have launched it."""
         from .signals import barrier_kernel
 
-        barrier_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+        barrier_kernel[(1,)](**self.arguments(), WORLD=self.world_size)
 
     def leave(self) -> None:
         """Ends this rank's part, for a host that will launch nothing more: all waits of peers for it, now and later.
@@ -182,13 +193,13 @@ class Workspace:
     def _begin(self) -> None:
         from .signals import begin_kernel
 
-        begin_kernel[(1,)](*self.arguments, WORLD=self.world_size)
+        begin_kernel[(1,)](**self.arguments(), WORLD=self.world_size)
 
     def _load_begin(self) -> None:
         from .signals import begin_kernel
 
         with torch.cuda.device(self.buffer.device):
-            begin_kernel.warmup(*self.arguments, WORLD=self.world_size, grid=(1,))[1, 1, 1]
+            begin_kernel.warmup(**self.arguments(), WORLD=self.world_size, grid=(1,))[1, 1, 1]
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.

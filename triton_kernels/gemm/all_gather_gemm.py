@@ -30,8 +30,8 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,87 +52,45 @@ from ..comm.gather import (
     Shards,
     copy_rows,
     fill_nan,
-    join,
     region_at,
-    unbroken,
 )
-from ..comm.signals import flag_at, is_last, put, wait
-from ..resources import Variant
-from .configs import GemmConfig
-from .gemm import finish_tile
-from .launch import (
-    Launch,
-    LoadPlan,
-    check_like,
-    check_matmul,
-    compile_arguments,
-    launches,
-    plan_loads,
-    workspace_arguments,
-)
-from .operands import descriptor, fits_tma, is_swapped, sms_of
-from .tiles import halves, multiply_tile, tile_at
+from ..comm.signals import flag_at, is_last, join, put, unbroken, wait
+from ..device import sms_of
+from ..language import zeros
+from .configs import Constants, GemmConfig
+from .launch import Launch, LoadPlan, check_like, check_matmul, descriptor, fits_tma, is_swapped, plan_loads
+from .tiles import Matrix, Sizes, add_product, store_result, tile_at
 
 # Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
 MAX_WEIGHTS = 3
 
 
+class Weight(NamedTuple):
+    """What belongs to one weight of a launch, but for the weight itself."""
+
+    y: Any
+    bias: Any
+    n: Any
+    strides: Any  # of the weight, (along N, along K)
+
+
 @triton.jit
-def multiply_shard(
-    x,
-    w,
-    y,
-    bias_ptr,
-    x_row,
-    y_row,
-    rows,
-    N,
-    K,
-    stride_wn,
-    stride_wk,
-    first,
-    PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    W_SWAPPED: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+def multiply_shard(x, w, weight, x_row, y_row, rows, K, first, C: tl.constexpr):
     """Rows y_row.. of y = `rows` rows of x from x_row on @ w^T (+ bias): tiles first, first + programs, ...
 
     Returns which tile of the next shard or weight this program begins with.
     """
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(rows, C.BLOCK_M)
+    tiles_n = tl.cdiv(weight.n, C.BLOCK_N)
     tiles = tiles_m * tiles_n
     programs = tl.num_programs(0)
-    y_rows = y + tl.cast(y_row, tl.int64) * N
-    for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-        total = multiply_tile(
-            x, w, tile_m, tile_n, rows, N, K, K, 1, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, False, W_SWAPPED, x_row,
-        )  # fmt: skip
-        if SPLIT_STORE:
-            left, right = halves(total)
-            finish_tile(
-                y_rows, left, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n, rows, N, N, 1,
-                "none", "none", False,
-            )  # fmt: skip
-            finish_tile(
-                y_rows, right, None, bias_ptr, None, None, None, None, tile_m, 2 * tile_n + 1, rows, N, N, 1,
-                "none", "none", False,
-            )  # fmt: skip
-        else:
-            finish_tile(
-                y_rows, total, None, bias_ptr, None, None, None, None, tile_m, tile_n, rows, N, N, 1,
-                "none", "none", False,
-            )  # fmt: skip
+    y = Matrix(weight.y + tl.cast(y_row, tl.int64) * weight.n, weight.n)
+    for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN, warp_specialize=C.WARP_SPECIALIZE):
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
+        total = zeros(C.BLOCK_M, C.BLOCK_N)
+        sizes = Sizes(K, (K, 1), weight.strides)
+        total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
+        store_result(y, total, weight.bias, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE, False)
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
 
@@ -159,61 +117,40 @@ def all_gather_gemm_kernel(
     w0,
     w1,
     w2,
-    ys,
-    biases,
-    sizes,
+    weights,
     gathered_ptr,
     M,
     K,
     rows_per_rank,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     WORLD: tl.constexpr,
-    WEIGHTS: tl.constexpr,
     DIRECT: tl.constexpr,
     LAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    W_SWAPPED: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    C: tl.constexpr,
 ):
     """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x.
 
-    With TMA they and the weights are descriptors, else pointers. sizes[i] is (N, stride_wn, stride_wk) of weight i.
+    With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}.
     """
-    ws = (w0, w1, w2)
-    ELEMENT: tl.constexpr = ys[0].dtype.element_ty
+    operands = (w0, w1, w2)
+    ELEMENT: tl.constexpr = weights[0].y.dtype.element_ty
+    WEIGHTS: tl.constexpr = len(weights)
     first = tl.program_id(0)
     own_row = tl.minimum(rank * rows_per_rank, M)
     own_rows = tl.minimum(M - own_row, rows_per_rank)
-    if TMA:
+    if C.TMA:
         # A descriptor cannot be chosen while the kernel runs, so these tiles have a loop of their own.
         for i in tl.static_range(WEIGHTS):
-            N, stride_wn, stride_wk = sizes[i]
-            first = multiply_shard(
-                x_own, ws[i], ys[i], biases[i], 0, own_row, own_rows, N, K, stride_wn, stride_wk,
-                first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-            )  # fmt: skip
+            first = multiply_shard(x_own, operands[i], weights[i], 0, own_row, own_rows, K, first, C)
 
     one = tl.cast(1, tl.int64 if DIRECT else tl.int32)
     missing = one - 1  # bit s: rank s's shard did not come; copied: which is not known, only that one did not
-    position = 1 if TMA else 0
-    if WORLD > 1 or not TMA:  # Triton 3.6 fails on a loop that cannot begin
+    position = 1 if C.TMA else 0
+    if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that cannot begin
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
             # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
-            call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+            call = join(ws, rank)
             source = rank
             arrived = position == 0
             if position > 0:
@@ -224,14 +161,14 @@ def all_gather_gemm_kernel(
                     # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
                     arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
                     source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
-            if TMA:
+            if C.TMA:
                 ptx.async_fence()
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
             wide_row = tl.cast(row, tl.int64)
             rows = tl.where(arrived, rows, 0)
             missing |= tl.where(arrived, 0, (one << tl.cast(source, tl.int64)) if DIRECT else one)
-            if TMA:
+            if C.TMA:
                 x_rows = x
                 x_row = row
             else:
@@ -239,23 +176,18 @@ def all_gather_gemm_kernel(
                 x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
                 x_rows = tl.where(position == 0, x_own, x_rows)
             if DIRECT and gathered_ptr is not None:
-                copy_rows(x_rows, K, 1, gathered_ptr + wide_row * K, rows, K, True)
+                copy_rows(x_rows, (K, 1), gathered_ptr + wide_row * K, rows, K, True)
             for i in tl.static_range(WEIGHTS):
-                N, stride_wn, stride_wk = sizes[i]
-                first = multiply_shard(
-                    x_rows, ws[i], ys[i], biases[i], x_row, row, rows, N, K, stride_wn, stride_wk,
-                    first, PRECISION, EVEN_K, TMA, W_SWAPPED, SPLIT_STORE, FLATTEN, WARP_SPECIALIZE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                )  # fmt: skip
+                first = multiply_shard(x_rows, operands[i], weights[i], x_row, row, rows, K, first, C)
             position += 1
         # Behind the tiles, so that nothing of it takes registers there.
         if missing != 0:
             for i in tl.static_range(WEIGHTS):
-                fill_missing(ys[i], missing, M, sizes[i][0], rows_per_rank, WORLD, DIRECT)
+                fill_missing(weights[i].y, missing, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
             if DIRECT and gathered_ptr is not None:
                 fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
     if DIRECT and LAST:
-        call = join(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns)
+        call = join(ws, rank)
         if is_last(call, DONE, tl.num_programs(0)):
             good = unbroken(call)
             for distance in tl.range(1, WORLD):
@@ -416,32 +348,31 @@ def _matmul_launch(
             x_own = kept  # no tile of it will be loaded
         plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
     if not plan.tma:
-        plan = dataclasses.replace(plan, config=_by_pointers(plan.config))
+        plan = dataclasses.replace(plan, config=by_pointers(plan.config))
     config = plan.config
-    arguments: dict[str, Any] = {"x_own": x_own, "x": None if direct else kept}
-    operands: list[Tensor | None] = [*weights, *[None] * (MAX_WEIGHTS - len(weights))]
-    arguments |= {f"w{i}": weight for i, weight in enumerate(operands)}
+    operands = {"x_own": x_own, "x": None if direct else kept}
+    operands |= {f"w{i}": weights[i] if i < len(weights) else None for i in range(MAX_WEIGHTS)}
+    arguments: dict[str, Any] = dict(operands)
     if plan.tma:
-        for name, t in arguments.items():
+        for name, t in operands.items():
             block = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
             arguments[name] = None if t is None else descriptor(t, block)
     arguments |= {
-        "ys": tuple(y for _, y, _ in used),
-        "biases": tuple(bias for _, _, bias in used),
-        "sizes": tuple((weight.shape[0], *weight.stride()) for weight in weights),
+        "weights": tuple(Weight(y, bias, weight.shape[0], weight.stride()) for weight, y, bias in used),
         "gathered_ptr": kept if direct else None,
         "M": shards.rows,
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
+        "WORLD": workspace.world_size,
+        "DIRECT": direct,
+        "LAST": last,
+        "C": gather_constants(launch, plan, len(weights), shards.k % config.block_k == 0),
     }
-    arguments |= workspace_arguments(workspace)
-    # Relays wait for peers and say so when they give up; here it is only a matter of not waiting for ever.
-    arguments["timeout_ns"] = workspace.timeout_ns * (1 if direct else 2)
+    # Relays wait for peers and say so when they give up; this deadline only bounds the wait.
+    arguments |= workspace.arguments(workspace.timeout_ns * (1 if direct else 2))
     tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(workspace.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
-    constants = _constants(launch, plan, len(weights), workspace.world_size, shards.k % config.block_k == 0)
-    constants |= {"DIRECT": direct, "LAST": last}
-    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | constants | _options(config)
+    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | config.all_registers()
 
 
 def _is_read_in_place(x_shard: Tensor) -> bool:
@@ -449,7 +380,7 @@ def _is_read_in_place(x_shard: Tensor) -> bool:
     return x_shard.stride(1) == 1 and fits_tma(x_shard)
 
 
-def _by_pointers(config: GemmConfig) -> GemmConfig:
+def by_pointers(config: GemmConfig) -> GemmConfig:
     """`config` with tiles that leave registers for operands that come by pointers: 128x256 would spill.
 
     Tiles need not be alike on all ranks here, since flags are those of whole shards.
@@ -459,28 +390,17 @@ def _by_pointers(config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, block_n=config.block_n // 2)
 
 
-def _options(config: GemmConfig) -> dict[str, int]:
-    """The compiler's options.
-
-    ptxas would rather spill a number or two than let fewer programs share an SM. How many do is known here, so it is
-    told that it may take all the registers that they have.
-    """
-    registers = 65536 // (32 * config.num_warps * config.programs_per_sm)
-    return config.options() | {"maxnreg": min(registers, 255)}
-
-
-def _constants(launch: Launch, plan: LoadPlan, weights: int, world_size: int, even: bool) -> dict[str, Any]:
-    config = plan.config
-    return config.constants() | {
-        "WORLD": world_size,
-        "WEIGHTS": weights,
-        "PRECISION": launch.precision,
-        "EVEN_K": even,
-        "TMA": plan.tma,
-        "W_SWAPPED": plan.w_swapped,
+def gather_constants(launch: Launch, plan: LoadPlan, weights: int, even_k: bool) -> Constants:
+    """The constants of a matmul of several weights."""
+    return plan.config.constants(
+        precision=launch.precision,
+        tma=plan.tma,
+        x_swapped=False,
+        w_swapped=plan.w_swapped,
+        even_k=even_k,
         # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
-        "FLATTEN": config.flatten and (weights == 1 or config.block_n > 128),
-    }
+        flatten=weights == 1 or plan.config.block_n > 128,
+    )
 
 
 def _key(
@@ -497,61 +417,3 @@ def _key(
     )
     rows = tuple((size == 0, size == 1, size % 16) for size in (shards.rows, shards.rows_per_rank, x_shard.shape[0]))
     return x_shard.dtype, shards.k, rows, layouts, tuple(bias is None for bias in biases), *rest
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """What `all_gather_gemm` may launch on `arch` with W = 8 and biases.
-
-    As the operands lie with every config and dtype, copied and direct; in bf16 the weight transposed too (dX of a
-    row-parallel layer), three weights, and W = 1.
-    """
-    for element in ("bf16", "fp16", "fp32"):
-        yield from gather.stage_and_relay_variants(arch, element)
-    for kind, element, launch in launches(arch):
-        for tma, direct in ((True, False), (False, False), (False, True)):
-            if tma and launch.tma_config is None:
-                continue
-            for layout, weights in (("nt", 1), ("nn", 1), ("nt", 3)) if kind == "bf16" else (("nt", 1),):
-                yield _variant(arch, kind, element, launch, tma, direct, layout == "nn", weights)
-            if kind == "bf16" and tma:
-                yield _variant(arch, kind, element, launch, tma, direct, False, 1, world_size=1)
-
-
-def _variant(
-    arch: int,
-    kind: str,
-    element: str,
-    launch: Launch,
-    tma: bool,
-    direct: bool,
-    w_swapped: bool,
-    weights: int,
-    world_size: int = 8,
-) -> Variant:
-    config = launch.tma_config if tma else _by_pointers(launch.config)
-    assert config is not None
-
-    def operand(rows: int, swapped: bool = False) -> str:
-        block = f"{config.block_k}, {rows}" if swapped else f"{rows}, {config.block_k}"
-        return f"tensordesc<{element}[{block}]>" if tma else f"*{element}"
-
-    arguments: dict[str, Any] = compile_arguments(all_gather_gemm_kernel, element)
-    weight = operand(config.block_n, w_swapped)
-    arguments |= {"x_own": operand(config.block_m), "x": None if direct else operand(config.block_m)}
-    arguments |= {f"w{i}": weight if i < weights else None for i in range(MAX_WEIGHTS)}
-    arguments |= {"ys": (f"*{element}",) * weights, "biases": (f"*{element}",) * weights}
-    arguments["sizes"] = (("i32", 1, "i32") if w_swapped else ("i32", "i32", 1),) * weights
-    arguments["gathered_ptr"] = f"*{element}" if direct else None
-    plan = LoadPlan(config, tma, "", False, w_swapped)
-    variant = ("tma" if tma else "direct" if direct else "pointers") + (" alone" if world_size == 1 else "")
-    return Variant(
-        "all_gather_gemm",
-        f"{kind} {'nn' if w_swapped else 'nt'} {f'{weights} weights ' if weights > 1 else ''}{variant} {config}",
-        arch,
-        all_gather_gemm_kernel,
-        arguments,
-        _constants(launch, plan, weights, world_size, tma) | {"DIRECT": direct, "LAST": True},
-        _options(config),
-        odd=frozenset({"rank", "rows_per_rank"}),
-        matrix_instruction=kind != "ieee",
-    )

@@ -4,24 +4,44 @@ A set is small so that tuning is over in seconds and nothing runs that the tests
 (without spills, with the matrix instruction of that architecture). The first of a set is taken where nothing can be
 timed: while a CUDA graph is captured, and before anything is known.
 
-What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more (two of 128x128 when gated);
-stages and the tile to be stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. On sm_90 fp8 keeps
-a second accumulator (tiles.dot), so its tiles are half as large. Warp specialization is Triton's own, of sm_100; on
-sm_90 it rejects 4 warps and does nothing with 8, and before Triton 3.7 it fails on sm_100 too. With it loops are not
-flattened: the loads' warps run on across tiles anyway, and a flattened loop costs the epilogue registers (gated, it
-does not compile).
+What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more; stages and the tile to be
+stored share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared memory. Warp specialization is Triton's own, of
+sm_100; on sm_90 it does not take descriptors that the host makes, and before Triton 3.7 it fails on sm_100 too. With it
+loops are not flattened: the loads' warps run on across tiles anyway, and a flattened loop costs the epilogue registers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 import triton
 
 ARCHITECTURES = (80, 90, 100)
+# What is multiplied, and Triton's names of it.
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # As Triton names them; fp32 by how it is multiplied.
-KINDS = ("bf16", "fp16", "fp8e4nv", "tf32", "ieee")
+KINDS = ("bf16", "fp16", "tf32", "ieee")
+
+
+class Constants(NamedTuple):
+    """The constexpr `C` of a matmul kernel."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    SPLIT_STORE: bool
+    FLATTEN: bool
+    WARP_SPECIALIZE: bool
+    PRECISION: str  # of fp32: "ieee", or "tf32" (10 bits of mantissa, on tensor cores)
+    TMA: bool
+    X_SWAPPED: bool  # columns of x, not rows, are in one piece
+    W_SWAPPED: bool
+    EVEN_K: bool  # every K is a multiple of BLOCK_K: no masks along K
+    PRODUCTS: int = 1  # pairs (x, w) that are multiplied and added
+    STRIP_M: int = 0  # rows of a tile that are summed over ranks at a time
 
 
 @dataclass(frozen=True)
@@ -39,21 +59,28 @@ class GemmConfig:
     warp_specialize: bool = False
     programs_per_sm: int = 1
 
-    def constants(self) -> dict[str, Any]:
-        """The kernel's constexprs."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "SPLIT_STORE": self.split_store,
-            "FLATTEN": self.flatten,
-            "WARP_SPECIALIZE": self.warp_specialize,
-        }
+    def constants(
+        self, *, precision: str, tma: bool, x_swapped: bool, w_swapped: bool, even_k: bool, flatten: bool = True
+    ) -> Constants:
+        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
+        return Constants(
+            *(self.block_m, self.block_n, self.block_k, self.group_m),
+            *(self.split_store, self.flatten and flatten, self.warp_specialize),
+            precision,
+            *(tma, x_swapped, w_swapped, even_k),
+        )
 
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def all_registers(self) -> dict[str, int]:
+        """`options`, with all registers there are: left alone ptxas takes fewer, for more programs, and spills."""
+        return self.options() | {"maxnreg": min(255, 65536 // (self.programs_per_sm * self.num_warps * 32))}
+
+    def half_k(self) -> GemmConfig:
+        """The same tiles in half the steps along K, unless these are short: for loops with many pointers."""
+        return replace(self, block_k=self.block_k // 2) if self.block_k > 32 else self
 
     def __str__(self) -> str:
         named = ("split_store", "flatten", "warp_specialize")
@@ -62,7 +89,7 @@ class GemmConfig:
         return f"{shape} warps {self.num_warps} stages {self.num_stages}{flags}"
 
 
-INTERPRETED = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
+INTERPRETED_CONFIG = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
 
 _BY_POINTERS = {
     80: {
@@ -80,34 +107,15 @@ _BY_POINTERS = {
             GemmConfig(128, 128, 64, 8, 4),
             GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2),
         ],
-        "fp8": [GemmConfig(128, 128, 128, 8, 3), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
         "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2)],
     },
     100: {
         "16": [GemmConfig(128, 128, 64, 8, 3), GemmConfig(64, 64, 64, 4, 4, programs_per_sm=2)],
-        "fp8": [GemmConfig(128, 128, 64, 8, 4), GemmConfig(64, 64, 128, 4, 4, programs_per_sm=2)],
         "tf32": [GemmConfig(128, 128, 32, 8, 3), GemmConfig(64, 64, 32, 4, 4, programs_per_sm=2)],
-    },
-}
-_GATED_BY_POINTERS = {
-    80: {
-        "16": [GemmConfig(128, 64, 32, 8, 4), GemmConfig(64, 32, 64, 4, 3), GemmConfig(32, 32, 64, 4, 4)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
-    },
-    90: {
-        "16": [GemmConfig(128, 64, 64, 8, 3), GemmConfig(64, 64, 64, 4, 3)],
-        "fp8": [GemmConfig(128, 64, 128, 8, 3), GemmConfig(64, 32, 128, 4, 3)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
-    },
-    100: {
-        "16": [GemmConfig(128, 64, 64, 8, 3), GemmConfig(64, 64, 64, 4, 3)],
-        "fp8": [GemmConfig(128, 64, 128, 8, 3), GemmConfig(64, 64, 128, 4, 3)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 3), GemmConfig(64, 32, 32, 4, 3)],
     },
 }
 # On CUDA cores, the same everywhere: no matrix unit multiplies all 24 bits of fp32.
 _IEEE = [GemmConfig(64, 64, 32, 8, 3, programs_per_sm=2), GemmConfig(32, 32, 32, 4, 3, programs_per_sm=2)]
-_IEEE_GATED = [GemmConfig(64, 32, 16, 4, 3, programs_per_sm=2), GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2)]
 
 _flat = {"flatten": True}
 _flat_split = {"flatten": True, "split_store": True}
@@ -123,11 +131,6 @@ _BY_TMA = {
             GemmConfig(64, 128, 64, 4, 4, **_flat),
             GemmConfig(64, 32, 128, 4, 4, programs_per_sm=2, **_flat),
         ],
-        "fp8": [
-            GemmConfig(128, 128, 128, 8, 4, **_flat_split),
-            GemmConfig(64, 128, 128, 4, 4, **_flat_split),
-            GemmConfig(64, 32, 128, 4, 6, programs_per_sm=2, **_flat),
-        ],
         "tf32": [
             GemmConfig(128, 128, 32, 8, 4, **_flat_split),
             GemmConfig(64, 32, 64, 4, 4, programs_per_sm=2, **_flat),
@@ -139,48 +142,26 @@ _BY_TMA = {
             GemmConfig(128, 128, 64, 8, 4, **_special_split),
             GemmConfig(64, 64, 128, 4, 4, **_special),
         ],
-        "fp8": [
-            GemmConfig(128, 256, 128, 8, 3, **_special_split),
-            GemmConfig(128, 128, 128, 8, 4, **_special_split),
-            GemmConfig(64, 64, 128, 4, 4, **_special),
-        ],
         "tf32": [
             GemmConfig(128, 128, 32, 8, 4, **_special_split),
             GemmConfig(64, 64, 64, 4, 3, **_special),
         ],
     },
 }
-_GATED_BY_TMA = {
-    90: {
-        "16": [
-            GemmConfig(128, 128, 64, 8, 3, **_flat_split),
-            GemmConfig(128, 64, 64, 8, 4, **_flat),
-            GemmConfig(64, 32, 128, 4, 3, programs_per_sm=2, **_flat),
-        ],
-        "fp8": [GemmConfig(128, 64, 128, 8, 3, **_flat), GemmConfig(64, 32, 128, 4, 4, **_flat)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 4, **_flat), GemmConfig(64, 32, 32, 4, 4, **_flat)],
-    },
-    100: {
-        "16": [GemmConfig(128, 128, 64, 8, 3, **_special_split), GemmConfig(64, 64, 64, 4, 4, **_special)],
-        "fp8": [GemmConfig(128, 128, 128, 8, 3, **_special_split), GemmConfig(64, 64, 128, 4, 3, **_special)],
-        "tf32": [GemmConfig(128, 64, 32, 8, 4, **_special), GemmConfig(64, 64, 32, 4, 4, **_special)],
-    },
-}
 
 
-def gemm_configs(arch: int, kind: str, *, tma: bool, gated: bool) -> tuple[GemmConfig, ...]:
-    """The configs of a matmul of operands of `kind` (KINDS) on `arch` (ARCHITECTURES); empty where it cannot run.
+def gemm_configs(arch: int, kind: str, *, tma: bool) -> tuple[GemmConfig, ...]:
+    """The configs of `gemm` of operands of `kind` (KINDS) on `arch` (ARCHITECTURES); empty where it cannot run.
 
-    Example: `gemm_configs(90, "bf16", tma=True, gated=False)[0]` is the default of plain bf16 on an H100.
+    Example: `gemm_configs(90, "bf16", tma=True)[0]` is the default of bf16 on an H100.
     """
     if kind == "ieee":
-        return () if tma else tuple(_IEEE_GATED if gated else _IEEE)
-    if tma:
-        table = _GATED_BY_TMA if gated else _BY_TMA
-    else:
-        table = _GATED_BY_POINTERS if gated else _BY_POINTERS
-    family = {"bf16": "16", "fp16": "16", "fp8e4nv": "fp8"}.get(kind, kind)
-    return tuple(table.get(arch, {}).get(family, ()))
+        return () if tma else tuple(_IEEE)
+    return tuple((_BY_TMA if tma else _BY_POINTERS).get(arch, {}).get(_family(kind), ()))
+
+
+def _family(kind: str) -> str:
+    return "16" if kind in ("bf16", "fp16") else kind
 
 
 @dataclass(frozen=True)
@@ -205,7 +186,10 @@ class FusedConfig:
 
 
 _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
-    0: {"16": [FusedConfig(INTERPRETED, INTERPRETED)], "tf32": [FusedConfig(INTERPRETED, INTERPRETED)]},
+    0: {
+        "16": [FusedConfig(INTERPRETED_CONFIG, INTERPRETED_CONFIG)],
+        "tf32": [FusedConfig(INTERPRETED_CONFIG, INTERPRETED_CONFIG)],
+    },
     80: {
         "16": [
             FusedConfig(GemmConfig(128, 128, 32, 8, 4)),
@@ -259,11 +243,11 @@ _FUSED_IEEE = [
 
 
 def fused_configs(arch: int, kind: str) -> tuple[FusedConfig, ...]:
-    """The tiles that a matmul of operands of `kind` (KINDS, but fp8) may have beside a collective on `arch`.
+    """The tiles that a matmul of operands of `kind` (KINDS) may have beside a collective on `arch`.
 
     `arch` is one of ARCHITECTURES, or 0 for the interpreter.
     """
     if kind == "ieee" and arch in ARCHITECTURES:
         return tuple(_FUSED_IEEE)
-    family = {"bf16": "16", "fp16": "16", "ieee": "tf32"}.get(kind, kind)
+    family = "tf32" if kind == "ieee" else _family(kind)
     return tuple(_FUSED.get(arch, {}).get(family, ()))

@@ -32,7 +32,7 @@ Shared-Memory Multiprocessor Collectives", 2020.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -41,13 +41,12 @@ from torch import Tensor
 
 from ..comm import ptx
 from ..comm.signals import begin, end, is_last, put, wait
-from ..comm.slots import or_nan, put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
+from ..comm.slots import put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
-from ..resources import Variant
-from .epilogues import add_bias
-from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
-from .operands import arch_of
-from .tiles import load_tile, multiply_products, store_tile, tile_at, tile_offsets
+from ..device import arch_of
+from ..language import or_nan, zeros
+from .launch import Launch, check_like, check_products, operand_arguments
+from .tiles import Matrix, add_bias, load_tile, multiply_products, store_tile, tile_at, tile_offsets
 
 OP = tl.constexpr(OPS.index("matmul_all_reduce"))
 
@@ -64,51 +63,32 @@ def gemm_all_reduce_kernel(
     w3,
     sizes,
     bias_ptr,
-    residual_ptr,
+    residual,
     norm_weight_ptr,
-    out_ptr,
-    normed_ptr,
+    out,
+    normed,
     M,
     N,
-    stride_rm,
-    stride_om,
-    stride_normed_m,
     eps,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     multicast,
     terms_offset,
     sums_offset,
     WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     MULTIMEM: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    X_SWAPPED: tl.constexpr,
-    W_SWAPPED: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    STRIP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    C: tl.constexpr,
 ):
-    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
-    ELEMENT: tl.constexpr = out_ptr.dtype.element_ty
-    STRIPS: tl.constexpr = BLOCK_M // STRIP_M
+    call = begin(ws, rank, WORLD)
+    ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
+    STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
     # One number to load, not one of each rank: more at a time, for as many bytes under way.
-    COPY_M: tl.constexpr = BLOCK_M if BLOCK_M < 4 * STRIP_M else 4 * STRIP_M
+    COPY_M: tl.constexpr = C.BLOCK_M if C.BLOCK_M < 4 * C.STRIP_M else 4 * C.STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, C.BLOCK_M)
+    tiles_n = tl.cdiv(N, C.BLOCK_N)
     tiles = tiles_m * tiles_n
     per_owner = tl.cdiv(tiles, WORLD)
     rounds = rounds_of(program, programs, tiles)
@@ -116,27 +96,24 @@ def gemm_all_reduce_kernel(
     # sums behind them. Flags are numbered so too, multimem's as two-shot's.
     first_sum = WORLD * per_owner
 
-    for step in tl.range(0, rounds, flatten=FLATTEN):
+    for step in tl.range(0, rounds, flatten=C.FLATTEN):
         tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
-        term = multiply_products(
-            (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0,
-            PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
-        )  # fmt: skip
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
+        term = multiply_products((x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0, C)
         if TWO_SHOT:
             owner = tile // per_owner
             slot = (tile - owner * per_owner) * WORLD + rank
             if MULTIMEM:
-                store_slot(call, rank, tile, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+                store_slot(call, rank, tile, term, terms_offset, ELEMENT, C.SPLIT_STORE)
             else:
-                store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+                store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
             put_tile(call, owner, WORLD + slot)
         else:
             slot = tile * WORLD + rank
             # Not unrolled: the addresses of all peers at once would take the registers of the tile.
             for distance in tl.range(0, WORLD):
                 peer = (rank + distance) % WORLD
-                store_slot(call, peer, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+                store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
             for distance in tl.range(0, WORLD):
                 put_tile(call, (rank + distance) % WORLD, WORLD + slot)
 
@@ -146,7 +123,7 @@ def gemm_all_reduce_kernel(
             first_slot = tile * WORLD
             if TWO_SHOT:
                 first_slot -= rank * per_owner * WORLD
-            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
             good = wait_terms(call, first_slot, tile, WORLD, OP)
             if MULTIMEM:
                 ptx.alias_fence()
@@ -154,60 +131,49 @@ def gemm_all_reduce_kernel(
                 place = tile * STRIPS + strip
                 if MULTIMEM:
                     # A rank that gave up must not touch the others, see `signals`: they learn of it by its flags.
-                    total = tl.zeros((STRIP_M, BLOCK_N), dtype=tl.float32)
+                    total = zeros(C.STRIP_M, C.BLOCK_N)
                     if good:
-                        terms = multicast_at(call, multicast, terms_offset, place, ELEMENT, STRIP_M, BLOCK_N)
-                        total = ptx.multimem_sum(terms, ELEMENT, STRIP_M, BLOCK_N)
+                        terms = multicast_at(call, multicast, terms_offset, place, ELEMENT, C.STRIP_M, C.BLOCK_N)
+                        total = ptx.multimem_sum(terms, ELEMENT, C.STRIP_M, C.BLOCK_N)
                 else:
-                    total = sum_terms(
-                        call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
-                    )  # fmt: skip
+                    total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
                 strip_m = tile_m * STRIPS + strip
                 total = add_bias(total, bias_ptr, tile_n, N)
-                if residual_ptr is not None:
-                    residual = load_tile(residual_ptr, strip_m, tile_n, M, N, stride_rm, 1, STRIP_M, BLOCK_N)
-                    total += residual.to(tl.float32)
+                if residual is not None:
+                    total += load_tile(residual, strip_m, tile_n, M, N, C.STRIP_M, C.BLOCK_N).to(tl.float32)
                 total = or_nan(total, good)
                 if MULTIMEM:
                     if good:
-                        sums = multicast_at(call, multicast, sums_offset, place, ELEMENT, STRIP_M, BLOCK_N)
-                        ptx.multimem_store(sums, total, ELEMENT, STRIP_M, BLOCK_N)
+                        sums = multicast_at(call, multicast, sums_offset, place, ELEMENT, C.STRIP_M, C.BLOCK_N)
+                        ptx.multimem_store(sums, total, ELEMENT)
                 elif TWO_SHOT:
                     for distance in tl.range(1, WORLD):
-                        store_slot(
-                            call, (rank + distance) % WORLD, place, total, sums_offset, ELEMENT, STRIP_M, BLOCK_N
-                        )  # fmt: skip
-                store_tile(out_ptr, total, strip_m, tile_n, M, N, stride_om, 1, STRIP_M, BLOCK_N)
+                        store_slot(call, (rank + distance) % WORLD, place, total, sums_offset, ELEMENT)
+                store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
                 if MULTIMEM:
                     ptx.alias_fence()
                 for distance in tl.range(1, WORLD):
                     put(call, (rank + distance) % WORLD, WORLD + first_sum + tile, good)
             if norm_weight_ptr is not None:
-                norm_if_last(
-                    call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m, eps,
-                    STRIP_M, BLOCK_N, STRIPS,
-                )  # fmt: skip
+                norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
 
     if TWO_SHOT:
         for step in tl.range(0, rounds):
             tile = step * programs + program
             owner = tile // per_owner
             if owner != rank:
-                tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP_M)
+                tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
                 good = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, OP)
-                for strip in tl.range(0, BLOCK_M // COPY_M):
+                for strip in tl.range(0, C.BLOCK_M // COPY_M):
                     place = slot_pointers(
-                        call, rank, tile * (BLOCK_M // COPY_M) + strip, sums_offset, ELEMENT, COPY_M, BLOCK_N
+                        call, rank, tile * (C.BLOCK_M // COPY_M) + strip, sums_offset, ELEMENT, COPY_M, C.BLOCK_N
                     )  # fmt: skip
                     total = or_nan(tl.load(place).to(tl.float32), good)
-                    strip_m = tile_m * (BLOCK_M // COPY_M) + strip
-                    store_tile(out_ptr, total, strip_m, tile_n, M, N, stride_om, 1, COPY_M, BLOCK_N)
+                    strip_m = tile_m * (C.BLOCK_M // COPY_M) + strip
+                    store_tile(out, total, strip_m, tile_n, M, N)
                 if norm_weight_ptr is not None:
-                    norm_if_last(
-                        call, out_ptr, norm_weight_ptr, normed_ptr, tile_m, tiles_n, M, N, stride_om, stride_normed_m,
-                        eps, STRIP_M, BLOCK_N, STRIPS,
-                    )  # fmt: skip
+                    norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
     end(call, WORLD, OP)
 
 
@@ -216,47 +182,32 @@ def multicast_at(
     call, multicast, data_offset, slot, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Address, at all ranks at once, of slot number `slot` of [BLOCK_M, BLOCK_N] elements."""
-    half = multicast + (call.epoch & 1) * call.half_bytes + data_offset
+    half = multicast + (call.epoch & 1) * call.ws.half_bytes + data_offset
     return half + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N * (ELEMENT.primitive_bitwidth // 8))
 
 
 @triton.jit
-def norm_if_last(
-    call,
-    h_ptr,
-    weight_ptr,
-    normed_ptr,
-    tile_m,
-    tiles_n,
-    M,
-    N,
-    stride_hm,
-    stride_normed_m,
-    eps,
-    STRIP_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIPS: tl.constexpr,
-):
+def norm_if_last(call, h, weight_ptr, normed, tile_m, tiles_n, M, N, eps, C: tl.constexpr):
     """RMS norm of the rows of h [M, N] in row of tiles `tile_m`, once all of its tiles are stored.
 
     The same bits whichever program does it: squares add along a row in the order of the columns.
     """
+    STRIP_M: tl.constexpr = C.STRIP_M
+    STRIPS: tl.constexpr = C.BLOCK_M // STRIP_M
     if is_last(call, tile_m, tiles_n):
         for strip in tl.range(0, STRIPS):
             strip_m = tile_m * STRIPS + strip
             squares = tl.zeros((STRIP_M,), dtype=tl.float32)
             for block in tl.range(0, tiles_n):
-                h = load_tile(h_ptr, strip_m, tl.cast(block, tl.int32), M, N, stride_hm, 1, STRIP_M, BLOCK_N)
-                h = h.to(tl.float32)
-                squares += tl.sum(h * h, axis=1)
+                values = load_tile(h, strip_m, tl.cast(block, tl.int32), M, N, STRIP_M, C.BLOCK_N).to(tl.float32)
+                squares += tl.sum(values * values, axis=1)
             scale = 1.0 / tl.sqrt_rn(squares / N + eps)
             for block in tl.range(0, tiles_n):
                 tile_n = tl.cast(block, tl.int32)
-                h = load_tile(h_ptr, strip_m, tile_n, M, N, stride_hm, 1, STRIP_M, BLOCK_N).to(tl.float32)
-                columns = tile_offsets(tile_n, BLOCK_N)
+                values = load_tile(h, strip_m, tile_n, M, N, STRIP_M, C.BLOCK_N).to(tl.float32)
+                columns = tile_offsets(tile_n, C.BLOCK_N)
                 weight = tl.load(weight_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-                normed = h * scale[:, None] * weight[None, :]
-                store_tile(normed_ptr, normed, strip_m, tile_n, M, N, stride_normed_m, 1, STRIP_M, BLOCK_N)
+                store_tile(normed, values * scale[:, None] * weight[None, :], strip_m, tile_n, M, N)
 
 
 def gemm_all_reduce(
@@ -311,17 +262,14 @@ def gemm_all_reduce(
     )
     gemm_all_reduce_kernel[(launch.programs,)](
         bias_ptr=bias,
-        residual_ptr=residual,
+        residual=None if residual is None else Matrix(residual, residual.stride(0)),
         norm_weight_ptr=norm_weight,
-        out_ptr=out,
-        normed_ptr=normed,
+        out=Matrix(out, out.stride(0)),
+        normed=None if normed is None else Matrix(normed, n),
         M=m,
         N=n,
-        stride_rm=0 if residual is None else residual.stride(0),
-        stride_om=out.stride(0),
-        stride_normed_m=n,
         eps=eps,
-        **workspace_arguments(workspace),
+        **workspace.arguments(),
         multicast=workspace.multicast_address if multimem else 0,
         terms_offset=terms_offset,
         sums_offset=sums_offset,
@@ -364,29 +312,3 @@ def check_multimem(x: Tensor, workspace: Workspace, two_shot: bool) -> None:
         raise ValueError("multimem needs sm_90 or later. Use multimem=False.")
     if not workspace.multicast_address:
         raise ValueError("multimem needs a workspace with a multicast address, and this one has none.")
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """What `gemm_all_reduce` may launch on `arch` with W = 8, with all that may follow the sum.
-
-    Two-shot with every config and dtype, as the operands lie. In bf16 also one-shot, multimem, and the sum of three
-    products with the weights transposed (dX). fp16 and bf16 differ in the name of a type; a transposed weight costs
-    registers by pointers only, so it is there where they are the only way.
-    """
-    for kind, element, launch in launches(arch):
-        for tma in (False, True) if launch.tma_config else (False,):
-            best = tma == bool(launch.tma_config)
-            if kind == "fp16" and not best:
-                continue
-            cases = [("two-shot", "nt", 1)]
-            if kind == "bf16":
-                cases.append(("two-shot", "nn", 3))
-                if best:
-                    cases.append(("one-shot", "nt", 1))
-                    cases.append(("multimem", "nt", 1) if tma else ("two-shot", "nn", 1))
-            for way, layout, products in cases:
-                yield fused_variant(
-                    "gemm_all_reduce", gemm_all_reduce_kernel, arch, kind, element, launch,
-                    {"WORLD": 8, "TWO_SHOT": way != "one-shot", "MULTIMEM": way == "multimem"},
-                    tma=tma, name=way, layout=layout, products=products, flatten=way != "one-shot",
-                )  # fmt: skip

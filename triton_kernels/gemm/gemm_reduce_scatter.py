@@ -17,7 +17,7 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -25,12 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..comm.signals import begin, end
-from ..comm.slots import or_nan, put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
+from ..comm.slots import put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
-from ..resources import Variant
-from .epilogues import add_bias
-from .launch import Launch, check_like, check_products, fused_variant, launches, operand_arguments, workspace_arguments
-from .tiles import multiply_products, store_tile, tile_at
+from ..language import or_nan
+from .launch import Launch, check_like, check_products, operand_arguments
+from .tiles import Matrix, add_bias, multiply_products, store_tile, tile_at
 
 OP = tl.constexpr(OPS.index("matmul_reduce_scatter"))
 
@@ -47,59 +46,41 @@ def gemm_reduce_scatter_kernel(
     w3,
     sizes,
     bias_ptr,
-    out_ptr,
+    out,
     M,
     N,
     rows_per_rank,
-    stride_om,
-    workspaces_ptr,
-    state_ptr,
-    error_ptr,
+    ws,
     rank,
-    half_bytes,
-    timeout_ns,
     terms_offset,
     WORLD: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    X_SWAPPED: tl.constexpr,
-    W_SWAPPED: tl.constexpr,
-    SPLIT_STORE: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    STRIP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    C: tl.constexpr,
 ):
-    call = begin(workspaces_ptr, state_ptr, error_ptr, rank, half_bytes, timeout_ns, WORLD)
-    ELEMENT: tl.constexpr = out_ptr.dtype.element_ty
-    STRIPS: tl.constexpr = BLOCK_M // STRIP_M
+    call = begin(ws, rank, WORLD)
+    ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
+    STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tiles_m = tl.cdiv(rows_per_rank, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(rows_per_rank, C.BLOCK_M)
+    tiles_n = tl.cdiv(N, C.BLOCK_N)
     per_owner = tiles_m * tiles_n
     # Owners with all their rows come first, then one with fewer, then such without any: no number is left out.
     full_owners = M // rows_per_rank
-    tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, BLOCK_M) * tiles_n
+    tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
     rounds = rounds_of(program, programs, tiles)
 
-    for step in tl.range(0, rounds, flatten=FLATTEN):
+    for step in tl.range(0, rounds, flatten=C.FLATTEN):
         tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
         owner = tile // per_owner
         tile_of_owner = tile - owner * per_owner
         first_row = owner * rows_per_rank
         rows = tl.minimum(M - first_row, rows_per_rank)
-        tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)
+        tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
         term = multiply_products(
-            (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row,
-            PRODUCTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EVEN_K, TMA, X_SWAPPED, W_SWAPPED,
+            (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row, C
         )  # fmt: skip
         slot = tile_of_owner * WORLD + rank
-        store_slot(call, owner, slot, term, terms_offset, ELEMENT, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
         put_tile(call, owner, WORLD + slot)
 
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
@@ -107,15 +88,13 @@ def gemm_reduce_scatter_kernel(
         tile = step * programs + program
         if tile // per_owner == rank:
             tile_of_owner = tile - rank * per_owner
-            tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)
+            tile_m, tile_n = tile_at(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
             first_slot = tile_of_owner * WORLD
             good = wait_terms(call, first_slot, tile, WORLD, OP)
             for strip in tl.range(0, STRIPS):
-                total = sum_terms(
-                    call, first_slot, strip, terms_offset, ELEMENT, STRIP_M, BLOCK_N, STRIPS, WORLD
-                )  # fmt: skip
+                total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
                 total = or_nan(add_bias(total, bias_ptr, tile_n, N), good)
-                store_tile(out_ptr, total, tile_m * STRIPS + strip, tile_n, rows, N, stride_om, 1, STRIP_M, BLOCK_N)
+                store_tile(out, total, tile_m * STRIPS + strip, tile_n, rows, N)
     end(call, WORLD, OP)
 
 
@@ -159,12 +138,11 @@ def gemm_reduce_scatter(
     (terms_offset,) = workspace.layout(_slots(rows_per_rank, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
         bias_ptr=bias,
-        out_ptr=out,
+        out=Matrix(out, out.stride(0)),
         M=m,
         N=n,
         rows_per_rank=rows_per_rank,
-        stride_om=out.stride(0),
-        **workspace_arguments(workspace),
+        **workspace.arguments(),
         terms_offset=terms_offset,
         WORLD=world,
         **operand_arguments(products, launch, flatten=True),
@@ -192,19 +170,3 @@ def _rows_per_rank(m: int, world_size: int, given: int | None) -> int:
 def _slots(rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:
     tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
     return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """What `gemm_reduce_scatter` may launch on `arch` with W = 8 and a bias; cases as in `gemm_all_reduce`."""
-    for kind, element, launch in launches(arch):
-        for tma in (False, True) if launch.tma_config else (False,):
-            if kind == "fp16" and tma != bool(launch.tma_config):
-                continue
-            cases = [("nt", 1)]
-            if kind == "bf16":
-                cases += [] if tma else [("nn", 3)] if launch.tma_config else [("nn", 3), ("nn", 1)]
-            for layout, products in cases:
-                yield fused_variant(
-                    "gemm_reduce_scatter", gemm_reduce_scatter_kernel, arch, kind, element, launch, {"WORLD": 8},
-                    tma=tma, layout=layout, products=products,
-                )  # fmt: skip

@@ -1,24 +1,63 @@
-"""How a matmul that talks to other ranks is launched, and the checks of what it is given before anything runs."""
+"""How matmuls load their operands and are launched beside a collective, and the checks before anything runs.
+
+TMA loads blocks of a matrix whose rows (or, transposed, columns) are in one piece and begin at multiples of 16 bytes;
+anything else is loaded by pointers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..comm.workspace import Workspace
-from ..resources import Variant
-from .checks import DTYPES
-from .configs import KINDS, FusedConfig, GemmConfig, fused_configs
-from .operands import check_current, descriptor, fits_tma, is_swapped
+from ..device import check_current
+from .configs import DTYPES, Constants, FusedConfig, GemmConfig, fused_configs
+from .tiles import Sizes
 
 # Matmuls that one launch adds up: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4
-# fp8 is not among them: terms of a sum do not travel in 8 bits.
-SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPERANDS = tuple(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
+
+ALIGNED = "operands are aligned"
+UNALIGNED = "an operand has rows that are not in one piece, or do not begin at multiples of 16 bytes"
+TRANSPOSED = "a transposed operand of this dtype is loaded by pointers: tensor cores transpose 16-bit numbers only"
+
+
+def is_swapped(t: Tensor) -> bool:
+    """Whether columns, not rows, are in one piece."""
+    return t.stride(0) == 1 and t.stride(1) != 1 and t.shape[1] > 1
+
+
+def fits_tma(t: Tensor) -> bool:
+    """Whether TMA can load (or store) blocks of `t`."""
+    if t.numel() == 0:
+        return False
+    rows = t.t() if is_swapped(t) else t
+    in_one_piece = rows.stride(1) == 1
+    aligned = rows.shape[0] == 1 or (rows.stride(0) > 0 and rows.stride(0) * t.element_size() % 16 == 0)
+    return in_one_piece and aligned and t.data_ptr() % 16 == 0
+
+
+def descriptor(t: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Of blocks [rows, columns] of `t`; where it is `swapped`, of the transposed matrix in blocks [columns, rows]."""
+    block = list(block)
+    if is_swapped(t):
+        t = t.t()
+        block.reverse()
+    size, length = t.shape
+    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
+    stride = t.stride(0) if size > 1 else -(-length // 16) * 16
+    return TensorDescriptor(t, [size, length], [stride, 1], block)
+
+
+def sizes_of(x: Tensor, w: Tensor) -> Sizes:
+    """What a kernel knows of x [M, K] and w [N, K] beside M and N."""
+    return Sizes(x.shape[1], x.stride(), w.stride())
 
 
 @dataclass(frozen=True)
@@ -50,25 +89,10 @@ class Launch:
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         return -(-m // self.block_m), -(-n // self.block_n)
 
-    def constants(self, config: GemmConfig | None = None) -> dict[str, Any]:
-        """Constexprs that are the same for all K, of `config` or by pointers."""
-        config = config or self.config
-        return {
-            "PRECISION": self.precision,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
-        }
-
     def strip_rows(self, config: GemmConfig, element_bytes: int) -> int:
         """Rows of a tile that are summed over ranks at a time: 8 ranks' terms take half of the registers then."""
         elements = self.strip_elements or 1024 // element_bytes * config.num_warps
         return max(1, min(config.block_m, elements // config.block_n))
-
-    def options(self, k: int) -> dict[str, Any]:
-        """Keyword arguments of a launch by pointers."""
-        return self.constants() | {"EVEN_K": k % self.config.block_k == 0} | self.config.options()
 
 
 def launch_for(
@@ -88,7 +112,7 @@ def launch_for(
     Args:
         dtype: bf16, fp16 or fp32, of the operands and of the result.
         m, n: of the whole result. K does not matter: it may differ between ranks.
-        arch: 80, 90 or 100 (`operands.arch_of`); 0 under the interpreter.
+        arch: 80, 90 or 100 (`device.arch_of`); 0 under the interpreter.
         sms: multiprocessors of the GPU; the same on all ranks.
         sm_margin: how many of them to leave to what runs beside.
         precision: of fp32: "ieee" or "tf32".
@@ -100,7 +124,7 @@ def launch_for(
     Example:
         launch = launch_for(torch.bfloat16, 4096, 8192, 8, arch=90, sms=132, sm_margin=8)
     """
-    if dtype not in SUMMED_DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be bf16, fp16 or fp32; got {dtype}.")
     if precision not in ("ieee", "tf32"):
         raise ValueError(f"precision must be 'ieee' or 'tf32'; got {precision!r}.")
@@ -149,27 +173,26 @@ def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Loa
     if launch.tma_config is None:
         reason = "this launch has no tiles for TMA"
     elif not all(fits_tma(t) for t in xs + ws):
-        reason = "an operand has rows that are not in one piece, or do not begin at multiples of 16 bytes"
+        reason = UNALIGNED
     elif len(x_swapped) + len(w_swapped) > 2:
         reason = "the products' operands do not lie alike"
     elif True in x_swapped | w_swapped and xs[0].element_size() != 2:
-        reason = "a transposed operand of this dtype is loaded by pointers: tensor cores transpose 16-bit numbers only"
+        reason = TRANSPOSED
     else:
-        return LoadPlan(launch.tma_config, True, "operands are aligned", is_swapped(xs[0]), is_swapped(ws[0]))
+        return LoadPlan(launch.tma_config, True, ALIGNED, is_swapped(xs[0]), is_swapped(ws[0]))
     # By pointers it is about speed alone how the others lie.
-    return LoadPlan(_by_pointers(launch, len(products)), False, reason, is_swapped(xs[0]), is_swapped(ws[0]))
+    return LoadPlan(by_pointers(launch, len(products)), False, reason, is_swapped(xs[0]), is_swapped(ws[0]))
 
 
-def _by_pointers(launch: Launch, products: int) -> GemmConfig:
+def by_pointers(launch: Launch, products: int) -> GemmConfig:
     """Several products are as many loops, all of whose pointers are ready at once: half as many each."""
-    config = launch.config
-    return replace(config, block_k=config.block_k // 2) if products > 1 and config.block_k > 32 else config
+    return launch.config.half_k() if products > 1 else launch.config
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
-    """What a launch passes for its products: x0, w0, ... up to MAX_PRODUCTS, their sizes, constexprs and options.
+    """What a launch passes for its products: x0, w0, ... up to MAX_PRODUCTS, their sizes, constants and options.
 
-    `flatten` False says that the kernel's loop over tiles is not one that may be flattened with that over K.
+    `flatten` False: the kernel's loop over tiles cannot be flattened with that over K.
     """
     plan = plan_loads(products, launch)
     config = plan.config
@@ -180,111 +203,25 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
             arguments[f"w{i}"] = descriptor(w, (config.block_n, config.block_k))
         else:
             arguments[f"x{i}"], arguments[f"w{i}"] = x, w
-    arguments["sizes"] = tuple((x.shape[1], *x.stride(), *w.stride()) for x, w in products)
-    even = all(x.shape[1] % config.block_k == 0 for x, _ in products)
-    element_bytes = products[0][0].element_size()
-    return arguments | _constants(launch, plan, element_bytes, len(products), even, flatten) | _options(config)
+    arguments["sizes"] = tuple(sizes_of(x, w) for x, w in products)
+    even_k = all(x.shape[1] % config.block_k == 0 for x, _ in products)
+    arguments["C"] = sum_constants(launch, plan, products[0][0].element_size(), len(products), even_k, flatten)
+    return arguments | config.all_registers()
 
 
-def workspace_arguments(workspace: Workspace) -> dict[str, Any]:
-    """What kernels pass to `signals.begin`, by name."""
-    names = ("workspaces_ptr", "state_ptr", "error_ptr", "rank", "half_bytes", "timeout_ns")
-    return dict(zip(names, workspace.arguments, strict=True))
-
-
-OPERANDS = tuple(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
-
-
-def _options(config: GemmConfig) -> dict[str, int]:
-    """The compiler's options. Left alone ptxas takes fewer registers than there are, for more programs, and spills."""
-    registers = 65536 // (config.programs_per_sm * config.num_warps * 32)
-    return config.options() | {"maxnreg": min(255, registers)}
-
-
-def _constants(
-    launch: Launch, plan: LoadPlan, element_bytes: int, products: int, even: bool, flatten: bool
-) -> dict[str, Any]:
-    return launch.constants(plan.config) | {
-        "STRIP_M": launch.strip_rows(plan.config, element_bytes),
-        "PRODUCTS": products,
-        "TMA": plan.tma,
-        "X_SWAPPED": plan.x_swapped,
-        "W_SWAPPED": plan.w_swapped,
-        "EVEN_K": even,
-        "SPLIT_STORE": plan.config.split_store,
-        # Triton flattens two loops into one, not three.
-        "FLATTEN": plan.config.flatten and flatten and products == 1,
-    }
-
-
-def launches(arch: int) -> Iterator[tuple[str, str, Launch]]:
-    """(kind of matmul, element type, launch) of what is shipped for `arch`: what the tests compile."""
-    for kind in KINDS:
-        if kind != "fp8e4nv":
-            element = "fp32" if kind in ("tf32", "ieee") else kind
-            for config in fused_configs(arch, kind):
-                precision = kind if element == "fp32" else "ieee"
-                yield kind, element, Launch(config.programs_per_sm, config.pointers, precision, tma_config=config.tma)
-
-
-def compile_arguments(function: Any, element: str) -> dict[str, str | int | None]:
-    """What `resources.Variant` wants to know of a kernel's run-time arguments, for contiguous operands by pointers."""
-    words = ("workspaces_ptr", "state_ptr", "error_ptr")
-    wide = ("half_bytes", "timeout_ns", "terms_offset", "sums_offset", "multicast")
-    known: dict[str, str | int | None] = {
-        **dict.fromkeys(words, "*i64"),
-        **dict.fromkeys(wide, "i64"),
-        "eps": "fp32",
-        "stride_xk": 1,
-        "stride_wk": 1,
-    }
-    return {
-        name: known.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
-        for name in function.arg_names
-        if not name.isupper() or name in ("M", "N", "K")
-    }
-
-
-def fused_variant(
-    kernel: str,
-    function: Any,
-    arch: int,
-    kind: str,
-    element: str,
-    launch: Launch,
-    constants: dict[str, Any],
-    *,
-    tma: bool,
-    name: str = "",
-    layout: str = "nt",
-    products: int = 1,
-    flatten: bool = True,
-) -> Variant:
-    """One compilation of a kernel of sums over ranks; `layout` as in `gemm.compile_variants`."""
-    config = launch.tma_config if tma else _by_pointers(launch, products)
-    assert config is not None
-    x_swapped, w_swapped = layout[0] == "t", layout[1] == "n"
-    plan = LoadPlan(config, tma, "", x_swapped, w_swapped)
-    # An odd K, since masks along K take registers; by TMA there are none.
-    arguments: dict[str, Any] = compile_arguments(function, element) | dict.fromkeys(OPERANDS)
-    for i in range(products):
-        for operand, rows, is_transposed in (("x", config.block_m, x_swapped), ("w", config.block_n, w_swapped)):
-            block = f"{config.block_k}, {rows}" if is_transposed else f"{rows}, {config.block_k}"
-            arguments[f"{operand}{i}"] = f"tensordesc<{element}[{block}]>" if tma else f"*{element}"
-    strides = (1, "i32") if x_swapped else ("i32", 1), (1, "i32") if w_swapped else ("i32", 1)
-    arguments["sizes"] = (("i32", *strides[0], *strides[1]),) * products
-    return Variant(
-        kernel,
-        " ".join(filter(None, [kind, layout, f"{products} products" if products > 1 else "", name]))
-        + f" {'tma' if tma else 'pointers'} {config}",
-        arch,
-        function,
-        arguments,
-        _constants(launch, plan, 4 if element == "fp32" else 2, products, tma, flatten) | constants,
-        _options(config),
-        odd=frozenset({"rank", "rows_per_rank"}),
-        matrix_instruction=kind != "ieee",
+def sum_constants(
+    launch: Launch, plan: LoadPlan, element_bytes: int, products: int, even_k: bool, flatten: bool
+) -> Constants:
+    """The constants of a matmul that ends in a sum over ranks."""
+    constants = plan.config.constants(
+        precision=launch.precision,
+        tma=plan.tma,
+        x_swapped=plan.x_swapped,
+        w_swapped=plan.w_swapped,
+        even_k=even_k,
+        flatten=flatten and products == 1,  # Triton flattens two loops into one, not three
     )
+    return constants._replace(PRODUCTS=products, STRIP_M=launch.strip_rows(plan.config, element_bytes))
 
 
 def check_products(products: Sequence[tuple[Tensor, Tensor]], workspace: Workspace) -> tuple[int, int]:
@@ -313,7 +250,7 @@ def check_matmul(
         raise ValueError(
             f"{x_name} must be [M, K] and {weight_name} [N, K]; got {tuple(x.shape)} and {tuple(weight.shape)}."
         )
-    if x.dtype not in SUMMED_DTYPES or weight.dtype != x.dtype:
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
         raise ValueError(
             f"{x_name} and {weight_name} must be both bf16, fp16 or fp32; got {x.dtype} and {weight.dtype}."
         )

@@ -114,9 +114,9 @@ class TritonFlash(AttentionKernel):
 
 
 def _kernels() -> ModuleType:
-    from fused_tp.triton_kernels.attention import flash_attention
+    from fused_tp.triton_kernels import attention
 
-    return flash_attention
+    return attention
 
 
 def terms_of(scores: Scores) -> Any:

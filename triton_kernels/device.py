@@ -1,0 +1,64 @@
+"""What the GPU is that kernels are launched on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .language import INTERPRETED
+
+LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
+
+
+def arch_of(device: torch.device) -> int:
+    """The architecture whose configs are taken, 80, 90 or 100; 0 under the interpreter, and of a GPU before sm_80."""
+    return _arch_of_gpu(device.index) if device.type == "cuda" and not INTERPRETED.value else 0
+
+
+def kernels_of(capability: int) -> int:
+    """The architecture whose configs a GPU takes: 80, 90 or 100; 0 before sm_80.
+
+    Example: `kernels_of(89)` is 80.
+    """
+    major = capability // 10
+    # sm_120 has neither wgmma nor tcgen05: mma.sync and asynchronous copies, as sm_80.
+    return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)
+
+
+def sms_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 4 on CPU, so that interpreted launches have several programs."""
+    return int(_properties(device.index).multi_processor_count) if device.type == "cuda" else 4
+
+
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that a program may have on a GPU."""
+    return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
+
+
+def check_current(device: torch.device) -> None:
+    """Raises ValueError where `device` is a GPU other than the one that kernels are launched on."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x is on {device}, and kernels are launched on cuda:{torch.cuda.current_device()}, the current device; "
+            "call this inside of torch.cuda.device(x.device)."
+        )
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are launched where x is: Triton launches on the current GPU."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.lru_cache
+def _properties(index: int | None) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+@functools.lru_cache
+def _arch_of_gpu(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return kernels_of(10 * major + minor)
