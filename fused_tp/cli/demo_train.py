@@ -8,12 +8,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,49 +37,32 @@ TYPED_QUOTES = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}
 # ---- text ----
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True)
+class Tokenizer:
     """What the demo needs of a tokenizer."""
 
     name: str
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
 
 
-class ByteTokenizer:
-    """UTF-8 bytes, 256 tokens: nothing to download and nothing to train."""
-
-    name = "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-
-class CheckpointTokenizer:
-    """The tokenizer that was saved beside a transformers model."""
-
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self.name = f"the tokenizer of {path.name}"
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens)
+# UTF-8: 256 tokens, nothing to download and nothing to train.
+BYTES = Tokenizer(
+    "bytes",
+    encode=lambda text: list(text.encode("utf-8")),
+    decode=lambda tokens: bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace"),
+)
 
 
 def make_tokenizer(hf: Path | None) -> Tokenizer:
-    """That of the checkpoint in `hf` where it has one, else bytes."""
-    if hf is not None and any((hf / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return CheckpointTokenizer(hf)
-    return ByteTokenizer()
+    """That of the transformers checkpoint in `hf` where it has one, else bytes."""
+    if hf is None or not any((hf / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return BYTES
+    from transformers import AutoTokenizer
+
+    own = AutoTokenizer.from_pretrained(hf, local_files_only=True)
+    encode = partial(own.encode, add_special_tokens=False, verbose=False)
+    return Tokenizer(f"the tokenizer of {hf.name}", encode, own.decode)
 
 
 def read_text(data: Path | None) -> str:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.schedules.registry import fused_kernels_on
 from fused_tp.transport import cuda_driver, native_kernels
 
@@ -134,15 +135,15 @@ def _shared_memory(core: ModuleType | None) -> Iterator[Finding]:
     if not shared_memory_allowed():
         yield Finding(section, "two processes share", "not tried: FUSED_TP_SHM turns it off", NOTE)
         return
-    why_not = _try_shared_memory(core)
-    if why_not is None:
+    shared = _try_shared_memory(core)
+    if shared:
         yield Finding(section, "two processes share", "yes")
     else:
         advice = (
             "Ops run on torch.distributed. The ranks of a host need the same user and PID namespace, and their "
             "container must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
         )
-        yield Finding(section, "two processes share", f"no: {why_not}", PROBLEM, advice)
+        yield Finding(section, "two processes share", f"no: {shared.reason}", PROBLEM, advice)
 
 
 def shared_memory_allowed() -> bool:
@@ -193,8 +194,8 @@ group.close()
 """
 
 
-def _try_shared_memory(core: ModuleType) -> str | None:
-    """Two processes map each other's memory and meet in a barrier: None, or why they could not."""
+def _try_shared_memory(core: ModuleType) -> Availability:
+    """Whether two processes can map each other's memory and meet in a barrier."""
     command = [sys.executable, "-c", _PEER, str(core.__file__)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -206,16 +207,16 @@ def _try_shared_memory(core: ModuleType) -> str | None:
             peer.stdin.flush()
             address = peer.stdout.readline()
             if not address:
-                return peer.stderr.read().strip().rpartition("\n")[2]
+                return unavailable(peer.stderr.read().strip().rpartition("\n")[2])
             group.connect([group.address, bytes.fromhex(address)])
             core.barrier(group)
             group.close()
             peer.wait(10)
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
+            return unavailable(str(error))
         finally:
             peer.kill()
-    return None
+    return AVAILABLE
 
 
 def _cpu_flags() -> set[str]:

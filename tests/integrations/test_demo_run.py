@@ -14,7 +14,7 @@ import pytest
 
 from fused_tp.cli import demo
 from fused_tp.cli.demo import DemoSettings
-from fused_tp.cli.demo_train import ByteTokenizer, Trainer, build_model, make_batch, make_tokens
+from fused_tp.cli.demo_train import BYTES, Trainer, build_model, make_batch, make_tokens
 
 # A model whose sizes are no multiples of anything; fp32 losses of a few steps differ by rounding only.
 TINY = "--layers 2 --hidden 48 --intermediate 84 --heads 4 --kv-heads 2 --batch 2 --seq 37 --sample-tokens 6"
@@ -65,7 +65,7 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(
     first = run_demo(tmp_path / "first", f"{TINY} --steps 2 {four} --save {saved}")
     second = run_demo(tmp_path / "second", f"{TINY} --steps 2 --tp 1 --cp 2 --resume {saved}")  # single resumes too
     settings = DemoSettings.from_arguments(parse(f"{TINY} --tp 1"))
-    tokens = make_tokens(ByteTokenizer(), None, seq=settings.seq, vocab_size=256)
+    tokens = make_tokens(BYTES, None, seq=settings.seq, vocab_size=256)
     trainer = Trainer(build_model(settings), lr=settings.lr, dtype="fp32", device="cpu")
     batches = [make_batch(tokens, batch=settings.batch, seq=settings.seq, seed=0, step=step) for step in range(4)]
     uninterrupted = [trainer.step(batch, step) for step, batch in enumerate(batches)]

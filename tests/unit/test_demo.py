@@ -18,7 +18,7 @@ from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Sample, report, shown_steps, verdict
 from fused_tp.cli.demo_run import generate_sample
 from fused_tp.cli.demo_train import (
-    ByteTokenizer,
+    BYTES,
     Run,
     Trainer,
     build_model,
@@ -96,7 +96,7 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_text(tmp_path: Path) -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = BYTES
     tokens = make_tokens(tokenizer, None, seq=256, vocab_size=256)
     assert len(tokens) > 100_000 and tokens.max() < 256
     assert "statement" in tokenizer.decode(tokens[:10_000].tolist())
@@ -126,7 +126,7 @@ def trainer(line: str) -> Trainer:
 
 
 def test_training_the_example_lowers_the_loss_and_repeats() -> None:
-    tokens = make_tokens(ByteTokenizer(), None, seq=16, vocab_size=256)
+    tokens = make_tokens(BYTES, None, seq=16, vocab_size=256)
 
     def losses() -> list[float]:
         one, run = trainer(TINY), Run("single", 1, 1)
@@ -163,10 +163,10 @@ def test_checkpoint_and_one_of_other_sizes(tmp_path: Path) -> None:
 def test_sample_of_the_example() -> None:
     settings = settings_of(f"{TINY} --sample-tokens 5")
     model = build_model(settings)
-    sample, again = (generate_sample(model, ByteTokenizer(), settings) for _ in range(2))
+    sample, again = (generate_sample(model, BYTES, settings) for _ in range(2))
     assert sample is not None and sample.tokens == 5 and sample.prompt == "The "
     assert again is not None and again.text == sample.text
-    assert generate_sample(model, ByteTokenizer(), replace(settings, sample_tokens=0)) is None
+    assert generate_sample(model, BYTES, replace(settings, sample_tokens=0)) is None
 
 
 def test_example_cache_gives_the_logits_of_the_whole_sequence() -> None:

@@ -41,11 +41,11 @@ def test_two_processes_share_memory() -> None:
     core = doctor_machine.native_core()
     if core is None:
         pytest.skip("the native core is not built")
-    assert doctor_machine._try_shared_memory(core) is None
+    assert doctor_machine._try_shared_memory(core)
     broken = ModuleType("broken")  # a peer that fails is a problem, not a hang
     broken.__file__ = "/nowhere/_core.so"
     broken.__dict__["Group"] = core.Group
-    assert "_core.so" in str(doctor_machine._try_shared_memory(broken))
+    assert "_core.so" in doctor_machine._try_shared_memory(broken).reason
     assert all(hasattr(core.NcclLibrary, name) for name in (*doctor_machine._NCCL_FEATURES, "version_text"))
 
 
