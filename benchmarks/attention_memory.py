@@ -18,9 +18,10 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,24 +153,15 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
         yield Peak(way, length * world_size, world_size, mib, now())
 
 
-class Results:
-    """The file of figures: those that were there and are of such a machine, and those that come in."""
-
-    def __init__(self, path: Path, setting: Setting) -> None:
-        self._path = path
-        self._source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        own = {field.name for field in fields(Peak)}
-        self.peaks = [
-            Peak(**{name: value for name, value in line.items() if name in own})
-            for line in lines
-            if all(line.get(name) == value for name, value in self._source.items())
-        ]
-
-    def add(self, peak: Peak) -> None:
-        others = [one for one in self.peaks if one.where != peak.where]
-        self.peaks = sorted([*others, peak], key=lambda one: one.where)
-        self._path.write_text("".join(json.dumps({**asdict(one), **self._source}) + "\n" for one in self.peaks))
+def stored(path: Path, source: Mapping[str, Any]) -> list[Peak]:
+    """The figures of the file that are of such a machine, versions and setting."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    own = {field.name for field in fields(Peak)}
+    return [
+        Peak(**{name: value for name, value in line.items() if name in own})
+        for line in lines
+        if all(line.get(name) == value for name, value in source.items())
+    ]
 
 
 def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
@@ -225,16 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = Setting(heads=options.heads, as_is=options.as_is)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
-    results = Results(path, setting)
+    source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
+    found = stored(path, source)
     for peak in () if options.plot else peaks(options.ways, options.tokens, options.ranks, setting):
-        results.add(peak)
-        bar = limit(results.peaks, peak, setting)
+        found = sorted([*(one for one in found if one.where != peak.where), peak], key=lambda one: one.where)
+        path.write_text("".join(json.dumps({**asdict(one), **source}) + "\n" for one in found))
+        bar = limit(found, peak, setting)
         told = "" if bar is None else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {bar:.1f}"
         print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{told}", flush=True)
-    if not results.peaks:
+    if not found:
         print(f"{path} has no figures of this machine, these versions and this setting.", file=sys.stderr)
         return 1
-    picture(results.peaks, setting, path.with_suffix(".png"))
+    picture(found, setting, path.with_suffix(".png"))
     print(f"Results: {path} and {path.with_suffix('.png')}")
     return 0
 

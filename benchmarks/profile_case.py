@@ -29,49 +29,38 @@ import fused_tp
 from .case import DTYPES
 
 Step = Callable[[], object]
+Leaf = Callable[..., Tensor]  # leaf(*shape): random numbers that require grad, the rank's own
 
 
-class Sizes:
-    """The tensors of a case, the same on every rank where they should be."""
-
-    def __init__(self, options: argparse.Namespace, device: torch.device, world_size: int, rank: int) -> None:
-        self.tokens, self.hidden = options.tokens, options.hidden
-        self.inner = 4 * self.hidden // world_size
-        self.world_size = world_size
-        self._dtype, self._device = DTYPES[options.dtype], device
-        self._random = torch.Generator(device).manual_seed(rank)
-
-    def leaf(self, *shape: int) -> Tensor:
-        x = torch.randn(shape, generator=self._random, device=self._device, dtype=torch.float32)
-        return (x / 8).to(self._dtype).requires_grad_()
-
-
-def all_gather_matmul(sizes: Sizes) -> Step:
-    x_shard, w = sizes.leaf(sizes.tokens // sizes.world_size, sizes.hidden), sizes.leaf(sizes.inner, sizes.hidden)
+def all_gather_matmul(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+    x_shard, w = leaf(tokens // size, hidden), leaf(4 * hidden // size, hidden)
     return lambda: fused_tp.all_gather_matmul(x_shard, w, group=None).sum().backward()
 
 
-def matmul_reduce_scatter(sizes: Sizes) -> Step:
-    x, w = sizes.leaf(sizes.tokens, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
+def matmul_reduce_scatter(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+    x, w = leaf(tokens, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
     return lambda: fused_tp.matmul_reduce_scatter(x, w, group=None).sum().backward()
 
 
-def matmul_all_reduce(sizes: Sizes) -> Step:
-    x, w = sizes.leaf(sizes.tokens, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
+def matmul_all_reduce(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+    x, w = leaf(tokens, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
     return lambda: fused_tp.matmul_all_reduce(x, w, group=None).sum().backward()
 
 
-def ring_attention(sizes: Sizes) -> Step:
-    heads = max(1, sizes.hidden // 64)
-    q, k, v = (sizes.leaf(1, sizes.tokens // sizes.world_size, heads, 64) for _ in range(3))
+def ring_attention(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+    q, k, v = (leaf(1, tokens // size, max(1, hidden // 64), 64) for _ in range(3))
     return lambda: fused_tp.ring_attention(q, k, v, group=None, causal=True).sum().backward()
 
 
-def mlp(sizes: Sizes) -> Step:
+def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     """A gated MLP of a block, forward and backward, under sequence parallelism."""
-    x_shard = sizes.leaf(sizes.tokens // sizes.world_size, sizes.hidden)
-    gate, up = (sizes.leaf(sizes.inner, sizes.hidden) for _ in range(2))
-    down = sizes.leaf(sizes.hidden, sizes.inner)
+    inner = 4 * hidden // size
+    x_shard, gate, up, down = (
+        leaf(tokens // size, hidden),
+        leaf(inner, hidden),
+        leaf(inner, hidden),
+        leaf(hidden, inner),
+    )
 
     def step() -> None:
         gated, wide = fused_tp.all_gather_matmul(x_shard, [gate, up], group=None)
@@ -80,10 +69,10 @@ def mlp(sizes: Sizes) -> Step:
     return step
 
 
-def decode(sizes: Sizes) -> Step:
+def decode(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     """The row-parallel half of one token of 16 sequences, with the norm behind it."""
-    x, w = sizes.leaf(16, sizes.inner), sizes.leaf(sizes.hidden, sizes.inner)
-    residual, norm_weight = sizes.leaf(16, sizes.hidden), sizes.leaf(sizes.hidden)
+    x, w = leaf(16, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
+    residual, norm_weight = leaf(16, hidden), leaf(hidden)
 
     @torch.no_grad()
     def step() -> object:
@@ -106,7 +95,13 @@ def run(options: argparse.Namespace) -> None:
         shared = device.type == "cuda" and world_size > torch.cuda.device_count()
         backend = "nccl" if device.type == "cuda" and not shared else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.seconds))
-    step = CASES[options.case](Sizes(options, device, world_size, rank))
+    random = torch.Generator(device).manual_seed(rank)
+
+    def leaf(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=random, device=device, dtype=torch.float32)
+        return (x / 8).to(DTYPES[options.dtype]).requires_grad_()
+
+    step = CASES[options.case](leaf, options.tokens, options.hidden, world_size)
     for _ in range(options.warmup):
         step()
     _together(device)
