@@ -77,7 +77,10 @@ def on_ranks(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attentio
         of_k = all_tokens(one.get("seq_len_kv") or one["seq_len"], size, one["layout"], bounds_kv or bounds)[rank]
         queries, keys = (torch.from_numpy(tokens.indices) for tokens in (of_q, of_k))
         q, k, v, grad_out, grad_lse = inputs(one)
-        q, k, v = (cut(t, 1, i).requires_grad_() for t, i in ((q, queries), (k, keys), (v, keys)))
+        q, k, v = (cut(t, 1, i) for t, i in ((q, queries), (k, keys), (v, keys)))
+        if one.get("strided"):  # other strides in every dim; the last one is not dense in q
+            q, k, v = q.mT.contiguous().mT, *(t.transpose(0, 2).contiguous().transpose(0, 2) for t in (k, v))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
         heads: Any = {name: t.clone().requires_grad_() for name, t in per_head(one).items()}
         torch.manual_seed(5)
         out, lse = op(q, k, v, group=group, return_lse=True, **heads, **keywords(one))

@@ -1,181 +1,406 @@
-"""Ring attention on real ranks: forward and gradients against fp64 attention over the whole sequence."""
+"""Ring attention on real ranks: every mask, score, layout and dtype against dense fp64, and its contracts."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from fused_tp.ops import attention_arguments
-from fused_tp.ops.ring_attention import RING_ATTENTION_BACKWARD, ring_attention
-from fused_tp.ops.sequence import shard_sequence, unshard_sequence
-from fused_tp.runtime.errors import CollectiveTimeoutError, RankMismatchError
-from tests.reference import assert_within_dtype_error, attention64, seeded
-from tests.workers import fresh_ranks, on_ranks, run_ranks
+from fused_tp import ring_attention, sequence_positions, shard_sequence, unshard_sequence
+from fused_tp.attention.layout import all_tokens
+from fused_tp.attention.ring import Backward, Forward
+from fused_tp.ops.attention_arguments import checked_arguments
+from fused_tp.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD, _forward_fake, _grad_input_fake
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, RankMismatchError
+from fused_tp.transport.shm import ShmTransport
+from fused_tp.transport.torch_dist import TorchDist
+from tests.attention_cases import (
+    DOCUMENTS,
+    FEATURES,
+    ROUTES,
+    Case,
+    any_case,
+    case,
+    check,
+    cut,
+    inputs,
+    keywords,
+    on_ranks,
+    run,
+    whole,
+)
+from tests.attention_reference import dense_attention, dense_mask
+from tests.reference import attention64, seeded
+from tests.workers import fresh_ranks, run_ranks
 
-ROUTES = {
-    "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
-    "pipelined": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "pipelined"},
-    "plain": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "plain"},
-}
 ON_EVERY_ROUTE = pytest.mark.parametrize("route", list(ROUTES))
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-Case = dict[str, Any]
-
-
-def case(seq_len: int, causal: bool, layout: str = "zigzag", **more: Any) -> Case:
-    shape = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "dtype": torch.float32}
-    return {"seq_len": seq_len, "causal": causal, "layout": layout, **shape, **more}
-
-
-def inputs(case: Case) -> list[Tensor]:
-    batch, seq_len, dtype = case["batch"], case["seq_len"], case["dtype"]
-    heads = [
-        (case["heads"], case["head_dim"]),
-        (case["kv_heads"], case["head_dim"]),
-        (case["kv_heads"], case["v_head_dim"]),
-        (case["heads"], case["v_head_dim"]),
-    ]
-    return [seeded(batch, seq_len, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(heads)]
+SHAPES: list[Case] = [
+    # Single tokens, fewer tokens than ranks or chunks, primes, and multiples of everything.
+    *(case(n, causal=n % 2 == 1, layout=layout) for n in (2, 3, 5, 7, 24) for layout in ("zigzag", "contiguous")),
+    case(37, causal=True, heads=6, kv_heads=2, batch=2, dtype=torch.float16),
+    case(37, heads=3, kv_heads=3, batch=3, dtype=torch.bfloat16),
+    case(37, causal=True, heads=4, kv_heads=1, head_dim=5, v_head_dim=12, dtype=torch.float64),
+    case(37, head_dim=16, dtype=torch.float64),
+    case(11, causal=True, batch=2, strided=True),
+]
 
 
-def whole_by_ring(group: dist.ProcessGroup, case: Case, strided: bool = False) -> list[Tensor]:
-    """[out, dq, dk, dv] of the whole sequence and lse, put together from all ranks."""
-    layout, seq_len = case["layout"], case["seq_len"]
-    shards = [shard_sequence(t, 1, group=group, layout=layout) for t in inputs(case)]
-    if strided:  # other strides in every dim; the last one is not dense in the first tensor
-        shards = [shards[0].mT.contiguous().mT, *(t.transpose(0, 2).contiguous().transpose(0, 2) for t in shards[1:])]
-    q, k, v = (t.requires_grad_() for t in shards[:3])
-    out, lse = ring_attention(
-        q, k, v, group=group, causal=case["causal"], layout=layout, return_lse=True, seq_len=seq_len
-    )
-    grads = torch.autograd.grad(out, (q, k, v), shards[3])
-    parts = [(out.detach(), 1), (lse.detach(), 2), *((g, 1) for g in grads)]
-    return [unshard_sequence(t, dim, group=group, layout=layout, seq_len=seq_len) for t, dim in parts]
-
-
-def whole_by_reference(case: Case) -> list[Tensor]:
-    q, k, v, grad = inputs(case)
-    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
-    out, lse = attention64(q, k, v, causal=case["causal"])
-    grads = torch.autograd.grad(out, (q, k, v), grad.double())
-    return [out.detach(), lse.detach(), *grads]
-
-
-def check(got: list[Tensor], case: Case) -> None:
-    dtype, seq_len = case["dtype"], case["seq_len"]
-    for name, one, wanted in zip(("out", "lse", "dq", "dk", "dv"), got, whole_by_reference(case), strict=True):
-        if name == "lse":
-            assert one.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            torch.testing.assert_close(one.double(), wanted, atol=1e-5, rtol=1e-5)
-        elif name in ("dq", "dk") and seq_len == 1:  # softmax over one key is constant, its gradient 0 by cancellation
-            assert one.abs().max() <= 16 * torch.finfo(dtype).eps
-        else:
-            # In bf16 torch's own kernel needs 4.3 for the dq of a whole sequence: it rounds probabilities, their
-            # gradient and out (whose product with grad_out is subtracted again) to the dtype. Three steps need up to 7.
-            reduced_over = seq_len * case["head_dim"]
-            assert_within_dtype_error(
-                one, wanted, dtype, reduced_over=reduced_over, roundings=12, name=f"{name} {case}"
-            )
-
-
-def run_cases(group: dist.ProcessGroup, cases: list[Case], strided: bool = False) -> None:
-    for one in cases:
-        check(whole_by_ring(group, one, strided), one)
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 @ON_EVERY_ROUTE
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_features(world_size: int, route: str) -> None:
+    run(world_size, [*FEATURES.values(), *SHAPES], route)
+
+
+@contextmanager
+def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
+    """A backward goes in chunks, as those of long shards do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_CHUNK", rows)
+        patch.setattr("fused_tp.attention.ring._MOST_CHUNKS", most)
+        yield patch
+
+
+def on_ranks_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+    with small_chunks(2, 5):
+        return on_ranks(group, cases)
+
+
+@pytest.mark.parametrize("route", ["one_sided", "pipelined"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_lengths_masks_layouts(world_size: int, route: str) -> None:
-    """Single tokens, fewer tokens than ranks or chunks, primes, and multiples of everything."""
-    lengths = (1, 2, 3, 5, 7, 13, 24, 61)
-    cases = [case(*one, heads=4) for one in itertools.product(lengths, (True, False), ("zigzag", "contiguous"))]
-    run_ranks(world_size, run_cases, cases, env=ROUTES[route])
+def test_backward_in_chunks(world_size: int, route: str) -> None:
+    cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
+    results = run_ranks(world_size, on_ranks_in_chunks, cases, env=ROUTES[route])
+    for index, one in enumerate(cases):
+        check(one, whole(one, [rank[index] for rank in results]))
 
 
-@ON_EVERY_ROUTE
-def test_heads_and_dtypes(route: str) -> None:
-    grouped: list[Case] = [
-        {"heads": 6, "kv_heads": 2},
-        {"heads": 4, "kv_heads": 1},
-        {"heads": 3, "kv_heads": 3, "batch": 3},
-    ]
-    widths: list[Case] = [{"head_dim": 16, "v_head_dim": 8}, {"head_dim": 5, "v_head_dim": 12}]
-    cases = [
-        case(37, causal, dtype=dtype, **{"batch": 2, **shape})
-        for causal, dtype, shape in itertools.product((True, False), DTYPES, grouped + widths)
-    ]
-    run_ranks(3, run_cases, cases, env=ROUTES[route])
-
-
-def test_one_rank() -> None:
-    cases = [case(*one, kv_heads=1) for one in itertools.product((1, 7), (True, False), ("zigzag", "contiguous"))]
-    run_ranks(1, run_cases, cases)
-
-
-@ON_EVERY_ROUTE
-def test_inputs_that_are_not_contiguous(route: str) -> None:
-    run_ranks(
-        2, run_cases, [case(11, True, batch=2, heads=4), case(11, False, batch=2, heads=4)], True, env=ROUTES[route]
-    )
-
-
-def bits(group: dist.ProcessGroup, one: Case) -> list[Tensor]:
-    return whole_by_ring(group, one)
+@pytest.mark.full
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from([(2, "one_sided"), (3, "pipelined")]))
+def test_any_mask(cases: list[Case], where: tuple[int, str]) -> None:
+    run(where[0], cases, where[1])
 
 
 @ON_EVERY_ROUTE
 def test_same_bits_in_every_run(route: str) -> None:
-    one = case(43, True, heads=4)
-    runs = [run_ranks(4, bits, one, env=ROUTES[route]) for _ in range(2)]
-    first = runs[0][0]
-    for ranks in runs:
-        for got in ranks:
-            assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+    cases = [case(43, causal=True), FEATURES["all scores"]]
+    first, again = (run_ranks(3, on_ranks, cases, env=ROUTES[route]) for _ in range(2))
+    for one, other in zip(itertools.chain(*first), itertools.chain(*again), strict=True):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def in_flight(group: dist.ProcessGroup, one: Case) -> None:
-    """Two calls on the same K/V before either backward, which then run in the other order."""
-    q, k, v, grad = (shard_sequence(t, 1, group=group).requires_grad_(i < 3) for i, t in enumerate(inputs(one)))
-    arguments = {"group": group, "causal": True, "seq_len": one["seq_len"]}
-    first = ring_attention(q, k, v, **arguments)
-    second = ring_attention(q, k, v, **arguments)
+def test_dropout_does_not_depend_on_the_group() -> None:
+    one = FEATURES["dropout"]
+    kept = [whole(one, [r[0] for r in run_ranks(size, on_ranks, [one], env=ROUTES["one_sided"])]) for size in (1, 3)]
+    for a, b in zip(*kept, strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+TOKENS = (0, 1, 9, 14, 15, 30)
+
+
+def leaks(group: dist.ProcessGroup, one: Case) -> list[list[bool]]:
+    """For each of TOKENS and of this rank's queries, whether its output changes when that token of the keys does."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    where = torch.from_numpy(all_tokens(one["seq_len"], size, one["layout"], tuple(one["cu_seqlens"]))[rank].indices)
+    q, k, v, *_ = inputs(one)
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(*(cut(t, 1, where) for t in (q, k, v)), group=group, **keywords(one))
+
+    found, out = [], attend(k, v)
+    for token in TOKENS:
+        change = torch.zeros(k.shape[1])
+        change[token] = 3.0
+        change = change.to(k.dtype)[None, :, None, None]
+        other = attend(k + change, v - change)
+        found.append([not torch.equal(out[:, i], other[:, i]) for i in range(len(where))])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_leaks_between_documents_or_out_of_windows(dtype: torch.dtype) -> None:
+    one = case(37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS, layout="balanced", dtype=dtype)
+    seen, _ = dense_mask(37, 37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS)
+    tokens = all_tokens(37, 2, "balanced", tuple(DOCUMENTS))
+    for rank, changed in enumerate(run_ranks(2, leaks, one, env=ROUTES["one_sided"])):
+        assert changed == [seen[torch.from_numpy(tokens[rank].indices), token].tolist() for token in TOKENS]
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+_ROW = 2 * 8 * 4  # K and V of one token, one head, in fp32; gradients are as large
+
+
+def sent(group: dist.ProcessGroup, cases: list[Case]) -> list[int]:
+    """Bytes of K/V and their gradients that this rank gives to others for each case, forward and backward."""
+    found, shift = [], TorchDist.shift
+
+    def counting(self: TorchDist, op: str, x: Tensor, out: Tensor, step: int) -> Any:
+        found[-1] += x.numel() * x.element_size()
+        return shift(self, op, x, out, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchDist, "shift", counting)
+        for one in cases:
+            found.append(0)
+            on_ranks(group, [one])
+    return found
+
+
+def test_what_a_mask_hides_does_not_travel() -> None:
+    window = case(64, causal=True, window=(3, 0), layout="contiguous", kv_heads=1)
+    documents = case(64, causal=True, cu_seqlens=[0, 16, 32, 48, 64], layout="contiguous")
+    # Each rank but the last gives the next its last three tokens, forward and backward, and each but the first gives
+    # three gradients back.
+    wanted = [[6 * _ROW, 0], [9 * _ROW, 0], [9 * _ROW, 0], [3 * _ROW, 0]]
+    assert run_ranks(4, sent, [window, documents], env=ROUTES["pipelined"]) == wanted
+    # Of a neighbour in zigzag both ranks look at eight tokens: where the shards meet, twice. Forward and backward go
+    # the keys, backward come their gradients.
+    both_sides = case(64, window=(5, 3), kv_heads=1)
+    assert run_ranks(2, sent, [both_sides], env=ROUTES["pipelined"]) == [[3 * 8 * _ROW]] * 2
+    for route in ("pipelined", "one_sided"):
+        run(2, [both_sides], route)
+
+
+@pytest.mark.parametrize("how", ["wide", "input"])
+def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
+    one = case(64, kv_heads=1, dtype=torch.bfloat16, layout="contiguous")
+    env = {**ROUTES["pipelined"], "FUSED_TP_RING_GRADIENTS": how}
+    keys = 2 * 8 * 32  # elements of K and V of 32 tokens; they travel forward and backward
+    assert run_ranks(2, sent, [one], env=env) == [[keys * (2 + 2 + (4 if how == "wide" else 2))]] * 2
+    check(one, whole(one, [rank[0] for rank in run_ranks(2, on_ranks, [one], env=env)]))
+
+
+# -- autograd and compilers -------------------------------------------------------------------------------------------
+
+
+def through(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """Full tensors in and out, so that every rank perturbs the same element and sees the whole effect."""
+    where = {"group": arguments["group"], "layout": arguments["layout"]}
+    out = ring_attention(*(shard_sequence(t, 1, **where) for t in (q, k, v)), seq_len=q.shape[1], **arguments)
+    return unshard_sequence(out, 1, seq_len=q.shape[1], **where)
+
+
+def gradchecked(group: dist.ProcessGroup) -> None:
+    for causal, layout, fast in ((True, "zigzag", False), (False, "zigzag", True), (True, "contiguous", True)):
+        torch.manual_seed(0)  # fast gradcheck draws directions, which must be those of all ranks
+        shapes = enumerate((2, 1, 1))
+        leaves = [seeded(1, 5, heads, 2, dtype=torch.float64, seed=heads + i).requires_grad_() for i, heads in shapes]
+        arguments = {"group": group, "causal": causal, "layout": layout}
+        assert torch.autograd.gradcheck(lambda *t, a=arguments: through(*t, **a), leaves, fast_mode=fast)
+
+
+@pytest.mark.full
+@ON_EVERY_ROUTE
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradcheck(world_size: int, route: str) -> None:
+    run_ranks(world_size, gradchecked, env=ROUTES[route])
+
+
+def block(x: Tensor, weight: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
+    """An attention block on a shard of the tokens, with positions."""
+    x = x + sequence_positions(seq_len, group=group).to(x.dtype)[None, :, None].sin()
+    q, k, v = (x @ weight).unflatten(-1, (6, 8)).split([4, 1, 1], dim=2)
+    return ring_attention(q, k, v, group=group, causal=True, seq_len=seq_len).flatten(2)
+
+
+def compiled_and_checkpointed(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for seq_len in (11, 12):
+        x = shard_sequence(seeded(2, seq_len, 16), 1, group=group).requires_grad_()
+        weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
+        wanted = block(x, weight, group, seq_len)
+        kept = checkpoint(block, x, weight, group, seq_len, use_reentrant=False)
+        assert isinstance(kept, Tensor)
+        outs = wanted, fn(x, weight, group, seq_len), kept
+        grads = [torch.autograd.grad(out.sum(), (x, weight)) for out in outs]
+        for out, grad in zip(outs[1:], grads[1:], strict=True):
+            torch.testing.assert_close([out, *grad], [wanted, *grads[0]])
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return unshard_sequence(shard_sequence(x, 1, group=group) * 2, 1, group=group, seq_len=x.shape[1])
+
+    x = seeded(2, 7, 3).requires_grad_()
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close((got, *torch.autograd.grad(got.sum(), x)), (2 * x, torch.full_like(x, 2.0)))
+
+
+@pytest.mark.parametrize("route", ["one_sided", "pipelined"])
+def test_compile_and_activation_checkpointing(route: str) -> None:
+    run_ranks(2, compiled_and_checkpointed, env=ROUTES[route])
+
+
+def used_in_part(group: dist.ProcessGroup) -> None:
+    full = [seeded(1, 9, 2, 8, seed=i) for i in range(4)]
+    # Only some ranks, or some inputs, need a gradient: messages must match all the same.
+    q, k, v, grad = (shard_sequence(t, 1, group=group) for t in full)
+    q.requires_grad_()
+    v.requires_grad_(dist.get_rank(group) == 0)
+    ring_attention(q, k, v, group=group, seq_len=9).backward(grad)
+    reference = [t.double().requires_grad_() for t in full[:3]]
+    attention64(*reference)[0].backward(full[3].double())
+    assert reference[0].grad is not None and q.grad is not None
+    wanted = shard_sequence(reference[0].grad, 1, group=group)
+    torch.testing.assert_close(q.grad.double(), wanted, atol=1e-5, rtol=1e-5)
+    # Two calls on the same K/V before either backward, which then run in the other order.
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    first, second = (ring_attention(q, k, v, group=group, causal=True, seq_len=9) for _ in range(2))
     alone = torch.autograd.grad(second, (k, v), grad, retain_graph=True)
     with torch.no_grad():  # memory of finished calls must not be read again
-        ring_attention(q + 1, k + 1, v + 1, **arguments)
+        ring_attention(q + 1, k + 1, v + 1, group=group, causal=True, seq_len=9)
     both = torch.autograd.grad((first, second), (k, v), (grad, grad))
-    for one_grad, sum_of_two in zip(alone, both, strict=True):
-        torch.testing.assert_close(2 * one_grad, sum_of_two)
+    torch.testing.assert_close([2 * one for one in alone], list(both))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = ring_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
 
 
 @ON_EVERY_ROUTE
-def test_the_same_keys_used_twice(route: str) -> None:
-    run_ranks(3, in_flight, case(29, True), env=ROUTES[route])
+def test_frozen_inputs_two_uses_and_autocast(route: str) -> None:
+    run_ranks(3, used_in_part, env=ROUTES[route])
 
 
-def many_calls(group: dist.ProcessGroup, rounds: int) -> float:
-    rank = dist.get_rank(group)
-    total = 0.0
-    for i in range(rounds):
-        if i % 4 == rank:  # ranks drift apart
-            torch.randn(150, 150) @ torch.randn(150, 150)
-        q = seeded(1, 6, 2, 8, seed=i).requires_grad_()
-        out = ring_attention(q, q, q, group=group, causal=i % 2 == 0)
-        out.sum().backward()
-        total += out.sum().item()
-    return total
+def test_only_once_differentiable() -> None:
+    q = seeded(1, 3, 1, 4).requires_grad_()
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.autograd.grad(ring_attention(q, q, q, group=None).sum(), q, create_graph=True)
+
+
+def ops_are_as_their_fakes(group: dist.ProcessGroup) -> None:
+    q, k = (seeded(2, 6, heads, 8, dtype=torch.bfloat16, seed=heads) for heads in (4, 2))
+    more = {"alibi_slopes": torch.rand(4, dtype=torch.bfloat16), "sinks": torch.rand(4, dtype=torch.bfloat16)}
+    rest = (*checked_arguments(q, k, k, 2, dist.get_rank(group), **more), group.group_name)
+    out, lse = RING_ATTENTION(q, k, k, *rest)
+    arguments = (out, None, q, k, k, out, lse, *rest)
+    real, fakes = RING_ATTENTION_BACKWARD(*arguments), _grad_input_fake(*arguments)
+    for one, fake in zip([out, lse, *real], [*_forward_fake(q, k, k, *rest), *fakes], strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (fake.dtype, fake.shape, fake.stride())
+    assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)
 
 
 @ON_EVERY_ROUTE
-def test_many_calls_in_a_row(route: str) -> None:
-    results = run_ranks(4, many_calls, 40, env=ROUTES[route])
-    assert len(results) == 4
+def test_results_lie_as_compilers_are_told(route: str) -> None:
+    run_ranks(2, ops_are_as_their_fakes, env=ROUTES[route])
 
+
+# -- nothing to attend to, and other edges ----------------------------------------------------------------------------
+
+
+def no_keys(group: dist.ProcessGroup) -> None:
+    q, k = (torch.ones(1, n, 2, 8, requires_grad=True) for n in (2, 0))
+    out = ring_attention(q, k, k, group=group, seq_len_kv=0)
+    assert not bool(out.any())
+    out.sum().backward()
+
+
+@ON_EVERY_ROUTE
+def test_no_keys_at_all(route: str) -> None:
+    run_ranks(2, no_keys, env=ROUTES[route])
+
+
+def test_nothing_to_attend_to() -> None:
+    """A sink of no weight, and a gradient of lse, where a document has no keys."""
+    one = FEATURES["cross, documents without keys"]
+    q, k, v, grad, _ = inputs(one)
+    sinks = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], requires_grad=True)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = ring_attention(*leaves, group=None, sinks=sinks, return_lse=True, **keywords(one))
+    grad_lse = torch.where(lse == -torch.inf, torch.nan, 1.0)  # as logaddexp(lse, another -inf) gives it
+    grads = torch.autograd.grad((out, lse), (*leaves, sinks), (grad, grad_lse))
+    assert all(bool(torch.isfinite(g).all()) for g in grads)
+
+
+@pytest.mark.parametrize("kernel", ["native-cpu", "torch-cpu", "torch-blocks"])
+def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_TP_ATTENTION", kernel)
+    q = seeded(1, 70, 2, 8)
+    for scale in (-0.4, 0.0):
+        if kernel == "torch-cpu":
+            with pytest.raises(ValueError, match="takes a scale above 0"):
+                ring_attention(q, q, q, group=None, causal=True, scale=scale)
+            continue
+        wanted, _ = dense_attention(q, q, q, *dense_mask(70, 70, causal=True), scale=scale)
+        got = ring_attention(q, q, q, group=None, causal=True, scale=scale)
+        torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+# -- shared memory: late ranks and errors -----------------------------------------------------------------------------
+
+
+def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
+    """Each rank in turn adds the terms that others found for it after all others."""
+    one, found = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1), []
+    attend = Backward.attend
+
+    def slowly(self: Backward, t: int, *tensors: Any) -> None:
+        attend(self, t, *tensors)
+        time.sleep(0.3)  # its keys are there for the others to go on with
+
+    for late in range(dist.get_world_size(group)):
+        with small_chunks(8, 2) as patch:
+            if dist.get_rank(group) == late:
+                patch.setattr(Backward, "attend", slowly)
+            found += on_ranks(group, [one])
+    return found
+
+
+def test_a_slot_is_kept_for_its_reader_over_chunks_that_find_nothing() -> None:
+    """In zigzag with a window a rank looks at both neighbours' keys, in the first step and the last."""
+    one = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1)
+    results = run_ranks(4, with_a_late_reader, env=ROUTES["one_sided"])
+    for late in range(4):
+        check(one, whole(one, [rank[late] for rank in results]))
+
+
+def early_and_late(group: dist.ProcessGroup) -> bool:
+    """Whether results have the same bits where peers seem to be in the call before, and step 0 comes first."""
+    found = []
+    for settled in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShmTransport, "settled", settled)
+            found.append(on_ranks(group, [case(30, causal=True, batch=2)])[0])
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def fails_in_step_0(group: dist.ProcessGroup) -> float:
+    """Seconds until this rank has an error, where step 0 comes first and raises on rank 0 alone."""
+    q = torch.ones(1, 16, 1, 8)
+    ring_attention(q, q, q, group=group)  # a rendezvous
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmTransport, "settled", False)
+        if dist.get_rank(group) == 0:
+            patch.setattr(Forward, "attend", lambda *_: 1 / 0)
+        begin = time.perf_counter()
+        with pytest.raises(ZeroDivisionError if dist.get_rank(group) == 0 else FusedTPError):
+            ring_attention(q, q, q, group=group)
+        return time.perf_counter() - begin
+
+
+def test_step_0_may_come_before_the_call() -> None:
+    assert all(run_ranks(3, early_and_late, env=ROUTES["one_sided"]))
+    for outcome in fresh_ranks(2, fails_in_step_0, env=ROUTES["one_sided"]):
+        assert outcome.unwrap() < 10
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
     "causal": (True, False),
@@ -186,36 +411,46 @@ DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
 
 
 def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
-    """What is said, in forward and in backward, where the ranks differ in one keyword only."""
-    rank = dist.get_rank(group)
-    q = torch.zeros(1, 4, 2, 8)
-    lse = torch.zeros(1, 2, 4)
-    said = {}
+    """What is said, in forward and in backward, where the ranks differ in one keyword only, or in their lengths."""
+    rank, said = dist.get_rank(group), {}
+    q, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
     for name, values in DISAGREEMENTS.items():
-        chosen = {"causal": False, "scale": 1.0, "layout": "zigzag", "softcap": 0.0, name: values[rank]}
+        chosen = {"scale": 1.0, name: values[rank]}
+        rest = (*checked_arguments(q, q, q, 2, rank, **chosen), group.group_name)
         with pytest.raises(RankMismatchError) as error:
             ring_attention(q, q, q, group=group, **chosen)
         said[name] = str(error.value)
-        arguments = attention_arguments.checked_arguments(q, q, q, 2, rank, **chosen)
         with pytest.raises(RankMismatchError) as error:
-            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *arguments, group.group_name)
+            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *rest)
         said[f"{name} backward"] = str(error.value)
-    ring_attention(q, q, q, group=group)  # the ranks are in step again
+    x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens, each taken for half of the whole
+    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
+        ring_attention(x, x, x, group=group)
+    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
+        unshard_sequence(x, 1, group=group)
+    for seq_len in (6, 10, -1):
+        with pytest.raises(ValueError, match=f"seq_len={seq_len} in layout 'zigzag' gives rank"):
+            ring_attention(q, q, q, group=group, seq_len=seq_len)
+    ring_attention(x, x, x, group=group, seq_len=5)  # the ranks are in step again
     return said
 
 
 @ON_EVERY_ROUTE
-def test_ranks_that_disagree_about_a_keyword(route: str) -> None:
+def test_ranks_that_disagree(route: str) -> None:
     # Shared memory compares always, torch.distributed where it is asked to.
     check = {"FUSED_TP_CHECK": None if route == "one_sided" else "1"}
-    found = run_ranks(2, mismatched, env={**ROUTES[route], **check})
-    for rank, said in enumerate(found):
-        assert set(said) == {*DISAGREEMENTS, *(f"{name} backward" for name in DISAGREEMENTS)}
+    for rank, said in enumerate(run_ranks(2, mismatched, env={**ROUTES[route], **check})):
         for name, values in DISAGREEMENTS.items():
             for sentence in (said[name], said[f"{name} backward"]):
                 assert "rank 0 call" in sentence and "rank 1 call" in sentence and "ring_attention" in sentence
                 assert f". The last number of a ring_attention is a checksum; on rank {rank} it stands for" in sentence
                 assert f"{name}={values[rank]!r}" in sentence
+
+
+def late_rank(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 0:  # the other's process lives until all have answered
+        q = torch.zeros(1, 4, 2, 8)
+        ring_attention(q, q, q, group=group)
 
 
 def test_a_peer_that_does_not_come() -> None:
@@ -224,27 +459,30 @@ def test_a_peer_that_does_not_come() -> None:
     assert "ring_attention K/V" in str(outcomes[0].error)
 
 
-def late_rank(group: dist.ProcessGroup) -> None:
-    if dist.get_rank(group) == 1:
-        return  # its process lives until all have answered
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window": (1, -2)}, ValueError, "each side must be at least 0, or -1"),
+    ({"window": 3}, TypeError, "window must be"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be finite and positive"),
+    ({"softcap": "1"}, TypeError, "softcap must be a float"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1.0; it must be in \[0, 1\)"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\); it must be \[2\]"),
+    ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a Tensor"),
+    ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes has shape \(1,\)"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "end with the 4 tokens"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "never go back"),
+    ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),
+    ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
+    ({"layout": "spiral"}, ValueError, "it must be one of"),
+    ({"cu_seqlens_kv": torch.tensor([0, 4])}, ValueError, "given without cu_seqlens"),
+    ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": torch.tensor([0, 4])}, ValueError, "2 documents and"),
+    ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but k holds 4"),
+]
+
+
+def test_bad_arguments() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    ring_attention(q, q, q, group=group)
-
-
-@on_ranks(2, env=ROUTES["pipelined"])
-def test_lengths_that_are_not_those_of_the_layout(group: dist.ProcessGroup) -> None:
-    q = torch.zeros(1, 4, 2, 8)
-    for seq_len in (6, 10, -1):
-        with pytest.raises(ValueError, match=f"seq_len={seq_len} in layout 'zigzag' gives rank"):
-            ring_attention(q, q, q, group=group, seq_len=seq_len)
-
-
-@on_ranks(2)
-def test_unequal_lengths_need_seq_len(group: dist.ProcessGroup) -> None:
-    """The ranks hold 3 and 2 tokens, and each takes twice its own for the whole."""
-    q = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)
-    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
-        ring_attention(q, q, q, group=group)
-    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
-        unshard_sequence(q, 1, group=group)
-    assert unshard_sequence(ring_attention(q, q, q, group=group, seq_len=5), 1, group=group, seq_len=5).shape[1] == 5
+    for arguments, kind, message in BAD:
+        with pytest.raises(kind, match=message):
+            ring_attention(q, q, q, group=None, **arguments)
+    with pytest.raises(ValueError, match="unless seq_len_kv says that keys are of another sequence"):
+        ring_attention(q, q[:, :3], q[:, :3], group=None)

@@ -47,69 +47,45 @@ ALL = list(FEATURES.values())
 
 # -- heads alone ------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (4, "one_sided")])
-def test_features(world_size: int, route: str) -> None:
-    run(world_size, ALL, route, ulysses_attention)
-
-
 HEADS: list[Case] = [
     {"heads": 3, "kv_heads": 1, "dtype": torch.bfloat16},  # one key head for all
     {"heads": 6, "kv_heads": 2, "cu_seqlens": DOCUMENTS, "layout": "balanced"},  # rank 1 of 3 reads a half of each
-    {
-        "heads": 12,
-        "kv_heads": 4,
-        "head_dim": 4,
-        "v_head_dim": 6,
-    },  # rank 0 of 3 reads a whole one and a third of another
+    {"heads": 12, "kv_heads": 4, "head_dim": 4, "v_head_dim": 6},  # rank 0 of 3 reads one and a third of another
     {"heads": 12, "kv_heads": 6, "dtype": torch.float64},
     {"heads": 3, "kv_heads": 3, "layout": "contiguous"},
     {"heads": 6, "kv_heads": 2, "alibi": True, "sinks": True, "dropout_p": 0.2, "grad_lse": True, "seq_len_kv": 17},
 ]
+OVER_THREE = [case(37, causal=True, batch=2, **heads) for heads in HEADS]
+# Fewer tokens than ranks, than chunks, primes.
+SHORT = [case(n, causal=True, layout=one, heads=6) for n in (2, 3, 5, 13) for one in ("zigzag", "contiguous")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "route"), [(1, "one_sided"), (2, "plain"), (2, "one_sided"), (4, "one_sided"), (4, "pipelined")]
+)
+def test_features(world_size: int, route: str) -> None:
+    run(world_size, ALL, route, ulysses_attention)
+
+
+def on_three_ranks(group: dist.ProcessGroup, most_pieces: int) -> list[list[Tensor | None]]:
+    q = torch.zeros(2, 0, 3, 8, requires_grad=True)
+    out, lse = ulysses_attention(q, q[:, :, :1], q[:, :, :1], group=group, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 3, 0)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fused_tp.attention.all_to_all._MOST_PIECES", most_pieces)
+        return on_ranks(group, [*OVER_THREE, *SHORT], ulysses_attention)
 
 
 @BOTH_ROUTES
-def test_key_heads_that_several_ranks_read(route: str) -> None:
-    run(3, [case(37, causal=True, batch=2, **heads) for heads in HEADS], route, ulysses_attention)
-
-
-def on_ranks_by_index(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr("fused_tp.attention.all_to_all._MOST_PIECES", 1)
-    try:
-        return on_ranks(group, cases, ulysses_attention)
-    finally:
-        patch.undo()
-
-
-@BOTH_ROUTES
-def test_tokens_that_lie_in_many_pieces(route: str) -> None:
-    cases = [case(37, causal=True, batch=2, **heads) for heads in HEADS]
-    results = run_ranks(3, on_ranks_by_index, cases, env=ROUTES[route])
-    for index, one in enumerate(cases):
+@pytest.mark.parametrize("most_pieces", [1, 16])  # rows move by index, or piece by piece
+def test_shared_key_heads_and_few_tokens(route: str, most_pieces: int) -> None:
+    results = run_ranks(3, on_three_ranks, most_pieces, env=ROUTES[route])
+    for index, one in enumerate([*OVER_THREE, *SHORT]):
         check(one, whole(one, [rank[index] for rank in results]))
 
 
-@BOTH_ROUTES
-def test_lengths(route: str) -> None:
-    """Fewer tokens than ranks, than chunks, primes."""
-    layouts = ("zigzag", "contiguous")
-    run(4, [case(n, causal=True, layout=one) for n in (2, 3, 5, 13) for one in layouts], route, ulysses_attention)
-
-
-def of_nothing(group: dist.ProcessGroup) -> None:
-    q = torch.zeros(2, 0, 4, 8, requires_grad=True)
-    out, lse = ulysses_attention(q, q[:, :, :1], q[:, :, :1], group=group, return_lse=True)
-    assert out.shape == q.shape and lse.shape == (2, 4, 0)
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    assert grad.shape == q.shape
-
-
-@BOTH_ROUTES
-def test_a_sequence_without_tokens(route: str) -> None:
-    run_ranks(2, of_nothing, env=ROUTES[route])
-
-
+@pytest.mark.full
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from([(2, "one_sided"), (4, "plain")]))
 def test_any_mask(cases: list[Case], where: tuple[int, str]) -> None:
@@ -197,6 +173,7 @@ def gradchecked(group: dist.ProcessGroup) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v: gathered(q, k, v, slopes, group), (q, k, v), fast_mode=True)
 
 
+@pytest.mark.full
 @BOTH_ROUTES
 def test_gradcheck(route: str) -> None:
     run_ranks(3, gradchecked, env=ROUTES[route])
@@ -248,24 +225,14 @@ def frozen(group: dist.ProcessGroup) -> None:
     for ring, heads in zip(*found, strict=True):
         torch.testing.assert_close(ring, heads)
     assert k.grad is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = ulysses_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=7)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and out.is_contiguous() and lse.is_contiguous()
 
 
 @BOTH_ROUTES
-def test_inputs_without_gradients(route: str) -> None:
+def test_inputs_without_gradients_and_autocast(route: str) -> None:
     run_ranks(2, frozen, env=ROUTES[route])
-
-
-def autocasted(group: dist.ProcessGroup) -> None:
-    q, k, v = (shard_sequence(seeded(1, 9, 2, 8, seed=i), 1, group=group).requires_grad_() for i in range(3))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse = ulysses_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and out.is_contiguous() and lse.is_contiguous()
-    out.sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
-
-
-def test_autocast() -> None:
-    run_ranks(2, autocasted)
 
 
 # -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
@@ -324,9 +291,8 @@ def by_flat_mesh(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, *
     return context_parallel_attention(q, k, v, mesh=device_mesh(group), ulysses_dim=-1, **keywords)
 
 
-@BOTH_ROUTES
-def test_features_over_a_mesh(route: str) -> None:
-    run(4, ALL, route, by_mesh)
+def test_features_over_a_mesh() -> None:
+    run(4, ALL, "one_sided", by_mesh)
 
 
 def test_features_over_a_mesh_whose_first_dim_shares_heads() -> None:
