@@ -12,6 +12,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -22,8 +23,8 @@ from fused_tp.attention.layout import Tokens
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmTransport, Workspace
+from fused_tp.transport.base import Pending, accumulate_dtype
+from fused_tp.transport.shm import ShmTransport
 from fused_tp.transport.torch_dist import TorchDist
 
 Places = tuple[range, ...]
@@ -259,13 +260,11 @@ class MessageAllToAll(AllToAll):
         op, rank = f"{exchange.op} to heads", exchange.rank
         send = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
         recv = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
-        self.check(op, exchange, xs)
-        with self._transport.abort_scope(op):
-            flat = send.room(xs[0].device)
-            for peer in exchange.peers:
-                for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
-                    part.copy_(_of_heads(x, share.heads[peer]))
-            moving = self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
+
+        def pack(part: Tensor, x: Tensor, share: Share, peer: int) -> None:
+            part.copy_(_of_heads(x, share.heads[peer]))
+
+        with self._moving(op, exchange, xs, send, recv, pack) as moving:
             result = HeadsResult(exchange, xs)
             for index, (x, share) in enumerate(zip(xs, exchange.shares, strict=True)):
                 result.put(index, rank, _of_heads(x, share.heads[rank]))
@@ -279,22 +278,36 @@ class MessageAllToAll(AllToAll):
         op, rank = f"{exchange.op} to sequence", exchange.rank
         send = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
         recv = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
+
+        def pack(part: Tensor, x: Tensor, share: Share, peer: int) -> None:
+            take(x, share.places[peer], part)
+
+        with self._moving(op, exchange, xs, send, recv, pack) as moving:
+            result = SequenceResult(exchange, xs)
+            received = moving.wait()
+            for source in result.order:
+                own = source == rank
+                for index, x in enumerate(xs if own else recv.parts(received, source)):
+                    (result.add if own else result.add_rows)(index, source, x)
+        return result.outs
+
+    @contextmanager
+    def _moving(
+        self,
+        op: str,
+        exchange: Exchange,
+        xs: Sequence[Tensor],
+        send: _Packets,
+        recv: _Packets,
+        pack: Callable[[Tensor, Tensor, Share, int], None],
+    ) -> Iterator[Pending[Tensor]]:
         self.check(op, exchange, xs)
         with self._transport.abort_scope(op):
             flat = send.room(xs[0].device)
             for peer in exchange.peers:
                 for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
-                    take(x, share.places[peer], part)
-            moving = self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
-            result = SequenceResult(exchange, xs)
-            received = moving.wait()
-            for source in result.order:
-                for index, x in enumerate(xs if source == rank else recv.parts(received, source)):
-                    if source == rank:
-                        result.add(index, source, x)
-                    else:
-                        result.add_rows(index, source, x)
-        return result.outs
+                    pack(part, x, share, peer)
+            yield self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
 
     def check(self, op: str, exchange: Exchange, xs: Sequence[Tensor]) -> None:
         self._transport.check(op, exchange.dims, xs[0].dtype, xs[0].device)
@@ -353,46 +366,62 @@ class SharedMemoryAllToAll(AllToAll):
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         rank, result = exchange.rank, HeadsResult(exchange, xs, self._transport.empty)
 
-        def shapes(of: int) -> list[tuple[int, ...]]:
-            return [(x.shape[0], s.rows[of], s.all_heads, x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
+        def shape(x: Tensor, share: Share, of: int) -> tuple[int, ...]:
+            return x.shape[0], share.rows[of], share.all_heads, x.shape[3]
 
-        with self._begin(f"{exchange.op} to heads", exchange, xs, shapes(rank)) as workspace:
-            for mine, x, share in zip(_views(workspace, rank, xs, shapes(rank)), xs, exchange.shares, strict=True):
-                own = share.only(rank)
-                mine[:, :, : own.start].copy_(x[:, :, : own.start])
-                mine[:, :, own.stop :].copy_(x[:, :, own.stop :])
-            workspace.signal(_READABLE)
-            for source in (rank, *exchange.peers):
-                if source != rank:
-                    workspace.wait(source, _READABLE)
-                theirs = xs if source == rank else _views(workspace, source, xs, shapes(source))
-                for index, (x, share) in enumerate(zip(theirs, exchange.shares, strict=True)):
-                    heads = share.heads[rank]
-                    result.put(index, source, _of_heads(x, heads))
+        def write(mine: Tensor, x: Tensor, share: Share) -> None:
+            own = share.only(rank)
+            mine[:, :, : own.start].copy_(x[:, :, : own.start])
+            mine[:, :, own.stop :].copy_(x[:, :, own.stop :])
+
+        def read(index: int, source: int, theirs: Tensor) -> None:
+            result.put(index, source, _of_heads(theirs, exchange.shares[index].heads[rank]))
+
+        self._exchange("to heads", exchange, xs, [rank, *exchange.peers], shape, write, read)
         return result.outs
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         rank, result = exchange.rank, SequenceResult(exchange, xs, self._transport.empty)
 
-        def shapes(of: int) -> list[tuple[int, ...]]:
-            return [
-                (x.shape[0], s.length, len(s.heads[of]), x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)
-            ]
+        def shape(x: Tensor, share: Share, of: int) -> tuple[int, ...]:
+            return x.shape[0], share.length, len(share.heads[of]), x.shape[3]
 
-        with self._begin(f"{exchange.op} to sequence", exchange, xs, shapes(rank)) as workspace:
-            for mine, x, share in zip(_views(workspace, rank, xs, shapes(rank)), xs, exchange.shares, strict=True):
-                _write_all_but(mine, x, share.places, rank)
-            workspace.signal(_READABLE)
-            for source in result.order:
-                if source != rank:
-                    workspace.wait(source, _READABLE)
-                theirs = xs if source == rank else _views(workspace, source, xs, shapes(source))
-                for index, x in enumerate(theirs):
-                    result.add(index, source, x)
+        def write(mine: Tensor, x: Tensor, share: Share) -> None:
+            _write_all_but(mine, x, share.places, rank)
+
+        self._exchange("to sequence", exchange, xs, result.order, shape, write, result.add)
         return result.outs
 
-    def _begin(self, op: str, exchange: Exchange, xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Workspace:
-        return self._transport.begin(op, exchange.dims, xs[0].dtype, _offsets(xs, shapes)[-1])
+    def _exchange(
+        self,
+        way: str,
+        exchange: Exchange,
+        xs: Sequence[Tensor],
+        sources: Sequence[int],
+        shape: Callable[[Tensor, Share, int], tuple[int, ...]],
+        write: Callable[[Tensor, Tensor, Share], None],
+        read: Callable[[int, int, Tensor], None],
+    ) -> None:
+        """`write` what others want; `read(index, source, tensor)` each source in turn. `shape` is that of what a rank
+        writes of a tensor."""
+        op, rank, shares = f"{exchange.op} {way}", exchange.rank, exchange.shares
+
+        def regions(of: int) -> Iterator[tuple[tuple[int, ...], torch.dtype, int]]:
+            offset = 0
+            for x, share in zip(xs, shares, strict=True):
+                yield shape(x, share, of), x.dtype, offset
+                offset += _aligned_bytes(shape(x, share, of), x.dtype, _MEMORY_ALIGNMENT)
+
+        nbytes = sum(_aligned_bytes(one, dtype, _MEMORY_ALIGNMENT) for one, dtype, _ in regions(rank))
+        with self._transport.begin(op, exchange.dims, xs[0].dtype, nbytes) as workspace:
+            for x, share, region in zip(xs, shares, regions(rank), strict=True):
+                write(workspace.buffer(rank, *region), x, share)
+            workspace.signal(_READABLE)
+            for source in sources:
+                if source != rank:
+                    workspace.wait(source, _READABLE)
+                for index, (x, region) in enumerate(zip(xs, regions(source), strict=True)):
+                    read(index, source, x if source == rank else workspace.buffer(source, *region))
 
 
 def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int) -> None:
@@ -403,22 +432,6 @@ def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int)
         return
     for there in others:
         mine[:, there].copy_(x[:, there])
-
-
-def _offsets(xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Where each begins, and the end."""
-    offsets = [0]
-    for x, shape in zip(xs, shapes, strict=True):
-        offsets.append(offsets[-1] + _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT))
-    return offsets
-
-
-def _views(workspace: Workspace, rank: int, xs: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    offsets = _offsets(xs, shapes)
-    return [
-        workspace.buffer(rank, shape, x.dtype, offset)
-        for x, shape, offset in zip(xs, shapes, offsets[:-1], strict=True)
-    ]
 
 
 class DeviceAllToAll(AllToAll):
@@ -435,52 +448,48 @@ class DeviceAllToAll(AllToAll):
         self._messages = messages
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        with self._abort_scope(exchange.op):
-            return self._to_heads(exchange, xs)
+        def move(x: Tensor, one: Exchange) -> Tensor:
+            moved, (share,) = self._device.sequence_to_heads(x), one.shares
+            if _in_order(share):
+                return moved
+            result = HeadsResult(one, [x])
+            for source, part in enumerate(moved.split(list(share.rows), 1)):
+                result.put(0, source, part)
+            return result.outs[0]
+
+        return self._by_kernel("to heads", exchange, xs, move, self._messages.to_heads)
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        with self._abort_scope(exchange.op):
-            return self._to_sequence(exchange, xs)
-
-    def _to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        even, uneven = _sorted(exchange)
-        found: dict[int, Tensor] = {}
-        if uneven:
-            rest = self._messages.to_heads(exchange.of(uneven), [xs[i] for i in uneven])
-            found.update(zip(uneven, rest, strict=True))
-        else:
-            self._messages.check(f"{exchange.op} to heads", exchange, xs)
-        for i in even:
-            found[i] = self._device.sequence_to_heads(xs[i])
-            if not _in_order(share := exchange.shares[i]):
-                one = HeadsResult(exchange.of([i]), [xs[i]])
-                for source, part in enumerate(found[i].split(list(share.rows), 1)):
-                    one.put(0, source, part)
-                (found[i],) = one.outs
-        return [found[i] for i in range(len(xs))]
-
-    def _to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        even, uneven = _sorted(exchange)
-        found: dict[int, Tensor] = {}
-        if uneven:
-            rest = self._messages.to_sequence(exchange.of(uneven), [xs[i] for i in uneven])
-            found.update(zip(uneven, rest, strict=True))
-        else:
-            self._messages.check(f"{exchange.op} to sequence", exchange, xs)
-        for i in even:
-            x, share = xs[i], exchange.shares[i]
+        def move(x: Tensor, one: Exchange) -> Tensor:
+            (share,), (dtype,) = one.shares, one.dtypes
             if not _in_order(share):
-                x = x.new_empty(x.shape)
+                whole, x = x, x.new_empty(x.shape)
                 for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
-                    take(xs[i], places, part)
-            found[i] = self._device.heads_to_sequence(x).to(exchange.dtypes[i])
+                    take(whole, places, part)
+            return self._device.heads_to_sequence(x).to(dtype)
+
+        return self._by_kernel("to sequence", exchange, xs, move, self._messages.to_sequence)
+
+    def _by_kernel(
+        self,
+        way: str,
+        exchange: Exchange,
+        xs: Sequence[Tensor],
+        move: Callable[[Tensor, Exchange], Tensor],
+        by_messages: Callable[[Exchange, Sequence[Tensor]], list[Tensor]],
+    ) -> list[Tensor]:
+        """`move` for what is even, messages for the rest."""
+        uneven = [i for i, share in enumerate(exchange.shares) if not share.even]
+        found: dict[int, Tensor] = {}
+        with self._abort_scope(exchange.op):
+            if uneven:
+                found.update(zip(uneven, by_messages(exchange.of(uneven), [xs[i] for i in uneven]), strict=True))
+            else:
+                self._messages.check(f"{exchange.op} {way}", exchange, xs)
+            for i, x in enumerate(xs):
+                if i not in found:
+                    found[i] = move(x, exchange.of([i]))
         return [found[i] for i in range(len(xs))]
-
-
-def _sorted(exchange: Exchange) -> tuple[list[int], list[int]]:
-    """Which tensors the kernel moves, and which it does not."""
-    even = [i for i, share in enumerate(exchange.shares) if share.even]
-    return even, [i for i in range(len(exchange.shares)) if i not in even]
 
 
 def _in_order(share: Share) -> bool:

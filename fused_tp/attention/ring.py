@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -300,7 +300,8 @@ class SteppedRing(Ring):
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.keys(index), *exchange.terms(index), chunk.recv_rows.start)
                 exchange.return_terms(index, own)
-            exchange.finish(own)
+            if chunks:
+                exchange.finish(own)
         del exchange
         return state.result(own)
 
@@ -328,24 +329,9 @@ class LocalRing(SteppedRing):
 
     def _exchange(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
-    ) -> AbstractContextManager[KVExchange]:
+    ) -> AbstractContextManager[Any]:
         attend_own()
-        return nullcontext(_NoExchange())
-
-
-class _NoExchange(KVExchange):
-    """Of a rank that has no peers, so no chunks."""
-
-    def keys(self, index: int) -> tuple[Tensor, Tensor]:
-        raise AssertionError("one rank has no chunks of others")
-
-    terms = keys
-
-    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
-        pass
-
-    def finish(self, own: Sequence[Tensor]) -> None:
-        pass
+        return nullcontext()
 
 
 def fp32_accumulator(x: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class _Messages(KVExchange):
         self._terms.send(index)
 
     def finish(self, own: Sequence[Tensor]) -> None:
-        if self._terms is not None:
-            self._terms.add_returned(own)
+        assert self._terms is not None
+        self._terms.add_returned(own)
 
 
 class _Terms:

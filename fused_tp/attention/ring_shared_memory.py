@@ -145,8 +145,7 @@ class _InPlace(KVExchange):
             self._workspace.signal(_stage_added(n - 1))
 
     def finish(self, own: Sequence[Tensor]) -> None:
-        if self._chunks:
-            self._add(len(self._chunks), own)
+        self._add(len(self._chunks), own)
 
     def _add(self, n: int, own: Sequence[Tensor]) -> None:
         """Add what the consumer of our keys found in chunk n."""

@@ -137,11 +137,13 @@ def ring_attention(  # noqa: PLR0913  # its public keywords
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
     name, size, rank = group_identity(group)
-    out, lse = attention_over(
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = cast(dtype, q, k, v)
+    arguments = checked_arguments(
         q,
         k,
         v,
-        name,
         size,
         rank,
         causal=causal,
@@ -157,6 +159,7 @@ def ring_attention(  # noqa: PLR0913  # its public keywords
         seq_len=seq_len,
         seq_len_kv=seq_len_kv,
     )
+    out, lse = RING_ATTENTION(q, k, v, *arguments, name)
     return (out, lse) if return_lse else out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -72,15 +71,15 @@ def test_every_token_once_in_order_and_no_worse_than_zigzag(lengths: list[int], 
     assert busiest <= max(causal_work(bounds, tokens.ranges) for tokens in zigzag)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_few_documents_of_zipf_lengths(seed: int | None, world_size: int) -> None:
+def test_few_documents_of_zipf_lengths(seed: int | None) -> None:
     bounds = zipf(32, 16384, seed)
-    work = [causal_work(bounds, ranges) for ranges in balanced_ranges(bounds, world_size)]
-    assert max(work) <= 1.01 * sum(work) / world_size
+    for world_size in (2, 3, 4, 8):
+        work = [causal_work(bounds, ranges) for ranges in balanced_ranges(bounds, world_size)]
+        assert max(work) <= 1.01 * sum(work) / world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8, 16, 32, 48, 64])
+@pytest.mark.parametrize("world_size", [3, 8, 64])
 @pytest.mark.parametrize("make", [zipf, uniform, log_normal])
 def test_many_documents(make: Any, world_size: int) -> None:
     bounds = make(1000, 100_000)
@@ -117,17 +116,6 @@ def test_documents_stay_whole_where_they_can() -> None:
 def test_one_document_is_cut_like_zigzag() -> None:
     held = balanced_ranges((0, 8192), 4)
     assert held == [tokens.ranges for tokens in all_tokens(8192, 4, "zigzag")]
-
-
-@pytest.mark.parametrize("make", [zipf, uniform, log_normal])
-def test_a_thousand_documents_take_some_milliseconds(make: Any) -> None:
-    bounds = make(1000, 100_000)
-    times = []
-    for _ in range(5):
-        begin = time.process_time()
-        balanced_ranges(bounds, 8)
-        times.append(time.process_time() - begin)
-    assert min(times) < 0.05  # of this process; measured: 2 to 4 ms
 
 
 def test_the_figure_counts_what_the_mask_shows() -> None:
