@@ -19,10 +19,10 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import add_rms_norm
-from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.schedules.plain import KernelSchedule, Plain
+from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
@@ -55,7 +55,7 @@ class DeviceSchedule(KernelSchedule):
         self.rank = device.rank
         self.world_size = device.world_size
         self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
-        self._beside = Beside()
+        self._side_stream = SideStream()
         self._gathers: torch.cuda.Stream | None = None
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
@@ -72,18 +72,18 @@ class DeviceSchedule(KernelSchedule):
         # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, gather_dim, sizes, shape))
-        return self._gathered_beside(x_shard, gather_dim, sizes, shape)
+        return self._gathered_overlapped(x_shard, gather_dim, sizes, shape)
 
-    def _gathered_beside(
+    def _gathered_overlapped(
         self, x_shard: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int]
     ) -> Pending[Tensor]:
-        """On a stream of its own, beside what the caller launches next."""
+        """On a stream of its own, which overlaps with what the caller launches next."""
         if self._gathers is None:
-            self._gathers = self._beside.own_stream(x_shard.device)
+            self._gathers = self._side_stream.own_stream(x_shard.device)
         stream = self._gathers
         stream.wait_stream(torch.cuda.current_stream(x_shard.device))
         with torch.cuda.stream(stream):
-            gathered = self._gathered(x_shard, dim, sizes, shape, beside=True)
+            gathered = self._gathered(x_shard, dim, sizes, shape, overlapped=True)
         x_shard.record_stream(stream)
 
         def finish() -> Tensor:
@@ -95,11 +95,11 @@ class DeviceSchedule(KernelSchedule):
         return After(finish)
 
     def _gathered(
-        self, x_shard: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int], *, beside: bool = False
+        self, x_shard: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int], *, overlapped: bool = False
     ) -> Tensor:
         others = prod(shape[:dim]) * prod(shape[dim + 1 :])
         with span("all_gather", x_shard, self.name):
-            flat = self.device.all_gather(x_shard.reshape(-1), [size * others for size in sizes], beside=beside)
+            flat = self.device.all_gather(x_shard.reshape(-1), [size * others for size in sizes], overlapped=overlapped)
         if prod(shape[:dim]) == 1:
             return flat.view(shape)
         return from_rank_major(flat.split([size * others for size in sizes]), shape, dim)
@@ -165,9 +165,9 @@ class DeviceSchedule(KernelSchedule):
         counts = row_sizes(shape, scatter_dim, sizes)
         with span("matmul", products):
             partial = sum_of_products([(to_rank_major(x, scatter_dim, sizes), w) for x, w in products])
-        with self._beside(meanwhile, x.device), span("reduce_scatter", partial, self.name):
+        with self._side_stream(meanwhile, x.device), span("reduce_scatter", partial, self.name):
             # With `meanwhile` or without: that is each rank's own affair (a frozen weight has none), blocks are not.
-            out = self.device.reduce_scatter(partial, counts, bias, beside=True)
+            out = self.device.reduce_scatter(partial, counts, bias, overlapped=True)
         shape[scatter_dim] = sizes[self.rank]
         return out.view(shape)
 
@@ -181,8 +181,8 @@ class DeviceSchedule(KernelSchedule):
         self._check("matmul_all_reduce", shape, x)
         with span("matmul", products):
             partial = sum_of_products(products)
-        with self._beside(meanwhile, x.device), span("all_reduce", partial, self.name):
-            return self.device.all_reduce(partial, self.name, bias, out=partial, beside=True)  # as above
+        with self._side_stream(meanwhile, x.device), span("all_reduce", partial, self.name):
+            return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # as above
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

@@ -24,10 +24,10 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.base import add_rms_norm
-from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product
 from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, placed, row_sizes, to_rank_major
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
+from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.base import After, Done, Pending
 from fused_tp.transport.failure import abort_hook, abort_on_partial_failure, check_usable
 from fused_tp.transport.symm_mem import KernelMemory
@@ -63,7 +63,7 @@ class FusedKernel(KernelSchedule):
         self.memory = memory
         self.rank = memory.rank
         self.world_size = memory.world_size
-        self._beside = Beside()
+        self._side_stream = SideStream()
         self._pulling: torch.cuda.Stream | None = None
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -106,7 +106,7 @@ class FusedKernel(KernelSchedule):
         nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
 
         def pull() -> Tensor:
-            with self.workspaces.use("gather", nbytes, "all_gather", takes_turn=False) as workspace:
+            with self.workspaces.use("gather", nbytes, "all_gather", exclusive=False) as workspace:
                 _, gathered = module.all_gather_gemm(
                     shard, [], workspace=workspace, launch=launch, rows=rows * self.world_size, gathered=True
                 )
@@ -116,7 +116,7 @@ class FusedKernel(KernelSchedule):
         if not flat.is_cuda:
             return Done(pull())
         if self._pulling is None:
-            self._pulling = self._beside.own_stream(flat.device)
+            self._pulling = self._side_stream.own_stream(flat.device)
         stream = self._pulling
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
@@ -196,7 +196,7 @@ class FusedKernel(KernelSchedule):
         )
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
-            self._beside(meanwhile, x.device),
+            self._side_stream(meanwhile, x.device),
         ):
             out: Tensor = module.gemm_reduce_scatter(
                 _few(rows), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
@@ -238,7 +238,7 @@ class FusedKernel(KernelSchedule):
         two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self.check(op, shape, x, launch)
         nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
-        with self.workspaces.use("sum", nbytes, op) as workspace, self._beside(meanwhile, x.device):
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
             rows = _few([(as_rows(x), w) for x, w in products])
             out, normed = module.gemm_all_reduce(rows, workspace=workspace, launch=launch, two_shot=two_shot, **tail)
         return out.view(shape), None if normed is None else normed.view(shape)

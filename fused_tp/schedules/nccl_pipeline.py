@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.beside import Beside
 from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.schedules.layout import (
     as_rows,
@@ -35,6 +34,7 @@ from fused_tp.schedules.layout import (
     to_rank_major,
 )
 from fused_tp.schedules.plain import Plain
+from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.device_collectives import sum_into
 from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
 
@@ -62,7 +62,7 @@ class NcclPipeline(Plain):
             raise ValueError(f"chunks is {chunks}; it must be 1 or more, or None for a number that suits the size.")
         self.transport: NcclDist = transport
         self.chunks = chunks
-        self._beside = Beside()
+        self._side_stream = SideStream()
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class NcclPipeline(Plain):
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
         moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.abort_scope("matmul_reduce_scatter"), self._beside(beside, x.device):
+        with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(beside, x.device):
             for i, ranges in enumerate(plan.ranges):
                 with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
                     for begin, end in ranges:
@@ -177,7 +177,7 @@ class NcclPipeline(Plain):
         rows = [(as_rows(x), w) for x, w in products]
         out = x.new_empty((prod(shape[:-1]), shape[-1]))
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
-        with self.transport.abort_scope("matmul_all_reduce"), self._beside(beside, x.device):
+        with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
                     moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)

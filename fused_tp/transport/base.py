@@ -1,4 +1,4 @@
-"""What schedules ask of a transport, and the one rule of arithmetic that all transports share: the order of a sum."""
+"""Results of transports that may still be under way, and the order of a sum, which all transports share."""
 
 from __future__ import annotations
 

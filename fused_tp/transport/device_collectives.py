@@ -23,9 +23,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.device_plans import (
     ALGORITHMS,
+    SUMMED_DTYPES,
     AllToAllLayout,
     Plans,
     check_like,
@@ -81,7 +82,7 @@ class DeviceCollectives:
         self._kernels = native_kernels()
         self._plans = Plans(memory)
         _preload(self._kernels, memory.device)
-        kinds = dict.fromkeys(("device", "gather beside"), _workspace_class())
+        kinds = dict.fromkeys(("device", "overlapped gather"), _workspace_class())
         self._workspaces = Workspaces(memory, kinds, on_failure)
 
     # -- sums over ranks ----------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class DeviceCollectives:
         bias: Tensor | None = None,
         out: Tensor | None = None,
         *,
-        beside: bool = False,
+        overlapped: bool = False,
     ) -> Tensor:
         """The sum of `x` over ranks, plus `bias`.
 
@@ -102,7 +103,7 @@ class DeviceCollectives:
             algorithm: one of `device_plans.ALGORITHMS`.
             bias: [n], the same values on all ranks.
             out: where to put it, contiguous; may be `x` itself.
-            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`.
+            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`.
 
         Raises:
             ValueError: "multimem" on memory that has no multicast address.
@@ -110,7 +111,7 @@ class DeviceCollectives:
         Example:
             y = collectives.all_reduce(x_shard_k @ w_shard_k.t(), "two_shot", bias)
         """
-        plan = self._plans.all_reduce(x, algorithm, bias, beside)
+        plan = self._plans.all_reduce(x, algorithm, bias, overlapped)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
@@ -138,7 +139,7 @@ class DeviceCollectives:
         counts: Sequence[int] | None = None,
         bias: Tensor | None = None,
         *,
-        beside: bool = False,
+        overlapped: bool = False,
     ) -> Tensor:
         """This rank's rows of the sum of `rows` over ranks, plus `bias`.
 
@@ -146,12 +147,12 @@ class DeviceCollectives:
             rows: [M, ..., n], the same shape on all ranks; float32, bfloat16 or float16.
             counts: how many rows each rank gets: equally many, and the last ones what is left. None: ceil(M / W).
             bias: [n], the same values on all ranks.
-            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`.
+            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`.
 
         Example:
             y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())
         """
-        plan = self._plans.reduce_scatter(rows, counts, bias, beside)
+        plan = self._plans.reduce_scatter(rows, counts, bias, overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
@@ -229,26 +230,26 @@ class DeviceCollectives:
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, beside: bool = False) -> Tensor:
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
         """The ranks' shards along dim 0, one after the other.
 
         Args:
             shard: [m_r, ...] of any dtype; all dims but the first are the same on all ranks.
             counts: how many rows each rank has: equally many, and the last ones what is left. None: all as many as
                 this one.
-            beside: something else runs meanwhile, and is left room: see `device_plans.BLOCKS_BESIDE`. Such gathers
+            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`. Such gathers
                 have a workspace to themselves, so that one may be under way while a CUDA graph is replayed.
 
         Example:
             x = collectives.all_gather(x_shard_m, shard_sizes(m, world_size))
         """
-        plan = self._plans.all_gather(shard, counts, beside)
+        plan = self._plans.all_gather(shard, counts, overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
             kind = "device"
-            if beside:
-                kind = "gather beside"
+            if overlapped:
+                kind = "overlapped gather"
                 # In a capture it would be one of the others: that is to have its room by then.
                 self._workspaces.reserve("device", self._plans.all_gather(shard, counts).nbytes, "all_gather")
             with self._workspaces.use(kind, plan.nbytes, "all_gather") as workspace:
@@ -305,33 +306,6 @@ class DeviceCollectives:
         """What follows in this rank's stream runs once the streams of all ranks have come here."""
         with self._workspaces.use("device", 1, "barrier") as workspace:
             self._kernels.barrier(workspace.native, self._stream())
-
-    # -- this rank alone ----------------------------------------------------------------------------------------------
-
-    def sum_terms(self, terms: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The sum of `terms` [t, ..., n] over dim 0 in its order, plus `bias` [n], rounded together. Nothing is sent.
-
-        Example:
-            total = collectives.sum_terms(received.view(world_size, -1, n), bias)
-        """
-        plan = self._plans.sum_terms(terms, bias)
-        if not terms[0].is_contiguous():
-            terms = terms.contiguous()
-        out = terms.new_empty(plan.shape)
-        if plan.count:
-            bias = None if bias is None else bias.contiguous()
-            with torch.cuda.device(self.device) if terms.is_cuda else _NOTHING:
-                self._kernels.sum_terms(
-                    terms.data_ptr(),
-                    terms.shape[0],
-                    terms.stride(0),
-                    out.data_ptr(),
-                    plan.count,
-                    plan.dtype,
-                    *_bias(bias),
-                    self._stream(),
-                )
-        return out
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -464,10 +438,7 @@ def _workspace_class() -> Any:
     return DeviceWorkspace
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Adding up terms that have been exchanged: by one kernel where the library of kernels is there, else by torch.
-
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# -- sums of terms that have been exchanged ---------------------------------------------------------------------------
 
 
 def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
@@ -477,7 +448,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
     """
     if not out.numel():
         return
-    if out.is_cuda and out.dtype in _KERNEL_DTYPES and _has_kernels(out.device.index):
+    if out.is_cuda and out.dtype in SUMMED_DTYPES and _has_kernels(out.device.index):
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device(out.device):
             native_kernels().sum_terms(
@@ -487,17 +458,11 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
                 out.data_ptr(),
                 out.numel(),
                 dtype_number(out.dtype),
-                0 if bias is None else bias.data_ptr(),
-                0 if bias is None else bias.numel(),
+                *_bias(bias),
                 torch._C._cuda_getCurrentRawStream(out.device.index),
             )
         return
-    total = terms[0].to(accumulate_dtype(out.dtype), copy=True)
-    for term in terms[1:]:
-        total.add_(term)
-    if bias is not None:
-        total.add_(bias)
-    out.copy_(total)
+    out.copy_(sum_in_rank_order(terms, bias))
 
 
 @cache

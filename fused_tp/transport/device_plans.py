@@ -1,4 +1,7 @@
-"""What a launch of a device kernel needs beside addresses, and whether its arguments fit: worked out once a shape."""
+"""Plans of device kernels: what a launch needs besides addresses, and whether its arguments fit, once for a shape.
+
+An all-to-all has a layout, too: where its parts lie, so that a change of layout on the way costs no pass over memory.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
 NORMED_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Blocks of a kernel beside which something else is to run. One on every SM would leave a matmul no room until it ends,
-# waits for peers included; and this many move about as much as NVLink takes. All ranks say alike whether they do so.
-BLOCKS_BESIDE = 32
+# Blocks of a kernel that overlaps with another. One on every SM would leave a matmul no room until the kernel ends,
+# waits for peers included; and this many move about as much as NVLink takes. All ranks agree on whether they overlap.
+OVERLAP_BLOCKS = 32
 
 _MOST_KEPT = 4096  # lengths may keep changing
 
@@ -62,17 +65,17 @@ class Plans:
         self._world_size = memory.world_size
         self._kept: dict[Hashable, Plan] = {}
 
-    def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None, beside: bool = False) -> Plan:
+    def all_reduce(self, x: Tensor, algorithm: str, bias: Tensor | None, overlapped: bool = False) -> Plan:
         def make() -> Plan:
             self._check_summed("x", x)
             _check_algorithm(algorithm, ALGORITHMS)
             _check_bias(bias, x, "x")
-            return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape, beside)
+            return self._plan("all_reduce", algorithm, x.numel(), 0, x, x.shape, overlapped)
 
-        return self._of(("all_reduce", algorithm, beside, *_traits(x), bias is not None and _traits(bias)), make)
+        return self._of(("all_reduce", algorithm, overlapped, *_traits(x), bias is not None and _traits(bias)), make)
 
     def reduce_scatter(
-        self, rows: Tensor, counts: Sequence[int] | None, bias: Tensor | None, beside: bool = False
+        self, rows: Tensor, counts: Sequence[int] | None, bias: Tensor | None, overlapped: bool = False
     ) -> Plan:
         cut = None if counts is None else tuple(counts)
 
@@ -85,9 +88,9 @@ class Plans:
                 raise ValueError(f"counts {sizes} add up to {sum(sizes)}; rows has {rows.shape[0]}.")
             shape = (sizes[self._rank], *rows.shape[1:])
             chunk = sizes[0] * prod(rows.shape[1:])
-            return self._plan("reduce_scatter", "", rows.numel(), chunk, rows, shape, beside)
+            return self._plan("reduce_scatter", "", rows.numel(), chunk, rows, shape, overlapped)
 
-        return self._of(("reduce_scatter", cut, beside, *_traits(rows), bias is not None and _traits(bias)), make)
+        return self._of(("reduce_scatter", cut, overlapped, *_traits(rows), bias is not None and _traits(bias)), make)
 
     def all_reduce_rms_norm(self, partial: Tensor, algorithm: str) -> Plan:
         def make() -> Plan:
@@ -99,7 +102,7 @@ class Plans:
 
         return self._of(("all_reduce_rms_norm", algorithm, *_traits(partial)), make)
 
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None, beside: bool = False) -> Plan:
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None, overlapped: bool = False) -> Plan:
         cut = None if counts is None else tuple(counts)
 
         def make() -> Plan:
@@ -112,9 +115,9 @@ class Plans:
                 )
             row = prod(shard.shape[1:]) * shard.element_size()
             shape = (sum(sizes), *shard.shape[1:])
-            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, shape, beside)
+            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
 
-        return self._of(("all_gather", cut, beside, *_traits(shard)), make)
+        return self._of(("all_gather", cut, overlapped, *_traits(shard)), make)
 
     def all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: Sequence[int]) -> Plan:
         shape = tuple(out_shape)
@@ -128,17 +131,6 @@ class Plans:
             return self._plan("all_to_all", "", self._world_size * layout.part_bytes, layout.part_bytes, None, shape)
 
         return self._of(("all_to_all", layout, shape, x.stride(), *_traits(x)), make)
-
-    def sum_terms(self, terms: Tensor, bias: Tensor | None) -> Plan:
-        def make() -> Plan:
-            self._check_summed("terms", terms)
-            if terms.ndim == 0 or terms.shape[0] == 0:
-                raise ValueError(f"terms must have a term in dim 0 at least; its shape is {tuple(terms.shape)}.")
-            _check_bias(bias, terms[0], "terms")
-            shape = tuple(terms.shape[1:])
-            return Plan(0, 0, prod(shape), 0, dtype_number(terms.dtype), shape)
-
-        return self._of(("sum_terms", *_traits(terms), bias is not None and _traits(bias)), make)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -159,14 +151,14 @@ class Plans:
         chunk: int,
         summed: Tensor | None,
         shape: Sequence[int],
-        beside: bool = False,
+        overlapped: bool = False,
     ) -> Plan:
         number = 0 if summed is None else dtype_number(summed.dtype)
         if count == 0:
             return Plan(0, 0, 0, chunk, number, tuple(shape))
         # On the CPU it is threads that are counted, and none are spared.
         sms = self._memory.sms - (settings.sm_margin() if self._device.type == "cuda" else 0)
-        most = max(1, min(sms, BLOCKS_BESIDE) if beside else sms)
+        most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
         blocks = suggested_blocks(*arguments, most)
         return Plan(workspace_bytes(*arguments, blocks), blocks, count, chunk, number, tuple(shape))
@@ -235,8 +227,7 @@ def _span(x: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the parts of an all-to-all lie, so that a change of layout on the way costs no pass over memory.
+# -- layouts of an all-to-all ------------------------------------------------------------------------------------------
 
 
 class AllToAllLayout(NamedTuple):

@@ -1,14 +1,14 @@
-"""What gloo can do and has no call for: tell whose connection is closed, and close one's own. And what it fails at.
+"""What gloo can do and has no call for: tell whose connection is closed, close one's own, and wait in slices.
 
-The two are receives that no peer answers, with tags of their own. gloo refuses to begin one on a closed connection, and
-one that is still under way at its timeout closes every connection this process has in the group
+The first two are receives that no peer answers, with tags of their own. gloo refuses to begin one on a closed
+connection, and one that is still under way at its timeout closes every connection this process has in the group
 (gloo/transport/tcp/unbound_buffer.cc, `waitRecv`), as `Work.abort` does on NCCL but not on gloo. Peers then learn of it
 within milliseconds, whatever they wait in.
 
 With TORCH_GLOO_LAZY_INIT a receive first connects, which blocks where the peer is not there. So nothing is asked or
-closed then: a lost peer is noticed by those who wait for it, a survivor that gave up by its notice (`failure`).
+closed then: a lost peer is noticed by those who wait for it, a survivor that aborted by its status (`failure`).
 
-What it fails at is to end all that is under way on a closed connection. A part that was being written when the peer
+gloo does not end all that is under way on a closed connection. A part that was being written when the peer
 closed is forgotten (`Pair::signalException` passes over it), so a worker thread of the process group waits for it until
 the group's own timeout, half an hour by default; and the group's destructor waits for that thread (`outlive`).
 """
@@ -115,12 +115,7 @@ def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
     return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=rank, tag=tag)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sends and receives under way, waited for in slices.
-#
-# gloo can wait for one only with a timeout that closes the connections when it passes, and does not say of itself
-# whether
-# one has ended. So a thread waits for them, and whoever wants to look around meanwhile waits for that thread.
+# -- sends and receives, waited for in slices --------------------------------------------------------------------------
 
 _AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _EXIT_SECONDS = 0.5  # at exit, for a thread that waits: where it waits on, so does gloo

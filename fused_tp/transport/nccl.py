@@ -472,11 +472,7 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     return NcclDist(group, device, communicator, pids)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether the ranks of a group can have an NCCL communicator of ours, and the libraries that it takes.
-#
-# All ranks must come to the same answer, so they tell each other what each of them has, and all judge by the same
-# facts.
+# -- whether the ranks can have a communicator, by facts that they tell each other -------------------------------------
 
 
 # The libraries of NCCL (empty: that which torch has loaded) and of the driver, by type of device.
@@ -554,8 +550,7 @@ def _shown(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rows move in which exchange of a pipeline over NCCL: csrc/nccl/chunk_plan.h, once for a size.
+# -- which rows move in which exchange of a pipeline -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

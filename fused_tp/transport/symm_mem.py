@@ -316,13 +316,11 @@ def _atomics_reach(index: int, other: int) -> bool:
     return status == 0 and value.value == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory that every rank of a group maps, with signals between pairs of ranks: one interface for CPU and CUDA.
+# -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------
 #
-# The interface is that of torch's own handle (`torch.distributed._symmetric_memory`), so a schedule or a Triton kernel
-# that is written against it runs on both: on CUDA `rendezvous` gives torch's handle itself, on CPU ours, over csrc/shm.
-# Signals differ in one respect that no caller of put/wait pairs can see: ours count up for ever, torch's flip between 0
-# and 1. A kernel that uses a signal pad directly must therefore use channels of its own.
+# It is that of torch's own handle (`torch.distributed._symmetric_memory`), so a kernel that is written against it runs
+# on both. Signals differ in one respect that no caller of put/wait pairs can see: ours count up for ever, torch's
+# flip between 0 and 1. A kernel that uses a signal pad directly must therefore use channels of its own.
 
 # Words of 32 bits, as many as torch's default pad has for groups of up to 64 ranks.
 CHANNELS = 32

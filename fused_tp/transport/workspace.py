@@ -86,13 +86,13 @@ class Workspaces:
         self.broken: FusedTPError | None = None
         self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
 
-    def use(self, kind: str, nbytes: int, op: str, *, takes_turn: bool = True) -> Use:
+    def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> Use:
         """A workspace of at least `nbytes`, for what is launched inside of `with`.
 
         Args:
             kind: of op, as given to the constructor.
             op: its name, for errors.
-            takes_turn: False where what is launched leaves room for any other op beside it.
+            exclusive: False where what is launched leaves room for any other op beside it.
 
         Raises:
             CollectiveTimeoutError: a wait of an earlier op has expired; on a CPU also, on leaving, one of this op.
@@ -108,7 +108,7 @@ class Workspaces:
         self.calls += 1
         if not slot.on_gpu:
             return Use(self, slot)
-        return UseOnGpu(self, slot, takes_turn)
+        return UseOnGpu(self, slot, exclusive)
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
         """Makes room for an op that may come later, as `use` would. All ranks call alike."""
@@ -138,7 +138,7 @@ class Workspaces:
         self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
         for slot in self._all():
             try:
-                with UseOnGpu(self, slot, takes_turn=False) if slot.on_gpu else nullcontext():
+                with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
                     slot.workspace.leave()
             except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
                 _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
@@ -249,9 +249,9 @@ class UseOnGpu(Use):
 
     __slots__ = ("_before", "_capturing", "_turns")
 
-    def __init__(self, workspaces: Workspaces, slot: _Slot, takes_turn: bool) -> None:
+    def __init__(self, workspaces: Workspaces, slot: _Slot, exclusive: bool) -> None:
         super().__init__(workspaces, slot)
-        self._turns = (slot.turn, workspaces._turn) if takes_turn else (slot.turn,)
+        self._turns = (slot.turn, workspaces._turn) if exclusive else (slot.turn,)
 
     def __enter__(self) -> Any:
         index = self._workspaces._memory.device.index

@@ -87,9 +87,6 @@ def sums(device: DeviceCollectives, dtype: torch.dtype) -> None:
         start, stop = shard_range(shape[0], world_size, rank)
         same_bits(device.reduce_scatter(terms[rank]), summed(terms)[start:stop])
         same_bits(device.reduce_scatter(terms[rank], None, bias), summed(terms, bias)[start:stop])
-        stacked = torch.stack(terms)
-        same_bits(device.sum_terms(stacked, bias), summed(terms, bias))
-        same_bits(device.sum_terms(torch.stack([stacked, stacked], 1)[:, 0]), summed(terms))
     # Blocks of rows, as of a dim in the middle: 3 rows for each index of a dim of 5.
     terms = terms_of(world_size, (15, 4), dtype)
     sizes = [3 * size for size in shard_sizes(5, world_size)]
@@ -444,7 +441,6 @@ def refused(group: Any) -> list[str]:
         lambda: device.all_reduce_rms_norm(x, x, w.bfloat16(), 1e-6),
         lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8=torch.ones(2)),
         lambda: device.all_reduce_rms_norm(x, x, w, 1e-6, fp8="column"),
-        lambda: device.sum_terms(torch.ones(0, 3)),
     ]
     sentences = []
     for call in wrong:
@@ -480,7 +476,6 @@ SAID = [
     "norm_weight has dtype torch.bfloat16; torch.float32 is needed",
     "fp8 must be a float32 tensor of one element on cpu",
     "fp8 is 'column'; it must be None",
-    "terms must have a term in dim 0",
 ]
 
 

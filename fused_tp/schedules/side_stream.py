@@ -1,4 +1,4 @@
-"""Work beside a kernel that communicates: on a GPU on streams of its own, on the CPU after it."""
+"""Work that overlaps with a kernel that communicates: on a GPU on a side stream, on the CPU behind it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 import torch
 
 
-class Beside:
-    """The side streams of one schedule."""
+class SideStream:
+    """The side streams of one schedule, one for each stream of its callers."""
 
     def __init__(self) -> None:
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     @contextmanager
     def __call__(self, meanwhile: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
-        """Runs `meanwhile` beside what is launched inside: on a GPU on a stream of its own, joined at the end.
+        """Overlaps `meanwhile` with what is launched inside: on a GPU on a side stream, which is joined at the end.
 
-        There is one for each stream of the caller's. What `meanwhile` allocates belongs to its pool and is used on the
-        caller's stream. That is safe: the pool hands it out again to later work of that stream only, which begins by
-        waiting for all that the caller's had been given before.
+        What `meanwhile` allocates belongs to the pool of the side stream and is used on the caller's stream. That is
+        safe: the pool gives a block out again only to later work of the side stream, which begins by waiting for all
+        that the caller's stream had been given before.
         """
         if meanwhile is None:
             yield
@@ -31,9 +31,9 @@ class Beside:
             stream = torch.cuda.current_stream(device)
             before = stream.record_event()
             yield
-            if stream.cuda_stream not in self._sides:
-                self._sides[stream.cuda_stream] = self.own_stream(device)
-            side = self._sides[stream.cuda_stream]
+            if stream.cuda_stream not in self._streams:
+                self._streams[stream.cuda_stream] = self.own_stream(device)
+            side = self._streams[stream.cuda_stream]
             side.wait_event(before)
             try:
                 with torch.cuda.stream(side):
