@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import local_ranks
 from benchmarks.local_ranks import LocalGroup
-from fused_tp.transport import local
 from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.full
@@ -65,6 +65,6 @@ def test_ranks_as_threads_have_streams_behind_the_callers(monkeypatch: pytest.Mo
     device, owner, callers = torch.device("cuda", 1), object(), object()
     monkeypatch.setattr(streams, "own_streams", own_streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
-    found: list[Any] = local._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
+    found: list[Any] = local_ranks._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
     assert asked == [(owner, device, 3)] and [stream.behind for stream in found] == [callers] * 3
-    assert local._streams(LocalGroup(2), owner) == [None, None]
+    assert local_ranks._streams(LocalGroup(2), owner) == [None, None]
