@@ -40,18 +40,15 @@ def test_architectures_that_are_none_are_refused(text: str) -> None:
         native.CudaBuild(text)
 
 
-@pytest.mark.parametrize(("text", "on"), [("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)])
-def test_switches_take_the_words_of_all_settings(monkeypatch: pytest.MonkeyPatch, text: str, on: bool | None) -> None:
-    monkeypatch.setenv("FUSED_TP_CUDA", text)
-    assert native.switch("FUSED_TP_CUDA") is on
-    if on is not None:
-        assert settings.switch("FUSED_TP_CUDA", default=not on) is on
-
-
-def test_switches_take_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSED_TP_REQUIRE_NATIVE", "maybe")
-    with pytest.raises(native.SettingError, match="FUSED_TP_REQUIRE_NATIVE is 'maybe'; set it to 1 or 0"):
-        native.switch("FUSED_TP_REQUIRE_NATIVE")
+def test_switches_take_the_words_of_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, on in (("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)):
+        monkeypatch.setenv("FUSED_TP_CUDA", text)
+        assert native.switch("FUSED_TP_CUDA") is on
+        if on is not None:
+            assert settings.switch("FUSED_TP_CUDA", default=not on) is on
+    monkeypatch.setenv("FUSED_TP_CUDA", "maybe")
+    with pytest.raises(native.SettingError, match="FUSED_TP_CUDA is 'maybe'; set it to 1 or 0"):
+        native.switch("FUSED_TP_CUDA")
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "many", "1.5"])
@@ -83,39 +80,33 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda name: None if name == "nvcc" else which(name))
 
 
-def test_no_nvcc_is_said(no_toolkit: None) -> None:
-    with pytest.raises(
-        native.NotBuiltError, match=r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"
-    ) as no:
-        native.find_nvcc()
-    assert no.value.needs.startswith("the CUDA toolkit")
-
-
-def test_a_cuda_home_without_nvcc_is_said(no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_nvcc(tmp_path, "80")
-    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda"))
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(native.NotBuiltError, match="no nvcc that runs was found in /nowhere/bin: CUDA_HOME is"):
-        native.find_nvcc()
-
-
-def test_an_old_nvcc_is_said(no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_nvcc(tmp_path, "80", release="11.8")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    with pytest.raises(native.NotBuiltError, match=r"nvcc 11\.8\.131 .* is too old") as old:
-        native.find_nvcc()
-    assert "12.0 or later" in old.value.needs
-
-
-def test_without_a_compiler_no_toolkit_is_asked_for(
-    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variables", "release", "said"),
+    [
+        ({}, "", r"no nvcc was found .looked in CUDA_HOME, CUDA_PATH, PATH and"),
+        (
+            {"CUDA_HOME": "/nowhere", "CUDA_PATH": "HERE"},
+            "12.4",
+            "no nvcc that runs was found in /nowhere/bin: CUDA_HOME",
+        ),
+        ({"CUDA_HOME": "HERE"}, "11.8", r"nvcc 11\.8\.131 .* is too old"),
+    ],
+)
+def test_missing_toolkits(
+    no_toolkit: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variables: dict[str, str],
+    release: str,
+    said: str,
 ) -> None:
-    fake_nvcc(tmp_path, "80")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(native.NotBuiltError) as none:
-        native.CudaBuild()
-    assert "apt-get install g++" in none.value.needs and "CUDA" not in none.value.needs
+    if release:
+        fake_nvcc(tmp_path, "80", release=release)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path / "cuda")))
+    with pytest.raises(native.NotBuiltError, match=said) as error:
+        native.find_nvcc()
+    assert error.value.needs.startswith("the CUDA toolkit (12.0 or later")
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
@@ -125,6 +116,10 @@ def test_nvcc_is_found_by_its_home(
     nvcc = fake_nvcc(tmp_path, "80")
     monkeypatch.setenv(variable, str(tmp_path / "cuda"))
     assert native.find_nvcc() == nvcc and native.nvcc_version(nvcc) == "12.4.131"
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(native.NotBuiltError) as none:
+        native.CudaBuild()
+    assert "apt-get install g++" in none.value.needs and "CUDA" not in none.value.needs
 
 
 def test_default_architectures_are_those_that_nvcc_knows(
@@ -228,27 +223,22 @@ def later(file: Path, text: str) -> None:
     os.utime(file, (moment, moment))
 
 
-def test_only_what_has_changed_is_built(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_has_changed_is_built(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = built(project, "-fPIC")
     assert not changed(first, built(project, "-fPIC"))
+    copy = project.parents[1] / "copy"
+    shutil.copytree(project.parent, copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "CSRC", copy / "csrc")
+        assert not changed(first, built(copy / "csrc", "-fPIC")), "a copy of a built tree is built"
     with_flag = built(project, "-fPIC", "-DEXTRA")
     assert changed(first, with_flag) == {"one.o", "two.o", "both.so"}, "a flag is part of what is built"
     later(project / "two.cpp", "int two() { return 3; }\n")
-    assert changed(with_flag, built(project, "-fPIC", "-DEXTRA")) == {"two.o", "both.so"}
-
-
-def test_a_header_is_part_of_what_is_built(project: Path) -> None:
-    first = built(project, "-fPIC")
+    source = built(project, "-fPIC", "-DEXTRA")
+    assert changed(with_flag, source) == {"two.o", "both.so"}
     later(project / "number.h", "#define NUMBER 2\n")
-    assert changed(first, built(project, "-fPIC")) >= {"one.o", "both.so"}
-
-
-def test_a_copy_of_tree_and_build_folder_has_nothing_to_build(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = built(project, "-fPIC")
-    copy = project.parents[1] / "copy"
-    shutil.copytree(project.parent, copy)
-    monkeypatch.setattr(native, "CSRC", copy / "csrc")
-    assert not changed(first, built(copy / "csrc", "-fPIC"))
+    header = built(project, "-fPIC", "-DEXTRA")
+    assert changed(source, header) >= {"one.o", "both.so"}, "a header is part of what is built"
 
 
 def test_what_a_compiler_says_is_logged_and_shown_if_it_fails(
