@@ -5,7 +5,9 @@ Pages name them as substitutions: a line `{{ settings }}` becomes the table that
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
@@ -144,8 +146,22 @@ def models() -> str:
     return table(("transformers", "tested with"), rows)
 
 
+def tests() -> str:
+    """Every test file by the first line of its docstring."""
+    root = Path(__file__).resolve().parents[1]
+    rows = []
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        whole_file_is_full = "\npytestmark = pytest.mark.full" in text
+        rows.append(
+            (f"`{file.relative_to(root / 'tests')}`", first, "make test-all" if whole_file_is_full else "make test")
+        )
+    return table(("file", "tests", "runs in"), rows)
+
+
 def all_tables() -> dict[str, str]:
     made: tuple[Callable[[], str], ...] = (
-        settings, install_settings, schedules, support, defaults, styles, models,
+        settings, install_settings, schedules, support, defaults, styles, models, tests,
     )  # fmt: skip
     return {make.__name__: make() for make in made}
