@@ -1,6 +1,6 @@
 """The steps of ring attention: what a rank's queries see of each rank's keys, and which rows travel for it.
 
-At step t rank r looks at the keys of rank (r - t) mod W; step 0 is its own. A step is the rows of queries that see
+At step t rank r reads the keys of rank (r - t) mod W; step 0 is its own. A step is the rows of queries that see
 something, the rows of keys that are seen, and between these an interval [start, stop) of keys for each query, in local
 numbers. Both ends are ascending, so the queries that see a key are an interval too.
 
@@ -26,7 +26,7 @@ from fused_tp.attention.spec import AttentionMask
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 Rows: TypeAlias = Tokens  # of the keys of a rank, by their local numbers; not of the whole
-_MOST_RANGES = 8  # of what one rank looks at in another's keys: each costs a copy of its own
+_MOST_RANGES = 8  # of what one rank reads of another's keys: each costs a copy of its own
 
 _Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in numbers of the whole
 
@@ -153,7 +153,7 @@ class RingPlan:
         self.kv_chunks: dict[int, Any] = {}  # of each rank: see `ring_fused`
 
     def source(self, rank: int, t: int) -> int:
-        """Whose keys `rank` looks at in step t."""
+        """Whose keys `rank` reads in step t."""
         return (rank - t) % self.world_size
 
     def step(self, rank: int, t: int, view: Rows | None = None) -> Step:

@@ -134,7 +134,7 @@ class KVChunk(NamedTuple):
 
 
 class KVChunks:
-    """What one rank looks at, in this order: its own keys, then source by source as the steps have them.
+    """What one rank reads, in this order: its own keys, then source by source as the steps have them.
 
     It is what `triton_kernels.attention.ring_forward` wants to know of a mask.
 

@@ -92,7 +92,7 @@ def context_parallel_attention(  # noqa: PLR0913  # its public keywords
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive.
 
     Example:
         mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("ring", "ulysses"))

@@ -93,24 +93,24 @@ def context_parallel_decode(
     a long prompt: each rank computes 1 / W of the attention. The cache holds the new tokens' keys and values already;
     `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` put them there.
 
-    Who holds what: blocks of `block` tokens are dealt out in turn. Token i of a text lies on rank (i // block) % W, in
-    row (i // (block * W)) * block + i % block of that text. How many a rank holds follows from `cache_seqlens`.
+    Who holds what: a block-cyclic layout. Token i of a sequence lies on rank (i // block) % W, in
+    row (i // (block * W)) * block + i % block of that sequence. How many a rank holds follows from `cache_seqlens`.
 
     Args:
-        q: [batch, new, heads, head_dim], the same on all ranks: the last tokens of each text; float16, bfloat16,
+        q: [batch, new, heads, head_dim], the same on all ranks: the last tokens of each sequence; float16, bfloat16,
             float32 or float64.
         k_cache_shard: [batch, capacity, kv_heads, head_dim] with this rank's tokens in its first rows; with
             `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. What lies behind the
             tokens is never read.
         v_cache_shard: the same with v_head_dim.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        cache_seqlens: int32 or int64 [batch]: how many tokens of each text the whole cache holds, the new ones among
-            them. A text may have fewer than `new`: its first queries see nothing then. Best on the CPU: elsewhere
-            reading it waits for the device. A CUDA graph has the lengths that it was captured with.
-        causal: a new token sees those before it and itself; False: all of its text.
+        cache_seqlens: int32 or int64 [batch]: how many tokens of each sequence the whole cache holds, new ones
+            included. A sequence may have fewer than `new`: its first queries see nothing then. Best on the CPU:
+            elsewhere reading it waits for the device. A CUDA graph has the lengths that it was captured with.
+        causal: a new token sees those before it and itself; False: all of its sequence.
         scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
-        page_table: int32 or int64 [batch, most pages of a text]: row i of a text is row i % page_size of page
-            page_table[text, i // page_size], on this rank. Entries behind the last one in use may be anything.
+        page_table: int32 or int64 [batch, most pages of a sequence]: row i of a sequence is row i % page_size of page
+            page_table[sequence, i // page_size], on this rank. Entries behind the last one in use may be anything.
         block: as the cache was filled.
         return_lse: also return the log-sum-exp of the scores of every query, sinks included.
 
@@ -121,7 +121,7 @@ def context_parallel_decode(
     Raises:
         TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
             none; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive, or were called with
             other lengths or keywords (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
@@ -250,7 +250,7 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {value.dtype}; it must be int32 or int64.")
     if value.ndim != len(shape) or value.shape[0] != shape[0]:
-        wanted = ", ".join("most pages of a text" if n < 0 else str(n) for n in shape)
+        wanted = ", ".join("most pages of a sequence" if n < 0 else str(n) for n in shape)
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}], of the batch of q.")
     checked: Tensor = value
     return checked
@@ -313,24 +313,24 @@ def _rows(
     held = [layout.count(length) for length in lengths]
     if page_table is None:
         if held and max(held) > k.shape[1]:
-            text = held.index(max(held))
+            seq = held.index(max(held))
             raise ValueError(
-                f"cache_seqlens gives text {text} {lengths[text]} tokens, of which rank {layout.rank} of "
-                f"{layout.world_size} holds {held[text]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
+                f"cache_seqlens gives sequence {seq} {lengths[seq]} tokens, of which rank {layout.rank} of "
+                f"{layout.world_size} holds {held[seq]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
             )
         return DenseRows(k), DenseRows(v)
     pages_of = page_table.tolist()
-    for text, rows in enumerate(held):
+    for seq, rows in enumerate(held):
         needed = -(-rows // k.shape[1])
         if needed > page_table.shape[1]:
             raise ValueError(
-                f"text {text} has {rows} tokens on rank {layout.rank}, which are {needed} pages of {k.shape[1]}, but "
-                f"page_table has room for {page_table.shape[1]} of a text."
+                f"sequence {seq} has {rows} tokens on rank {layout.rank}, which are {needed} pages of {k.shape[1]}, "
+                f"but page_table has room for {page_table.shape[1]} of a sequence."
             )
-        if any(not 0 <= page < k.shape[0] for page in pages_of[text][:needed]):
+        if any(not 0 <= page < k.shape[0] for page in pages_of[seq][:needed]):
             raise ValueError(
-                f"page_table has {pages_of[text][:needed]} for text {text} on rank {layout.rank}; there are the pages "
-                f"0 to {k.shape[0] - 1}."
+                f"page_table has {pages_of[seq][:needed]} for sequence {seq} on rank {layout.rank}; there are the "
+                f"pages 0 to {k.shape[0] - 1}."
             )
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 

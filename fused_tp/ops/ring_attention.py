@@ -88,10 +88,9 @@ def ring_attention(  # noqa: PLR0913  # its public keywords
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
     Every rank computes its queries' share against all keys that they see. What a mask hides is not computed, and of a
-    rank's keys another gets those from the first to the last that it looks at; "zigzag" makes causal work equal on all
-    ranks. The softmax is carried from step to step in float32
-    (float64 for float64) and rounded once; the gradients of k and v travel and add up in float32. All sums have a
-    fixed order, so results never depend on timing.
+    rank's keys another receives those from the first to the last that it reads; "zigzag" makes causal work equal on all
+    ranks. The softmax is carried from step to step in float32 (float64 for float64) and rounded once; the gradients of
+    k and v travel and add up in float32. All sums have a fixed order, so results never depend on timing.
 
     Args:
         q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64.
@@ -126,7 +125,7 @@ def ring_attention(  # noqa: PLR0913  # its public keywords
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along. Over messages, ranks
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive. Over messages, ranks
             that disagree are found with FUSED_TP_CHECK=1, else at the deadline, or not.
 
     Example:

@@ -136,8 +136,8 @@ def unshard_sequence(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or cut another sequence
-            or in another layout (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive, or cut another sequence
+            or in another layout (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         logits = unshard_sequence(logits, 1, group=mesh["cp"], seq_len=seq_len)

@@ -101,7 +101,7 @@ def ulysses_attention(  # noqa: PLR0913  # its public keywords
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive.
 
     Example:
         q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))

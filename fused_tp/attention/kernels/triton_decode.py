@@ -83,13 +83,13 @@ def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
 def _seen(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a text at
+    """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a sequence at
     most."""
     places = [[length - new + i for i in range(new)] for length in lengths]
     intervals = np.array(
         [
-            [rows_seen(layout, limits, place, length) if place >= 0 else (0, 0) for place in text]
-            for text, length in zip(places, lengths, strict=True)
+            [rows_seen(layout, limits, place, length) if place >= 0 else (0, 0) for place in seq]
+            for seq, length in zip(places, lengths, strict=True)
         ],
         dtype=np.int32,
     )
