@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError
 from tests import forks
-from tests.workers import REPOSITORY
+from tests.workers import REPOSITORY, die_with_parent
 
 TRIAL_SECONDS = 60
 NOTICE_SECONDS = 2.0  # how long a loss may go unnoticed
@@ -116,51 +115,85 @@ def make_step(op: str, group: Any) -> Step:
 
 def op_names() -> list[str]:
     """The public ops that move anything (explain does not)."""
-    candidates = [
-        "all_gather",
-        "all_gather_matmul",
-        "all_reduce",
-        "all_reduce_rms_norm",
-        "column_parallel_matmul",
-        "copy_to_group",
-        "gather",
-        "matmul_all_reduce",
-        "matmul_all_reduce_rms_norm",
-        "matmul_reduce_scatter",
-        "reduce_scatter",
-        "ring_attention",
-        "scatter",
-        "ulysses_attention",
-        "vocab_parallel_cross_entropy",
-    ]
-    return [name for name in candidates if hasattr(fused_tp, name)]
+    names = """all_gather all_gather_matmul all_reduce all_reduce_rms_norm column_parallel_matmul copy_to_group gather
+    matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter ring_attention scatter
+    ulysses_attention vocab_parallel_cross_entropy"""
+    return [name for name in names.split() if hasattr(fused_tp, name)]
 
 
 # ---- forked ranks ----------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """W forked children running `main(rank, folder)`, which says `ready` and returns a Report."""
+@dataclass
+class Rank:
+    """One rank, in its own process."""
 
-    def __init__(self, size: int, main: Callable[[int, Path], Report]) -> None:
+    rank: int
+    size: int
+    folder: Path
+    step: Step
+    report: Report
+
+    def say(self, what: str) -> None:
+        (self.folder / what).touch()
+
+    def wait_for(self, *what: str) -> None:
+        while not all((self.folder / name).exists() for name in what):
+            time.sleep(0.01)
+
+    def get_ready(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step()
+        dist.barrier()
+        self.say(f"ready{self.rank}")
+
+    def run(self) -> None:
+        """Calls the op until it fails, which it reports."""
+        with self._reported(self.report):
+            while True:
+                self.step()
+
+    def run_again(self) -> None:
+        """Calls the op once more after an error, which it reports."""
+        again = Report(self.rank)
+        with self._reported(again):
+            self.step()
+        self.report.again = f"{again.error}: {again.message}"
+
+    @contextlib.contextmanager
+    def _reported(self, report: Report) -> Iterator[None]:
+        try:
+            yield
+        except (FusedTPError, KeyboardInterrupt) as error:
+            report.at = time.monotonic()
+            report.error, report.message = type(error).__name__, str(error)
+
+
+class Ranks:
+    """W forked children running `main(rank)` with `op` to call, each of which gets ready and ends with its report."""
+
+    def __init__(self, op: str, schedule: str, size: int, main: Callable[[Rank], None]) -> None:
         self.size = size
         # Not a TemporaryDirectory: some trials run exit handlers in a fork, and its own would remove the folder there.
         self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_faults_"))
-        self.pids = [self._fork(rank, main) for rank in range(size)]
+        os.environ["FUSED_TP_SCHEDULE"] = schedule
+        self.before = dev_shm()
+        self.pids = [self._fork(rank, op, main) for rank in range(size)]
         self.codes: dict[int, int] = {}
+        self._wait_ready()
 
-    def _fork(self, rank: int, main: Callable[[int, Path], Report]) -> int:
+    def _fork(self, rank: int, op: str, main: Callable[[Rank], None]) -> int:
         sys.stdout.flush()
         parent = os.getpid()
         pid = os.fork()
         if pid:
             return pid
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with_parent(parent)
+        report = Report(rank)
         try:
-            report = main(rank, self.folder)
+            store = dist.FileStore(str(self.folder / "store"), self.size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
+            main(Rank(rank, self.size, self.folder, make_step(op, dist.group.WORLD), report))
         except BaseException:
             report = Report(rank, crash=traceback.format_exc())
         unfinished = self.folder / f"unfinished{rank}"
@@ -168,23 +201,35 @@ class Ranks:
         unfinished.rename(self.folder / f"report{rank}")
         os._exit(0)  # this is a fork: the parent's exit handlers are not its own
 
-    def wait_ready(self) -> None:
+    def _wait_ready(self) -> None:
         deadline = time.monotonic() + TRIAL_SECONDS
         while not all((self.folder / f"ready{rank}").exists() for rank in range(self.size)):
             if time.monotonic() > deadline or (self.folder / "report0").exists():
-                raise TimeoutError(f"the ranks did not get ready: {self.finish()}")
+                raise TimeoutError(f"the ranks did not get ready: {self._reports(())}")
             time.sleep(0.002)
 
-    def finish(self, dead: tuple[int, ...] = ()) -> list[Report]:
-        """The reports of all but `dead`; kills who does not come to an end."""
+    def signal(self, number: int, *ranks: int) -> float:
+        """Sends the signal to these ranks and returns when."""
+        at = time.monotonic()
+        for rank in ranks:
+            os.kill(self.pids[rank], number)
+        return at
+
+    def finish(self, trial: Trial, dead: tuple[int, ...] = ()) -> Trial:
+        """The trial with the reports of all but `dead`, and what all have left in shared memory."""
+        trial.reports = self._reports(dead)
+        trial.left_in_dev_shm = sorted(dev_shm() - self.before)
+        return trial
+
+    def _reports(self, dead: tuple[int, ...]) -> list[Report]:
+        """Kills who does not come to an end."""
         deadline = time.monotonic() + TRIAL_SECONDS
         while len(self.codes) < self.size:
             for rank, pid in enumerate(self.pids):
                 if rank not in self.codes and os.waitpid(pid, os.WNOHANG)[0]:
                     self.codes[rank] = 0
             if time.monotonic() > deadline:
-                for rank in set(range(self.size)) - set(self.codes):
-                    os.kill(self.pids[rank], signal.SIGKILL)
+                self.signal(signal.SIGKILL, *(set(range(self.size)) - set(self.codes)))
             time.sleep(0.002)
         reports = []
         for rank in set(range(self.size)) - set(dead):
@@ -192,26 +237,6 @@ class Ranks:
             reports.append(Report(**json.loads(said.read_text())) if said.exists() else Report(rank, crash="stuck"))
         shutil.rmtree(self.folder)
         return reports
-
-
-def join(rank: int, size: int, folder: Path) -> Any:
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return dist.group.WORLD
-
-
-def say(folder: Path, what: str) -> None:
-    (folder / what).touch()
-
-
-def until_error(report: Report, step: Step, forever: bool = True) -> None:
-    try:
-        step()
-        while forever:
-            step()
-    except (FusedTPError, KeyboardInterrupt) as error:
-        report.at = time.monotonic()
-        report.error, report.message = type(error).__name__, str(error)
 
 
 def dev_shm() -> set[str]:
@@ -227,148 +252,88 @@ def kill_trial(op: str, schedule: str, size: int, chance: random.Random) -> Tria
     """SIGKILL one rank at some moment of an endless loop of `op`."""
     victim = chance.randrange(size)
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank)
-        step = make_step(op, join(rank, size, folder))
-        step()
-        dist.barrier()
-        say(folder, f"ready{rank}")
-        until_error(report, step)
-        until = Report(rank)
-        until_error(until, step, forever=False)
-        report.again = f"{until.error}: {until.message}"
-        survivors = [r for r in range(size) if r != victim]
+    def main(me: Rank) -> None:
+        me.get_ready()
+        me.run()
+        me.run_again()
+        survivors = [rank for rank in range(size) if rank != victim]
         group = dist.new_group(survivors, use_local_synchronization=True)
-        total = fused_tp.all_reduce(torch.full((3,), float(rank)), group=group)
-        report.survivors_work = total.tolist() == [float(sum(survivors))] * 3
-        return report
+        total = fused_tp.all_reduce(torch.full((3,), float(me.rank)), group=group)
+        me.report.survivors_work = total.tolist() == [float(sum(survivors))] * 3
 
-    before = dev_shm()
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
+    ranks = Ranks(op, schedule, size, main)
     time.sleep(chance.random() * 0.05)
-    trial = Trial(op, schedule, victim, time.monotonic())
-    os.kill(ranks.pids[victim], signal.SIGKILL)
-    trial.reports = ranks.finish(dead=(victim,))
-    trial.left_in_dev_shm = sorted(dev_shm() - before)
-    return trial
+    at = ranks.signal(signal.SIGKILL, victim)
+    return ranks.finish(Trial(op, schedule, victim, at), dead=(victim,))
 
 
 def stall_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
     """SIGSTOP one rank for longer than the deadline, then let it go on."""
     victim = chance.randrange(size)
+    others = [f"gave_up{rank}" for rank in range(size) if rank != victim]
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank)
-        step = make_step(op, join(rank, size, folder))
-        step()
-        dist.barrier()
-        say(folder, f"ready{rank}")
-        until_error(report, step)
-        until = Report(rank)
-        until_error(until, step, forever=False)
-        report.again = f"{until.error}: {until.message}"
-        say(folder, f"gave_up{rank}")
-        if rank == victim:
-            return report
-        while not (folder / f"gave_up{victim}").exists():  # its end would be another reason to fail
-            time.sleep(0.01)
-        return report
+    def main(me: Rank) -> None:
+        me.get_ready()
+        me.run()
+        me.run_again()
+        me.say(f"gave_up{me.rank}")
+        if me.rank != victim:
+            me.wait_for(f"gave_up{victim}")  # its end would be another reason to fail
 
-    before = dev_shm()
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
+    ranks = Ranks(op, schedule, size, main)
     time.sleep(chance.random() * 0.05)
-    trial = Trial(op, schedule, victim, time.monotonic())
-    os.kill(ranks.pids[victim], signal.SIGSTOP)
-    deadline = time.monotonic() + TRIAL_SECONDS
-    while not all((ranks.folder / f"gave_up{r}").exists() for r in range(size) if r != victim):
-        if time.monotonic() > deadline:
-            break
+    at = ranks.signal(signal.SIGSTOP, victim)
+    while not all((ranks.folder / name).exists() for name in others) and time.monotonic() < at + TRIAL_SECONDS:
         time.sleep(0.01)
-    os.kill(ranks.pids[victim], signal.SIGCONT)
-    trial.reports = ranks.finish()
-    trial.left_in_dev_shm = sorted(dev_shm() - before)
-    return trial
+    ranks.signal(signal.SIGCONT, victim)
+    return ranks.finish(Trial(op, schedule, victim, at))
 
 
 def massacre_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
     """SIGKILL all ranks at once."""
 
-    def main(rank: int, folder: Path) -> Report:
-        step = make_step(op, join(rank, size, folder))
-        step()
-        say(folder, f"ready{rank}")
-        until_error(Report(rank), step)
-        return Report(rank)
+    def main(me: Rank) -> None:
+        me.get_ready()
+        me.run()
 
-    before = dev_shm()
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
-    trial = Trial(op, schedule, -1, time.monotonic())
-    for pid in ranks.pids:
-        os.kill(pid, signal.SIGKILL)
-    ranks.finish(dead=tuple(range(size)))
-    trial.left_in_dev_shm = sorted(dev_shm() - before)
-    return trial
+    ranks = Ranks(op, schedule, size, main)
+    at = ranks.signal(signal.SIGKILL, *range(size))
+    return ranks.finish(Trial(op, schedule, -1, at), dead=tuple(range(size)))
 
 
 def early_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
     """SIGKILL one rank that has joined the group but not yet called anything of fused_tp, while the others wait."""
     victim = chance.randrange(size)
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank)
-        step = make_step(op, join(rank, size, folder))
-        dist.barrier()
-        say(folder, f"ready{rank}")
-        if rank == victim:
+    def main(me: Rank) -> None:
+        me.get_ready(steps=0)
+        if me.rank == victim:
             time.sleep(TRIAL_SECONDS)  # until it is killed
-        until_error(report, step)
-        return report
+        me.run()
 
-    before = dev_shm()
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
+    ranks = Ranks(op, schedule, size, main)
     time.sleep(chance.random())
-    trial = Trial(op, schedule, victim, time.monotonic())
-    os.kill(ranks.pids[victim], signal.SIGKILL)
-    trial.reports = ranks.finish(dead=(victim,))
-    trial.left_in_dev_shm = sorted(dev_shm() - before)
-    return trial
+    at = ranks.signal(signal.SIGKILL, victim)
+    return ranks.finish(Trial(op, schedule, victim, at), dead=(victim,))
 
 
 def leave_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
     """One rank ends as a program does that has finished, while the others wait for it."""
     victim = chance.randrange(size)
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank)
-        step = make_step(op, join(rank, size, folder))
-        step()
-        dist.barrier()
-        say(folder, f"ready{rank}")
-        if rank == victim:
-            time.sleep(0.2)  # the others are waiting for it, most likely
-            report.at = time.monotonic()
-            atexit._run_exitfuncs()
-            while not all((folder / f"report{r}").exists() for r in range(size) if r != victim):
-                time.sleep(0.01)  # the end of the process would tell them, too
-        else:
-            until_error(report, step)
-        return report
+    def main(me: Rank) -> None:
+        me.get_ready()
+        if me.rank != victim:
+            me.run()
+            return
+        time.sleep(0.2)  # the others are waiting for it, most likely
+        me.report.at = time.monotonic()
+        atexit._run_exitfuncs()
+        me.wait_for(*(f"report{rank}" for rank in range(size) if rank != victim))  # its end tells them, too
 
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
-    trial = Trial(op, schedule, victim, 0.0)
-    reports = ranks.finish()
-    trial.at = next(report.at for report in reports if report.rank == victim)
-    trial.reports = [report for report in reports if report.rank != victim]
+    trial = Ranks(op, schedule, size, main).finish(Trial(op, schedule, victim, 0.0))
+    trial.at = next(report.at for report in trial.reports if report.rank == victim)
+    trial.reports = [report for report in trial.reports if report.rank != victim]
     return trial
 
 
@@ -376,65 +341,47 @@ def interrupt_trial(op: str, schedule: str, size: int, chance: random.Random) ->
     """Ctrl-C for one rank that waits for peers that do not come: in an op, or (every other time) in the rendezvous."""
     in_rendezvous = chance.random() < 0.5
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank, again="rendezvous" if in_rendezvous else "op")
-        step = make_step(op, join(rank, size, folder))
-        if not in_rendezvous:
-            step()
-        dist.barrier()
-        if rank != 0:
-            say(folder, f"ready{rank}")
-            while not (folder / "report0").exists():
-                time.sleep(0.01)
-            return report
+    def main(me: Rank) -> None:
+        me.report.again = "rendezvous" if in_rendezvous else "op"
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        say(folder, "ready0")
-        until_error(report, step)
-        return report
+        me.get_ready(steps=0 if in_rendezvous else 1)
+        if me.rank == 0:
+            me.run()
+        else:
+            me.wait_for("report0")
 
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
+    ranks = Ranks(op, schedule, size, main)
     time.sleep(0.3)  # it waits in the op by then, most likely
-    trial = Trial(op, schedule, 0, time.monotonic())
-    os.kill(ranks.pids[0], signal.SIGINT)
-    trial.reports = [report for report in ranks.finish() if report.rank == 0]
+    at = ranks.signal(signal.SIGINT, 0)
+    trial = ranks.finish(Trial(op, schedule, 0, at))
+    trial.reports = [report for report in trial.reports if report.rank == 0]
     return trial
 
 
 def fork_trial(op: str, schedule: str, size: int, chance: random.Random) -> Trial:
     """A rank forks a child, as data loaders do: the child must not speak for the rank, nor its end be the rank's."""
 
-    def main(rank: int, folder: Path) -> Report:
-        report = Report(rank)
-        group = join(rank, size, folder)
-        step = make_step(op, group)
-        step()
-        say(folder, f"ready{rank}")
+    def main(me: Rank) -> None:
+        me.get_ready()
+        refused = me.folder / f"refused{me.rank}"
         pid = os.fork()
         if pid == 0:
             try:
-                step()
+                me.step()
             except FusedTPError as error:
-                (folder / f"refused{rank}").write_text(str(error))
-            del step, group
+                refused.write_text(str(error))
+            del me.step
             gc.collect()
             atexit._run_exitfuncs()
             os._exit(0)
         os.waitpid(pid, 0)
-        report.message = (folder / f"refused{rank}").read_text() if (folder / f"refused{rank}").exists() else ""
+        me.report.message = refused.read_text() if refused.exists() else ""
         dist.barrier()
         for _ in range(20):
-            step()
-        report.survivors_work = True
-        return report
+            me.step()
+        me.report.survivors_work = True
 
-    os.environ["FUSED_TP_SCHEDULE"] = schedule
-    ranks = Ranks(size, main)
-    ranks.wait_ready()
-    trial = Trial(op, schedule, -1, time.monotonic())
-    trial.reports = ranks.finish()
-    return trial
+    return Ranks(op, schedule, size, main).finish(Trial(op, schedule, -1, time.monotonic()))
 
 
 # ---- in the test process ---------------------------------------------------------------------------------------
