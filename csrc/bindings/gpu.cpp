@@ -297,7 +297,7 @@ class CopyEngine {
     return use(*workspace_);
   }
   const copy_engine::Layout& layout() const { return workspace_->layout(); }
-  copy_engine::Keeper& keeper() { return workspace_->keeper(); }
+  copy_engine::StreamWatchdog& watchdog() { return workspace_->watchdog(); }
 
  private:
   std::shared_ptr<const Driver> driver_;
@@ -377,13 +377,13 @@ void bind_copy_engine(py::module_& m) {
           "slot", [](CopyEngine& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
           "scatter"_a, "sender"_a, "Where a block from `sender` is in this rank's workspace.")
       .def_property_readonly("slot_bytes", [](CopyEngine& self) { return self.layout().slot_bytes(); })
-      .def_property_readonly("failure", [](CopyEngine& self) { return static_cast<int>(self.keeper().failure()); })
-      .def_property_readonly("sentence", [](CopyEngine& self) { return self.keeper().sentence(); })
+      .def_property_readonly("failure", [](CopyEngine& self) { return static_cast<int>(self.watchdog().failure()); })
+      .def_property_readonly("sentence", [](CopyEngine& self) { return self.watchdog().sentence(); })
       .def(
-          "lose", [](CopyEngine& self, int rank) { self.keeper().lose(rank); }, "rank"_a, NoGil())
+          "lose", [](CopyEngine& self, int rank) { self.watchdog().lose(rank); }, "rank"_a, NoGil())
       .def(
-          "abort", [](CopyEngine& self, const std::string& why) { self.keeper().abort(why); }, "why"_a, NoGil())
-      .def("stop", [](CopyEngine& self) { self.keeper().stop(); }, NoGil());
+          "abort", [](CopyEngine& self, const std::string& why) { self.watchdog().abort(why); }, "why"_a, NoGil())
+      .def("stop", [](CopyEngine& self) { self.watchdog().stop(); }, NoGil());
 }
 
 // ---- device kernels --------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
       events_(driver_, device),
       out_(driver_, device, true),
       in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
-      keeper_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
+      watchdog_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
   const driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
   for (int word = 0; word < layout().words(); ++word)
     static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
@@ -67,7 +67,7 @@ bool Workspace::quiet(double seconds) const {
 }
 
 Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
-  keeper_.set_timeout(timeout_seconds);
+  watchdog_.set_timeout(timeout_seconds);
   take_turn(stream);
   Call call;
   call.number = call_number(++calls_, op);
@@ -151,7 +151,7 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   if (call.sent) driver_->wait(stream, record(out_.get())->get());
   const bool captured = driver_->capturing(stream);
   const uint64_t passage = ++passages_;
-  keeper_.expect(passage, std::move(results), captured);
+  watchdog_.expect(passage, std::move(results), captured);
   steps_.clear();
   protocol_.pass_gates(steps_, passage);
   run(stream, steps_);
@@ -174,7 +174,7 @@ void Workspace::run(Stream stream, const Steps& steps) {
         driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
         break;
       case Step::kSay:
-        driver_->write_value(stream, keeper_.progress(step.word), step.value);
+        driver_->write_value(stream, watchdog_.progress(step.word), step.value);
         break;
     }
   }

@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
-#include "copy_engine/keeper.h"
 #include "copy_engine/steps.h"
+#include "copy_engine/watchdog.h"
 #include "driver/driver.h"
 
 namespace fused_tp::copy_engine {
@@ -32,7 +32,7 @@ class Workspace {
 
   const Layout& layout() const { return protocol_.layout(); }
   int rank() const { return protocol_.rank(); }
-  Keeper& keeper() { return keeper_; }
+  StreamWatchdog& watchdog() { return watchdog_; }
   std::vector<Stream> streams() const;  // our own
 
   // True once all that was enqueued has ended, false if it has not after that many seconds. Waits on the host.
@@ -84,7 +84,7 @@ class Workspace {
   uint64_t passages_ = 0;
   Stream last_stream_ = nullptr;
   SharedEvent last_end_;
-  Keeper keeper_;  // last: it looks after the streams
+  StreamWatchdog watchdog_;  // last: it looks after the streams
 };
 
 }  // namespace fused_tp::copy_engine

@@ -1,8 +1,62 @@
-#include "all_gather.cuh"
+// out = in_0, in_1, ..., in_(W-1): bytes, in parts of `chunk`, of which the last ones may be short or empty.
+//
+//   in ──push──> slot [r] of all peers ──flag (0, block, r)──> slots ──copy──> out
+//
+// What orders what: a block's flag follows its stores to the slots, and its copies of slots follow the flags of all its
+// namesakes. Slots, not `out` itself, since peers reach only the workspace. `in` may be this rank's part of out.
+#include "copy.cuh"
 #include "launch.cuh"
 #include "ops.h"
 
 namespace fused_tp::cuda {
+
+struct AllGather {
+  const void* in;
+  void* out;
+  int64_t count, chunk;
+  int64_t per_block;  // packets of each part
+};
+
+static __global__ void __launch_bounds__(kThreads, 1)
+    all_gather_kernel(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                      const __grid_constant__ AllGather job) {
+  const Call call = begin(workspace, Op::kAllGather);
+  const char* in = static_cast<const char*>(job.in);
+  // This block's share of a rank's part, in bytes of `out`.
+  auto share_of = [&](int rank) -> Share {
+    const int64_t first = rank * job.chunk < job.count ? rank * job.chunk : job.count;
+    const int64_t length = job.count - first < job.chunk ? job.count - first : job.chunk;
+    const Share packets = block_share(ceil_div(length, 16), job.per_block);
+    return {first + packets.first * 16, first + (packets.last * 16 < length ? packets.last * 16 : length)};
+  };
+  auto in_part = [&](int rank, int64_t at) {
+    return at - (rank * job.chunk < job.count ? rank * job.chunk : job.count);
+  };
+  const Share mine = share_of(call.rank());
+  const int64_t at = in_part(call.rank(), mine.first);
+  bool good = call.alive();
+  if (good) {
+    for (int step = 1; step < call.world(); ++step) {
+      const int peer = (call.rank() + step) % call.world();
+      copy_bytes(data_at(call, peer) + plan.term(call.rank()) + at, in + at, mine.last - mine.first);
+    }
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
+  }
+  for (int source = 0; source < call.world(); ++source) {
+    const Share share = share_of(source);
+    char* out = static_cast<char*>(job.out) + share.first;
+    if (!good) {
+      fill_missing(out, share.last - share.first);
+    } else if (source == call.rank()) {
+      if (out != in + at) copy_bytes(out, in + at, share.last - share.first);
+    } else {
+      copy_bytes(out, data_at(call, call.rank()) + plan.term(source) + in_part(source, share.first),
+                 share.last - share.first);
+    }
+  }
+  end(call);
+}
 
 int32_t launch_all_gather(const Workspace* workspace, const void* in, void* out, int64_t count, int64_t chunk,
                           int32_t blocks, void* stream) {

@@ -1,8 +1,125 @@
-#include "all_to_all.cuh"
+// out[p] at rank r = in[r] at rank p: equal parts of [batches, rows] runs of bytes, each side with strides of its own.
+//
+//   in[p] ──push, packed──> slot [r] of rank p ──flag (0, block, r)──> slots ──copy, spread out──> out
+//
+// So a change of layout, as from sequence to heads in Ulysses attention, costs no pass of its own. What orders what: as
+// in all_gather.cu. out may be in where both layouts are the same: a block writes what it alone has read, before (the
+// barrier in `wait`).
+#include "copy.cuh"
 #include "launch.cuh"
 #include "ops.h"
 
 namespace fused_tp::cuda {
+
+struct AllToAll {
+  const void* in;
+  void* out;
+  AllToAllLayout layout;
+  int64_t per_block;  // packets of each part
+};
+
+// Number of a unit in a part, in digits: it steps without a division.
+struct Digits {
+  int64_t batch, row, unit;
+
+  __device__ static Digits of(int64_t index, int64_t rows, int64_t units) {
+    const int64_t run = index / units;
+    return {run / rows, run % rows, index % units};
+  }
+  __device__ void add(const Digits& step, int64_t rows, int64_t units) {
+    unit += step.unit;
+    row += step.row;
+    batch += step.batch;
+    if (unit >= units) unit -= units, ++row;
+    if (row >= rows) row -= rows, ++batch;
+  }
+};
+
+// One side of the exchange: where the runs of a part lie.
+struct Runs {
+  char* data;
+  int64_t batch_stride, row_stride;
+
+  __device__ char* at(const Digits& index, int64_t unit_bytes) const {
+    return data + index.batch * batch_stride + index.row * row_stride + index.unit * unit_bytes;
+  }
+};
+
+// Copies a share of the units of a part.
+template <class Unit>
+__device__ __forceinline__ void copy_runs(const AllToAllLayout& layout, const Runs& to, const Runs& from, Share share) {
+  if (share.first >= share.last) return;
+  constexpr int64_t kBytes = sizeof(Unit);
+  const int64_t units = layout.row_bytes / kBytes;
+  const Digits step = Digits::of(kThreads, layout.rows, units);
+  Digits at = Digits::of(share.first + threadIdx.x, layout.rows, units);
+  for_packets<4>(share, [&](auto unroll, int64_t) {
+    constexpr int kUnroll = decltype(unroll)::value;
+    Unit copied[kUnroll];
+    char* places[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      places[u] = to.at(at, kBytes);
+      copied[u] = load_unit<Unit>(from.at(at, kBytes));
+      at.add(step, layout.rows, units);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) store_unit(places[u], copied[u]);
+  });
+}
+
+template <class Unit>
+__device__ __forceinline__ void fill_missing_runs(const AllToAllLayout& layout, const Runs& to, Share share) {
+  constexpr int64_t kBytes = sizeof(Unit);
+  for (int64_t i = share.first + threadIdx.x; i < share.last; i += kThreads) {
+    char* place = to.at(Digits::of(i, layout.rows, layout.row_bytes / kBytes), kBytes);
+    for (int64_t byte = 0; byte < kBytes; ++byte) place[byte] = static_cast<char>(0xff);
+  }
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads, 1)
+    all_to_all_kernel(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                      const __grid_constant__ AllToAll job) {
+  const Call call = begin(workspace, Op::kAllToAll);
+  const AllToAllLayout& layout = job.layout;
+  constexpr int64_t kBytes = sizeof(Unit);
+  // Shared out in packets: a rank's unit is what its own arrays allow, and blocks must have the same share everywhere.
+  constexpr int64_t kUnits = 16 / kBytes;
+  const int64_t count = layout.batches * layout.rows * (layout.row_bytes / kBytes);
+  const Share packets = block_share(ceil_div(count, kUnits), job.per_block);
+  const Share share{packets.first * kUnits, packets.last * kUnits < count ? packets.last * kUnits : count};
+  auto in_runs = [&](int part) -> Runs {
+    char* data = static_cast<char*>(const_cast<void*>(job.in)) + part * layout.in_part_stride;
+    return {data, layout.in_batch_stride, layout.in_row_stride};
+  };
+  auto out_runs = [&](int part) -> Runs {
+    return {static_cast<char*>(job.out) + part * layout.out_part_stride, layout.out_batch_stride,
+            layout.out_row_stride};
+  };
+  // A slot has no gaps.
+  auto slot_runs = [&](int rank, int slot) -> Runs {
+    return {data_at(call, rank) + plan.term(slot), layout.rows * layout.row_bytes, layout.row_bytes};
+  };
+  bool good = call.alive();
+  if (good) {
+    for (int step = 1; step < call.world(); ++step) {
+      const int peer = (call.rank() + step) % call.world();
+      copy_runs<Unit>(layout, slot_runs(peer, call.rank()), in_runs(peer), share);
+    }
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
+  }
+  for (int source = 0; source < call.world(); ++source) {
+    if (good) {
+      const Runs from = source == call.rank() ? in_runs(source) : slot_runs(call.rank(), source);
+      copy_runs<Unit>(layout, out_runs(source), from, share);
+    } else {
+      fill_missing_runs<Unit>(layout, out_runs(source), share);
+    }
+  }
+  end(call);
+}
 
 int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out, const AllToAllLayout* layout,
                           int32_t blocks, void* stream) {

@@ -1,8 +1,13 @@
-#include "barrier.cuh"
+// Ends once all ranks have launched it.
 #include "launch.cuh"
 #include "ops.h"
+#include "signals.cuh"
 
 namespace fused_tp::cuda {
+
+static __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __grid_constant__ Workspace workspace) {
+  end(begin(workspace, Op::kBarrier));
+}
 
 int32_t launch_barrier(const Workspace* workspace, void* stream) {
   if (!is_valid(workspace, 1) || !has_room(*workspace, Plan{workspace->world, 1})) return cudaErrorInvalidValue;

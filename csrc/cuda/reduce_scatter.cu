@@ -1,8 +1,47 @@
+// out_i = round(in_0,(r c + i) + ... + in_(W-1),(r c + i) [+ bias]) at rank r, for parts of c; the last may be short.
+//
+// scatter.cuh says what moves and what orders it. out may be this rank's part of `in`: a block writes what it alone has
+// read, before (the barrier in `wait`).
 #include "launch.cuh"
 #include "ops.h"
-#include "reduce_scatter.cuh"
+#include "scatter.cuh"
 
 namespace fused_tp::cuda {
+
+struct ReduceScatter {
+  const void* in;
+  void* out;
+  int64_t count, chunk;
+  int64_t per_block;  // packets of each part
+  Bias bias;
+};
+
+template <class T, int kWorld>
+__global__ void __launch_bounds__(kThreads, 1)
+    reduce_scatter_kernel(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                          const __grid_constant__ ReduceScatter job) {
+  const Call call = begin(workspace, Op::kReduceScatter);
+  const Parts<T> in{job.in, job.count, job.chunk};
+  const Vector<T> own = in[call.rank()];
+  const Vector<T> out(job.out, own.count);
+  const Share share = block_share(out.packets(), job.per_block);
+  bool good = call.alive();
+  if (good) {
+    push_parts(call, plan, in, job.per_block);
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
+    if (good) {
+      const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own);
+      for_packets<kSumUnroll<kWorld>>(share, [&](auto unroll, int64_t i) {
+        Packet total[decltype(unroll)::value];
+        sum<T>(terms, job.bias, call.rank() * job.chunk, i, total);
+        out.store(total, i);
+      });
+    }
+  }
+  if (!good) fill_missing(out, share);
+  end(call);
+}
 
 int32_t launch_reduce_scatter(const Workspace* workspace, const void* in, void* out, int64_t count, int64_t chunk,
                               int32_t dtype, Bias bias, int32_t blocks, void* stream) {

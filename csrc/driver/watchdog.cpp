@@ -336,10 +336,4 @@ void Watch::clear() {
   if (lock.owns_lock()) state_->let_go_if_told();
 }
 
-bool Watch::in_flight() const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->let_go_if_told();
-  return !state_->ops.empty();
-}
-
 }  // namespace fused_tp::driver

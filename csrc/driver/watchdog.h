@@ -76,7 +76,6 @@ class Watch {
   // Lets go of everything in flight, e.g. because the stream was made to go on by other means. Waits for nobody: the
   // watchdog may be stuck in the driver.
   void clear();
-  bool in_flight() const;
 
   struct State;
 

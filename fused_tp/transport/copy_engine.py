@@ -6,7 +6,7 @@ and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are writ
 Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). Which direction a link
 itself prefers was not measured; NVIDIA's nvbandwidth tells, as device to device read and write by copy engine.
 
-Deadlines: a thread of the native core (csrc/copy_engine/keeper.h) sees to it that no stream waits for a peer for longer
+Deadlines: a thread of the native core (csrc/copy_engine/watchdog.h) sees to it that no stream waits for a peer for longer
 than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. What a call was to give is NaN (0xFF bytes) then, on every
 rank whose call had not ended, and the group is unusable.
 
@@ -41,14 +41,14 @@ from fused_tp.transport.symm_mem import KernelMemory
 
 _LOG = logging.getLogger("fused_tp")
 
-# As in csrc/copy_engine/keeper.h.
+# As in csrc/copy_engine/watchdog.h.
 OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
 # Of a place for one message: below it a power of two, above it a multiple of it.
 _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
-# Failure of csrc/copy_engine/keeper.h.
+# Failure of csrc/copy_engine/watchdog.h.
 _NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
 # The driver's library, by type of device.

@@ -171,9 +171,9 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
       }
       free_graph(captured);
     }
-    if (mood.stops_before < kCalls && mood.aborts) workspace.keeper().abort("as the test wants");
+    if (mood.stops_before < kCalls && mood.aborts) workspace.watchdog().abort("as the test wants");
     require(driver->synchronize(stream, 30), "a stream that nothing lets go on");
-    const bool given_up = workspace.keeper().failure() != Failure::kNone;
+    const bool given_up = workspace.watchdog().failure() != Failure::kNone;
     require(!(shared.all_well() && given_up), "a rank has given up for no reason");
     for (int call = 0; call < enqueued; ++call) {
       const bool replayed = captured != nullptr && call >= kCalls / 2 && enqueued == kCalls;

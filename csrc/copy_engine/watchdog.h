@@ -1,8 +1,8 @@
-// Looks after the streams of a workspace: none waits for a peer beyond the deadline, and what such a wait was for
-// becomes NaN. A thread of its own, that knows nothing of Python.
+// The watchdog of a workspace's streams: none waits for a peer beyond the deadline, and what such a wait was for
+// becomes NaN. It has a thread of its own and knows nothing of Python.
 //
-// Not a driver::Watch: that goes by events, and whether a call that a CUDA graph replays is under way no event tells.
-// Streams write numbers into words of pinned memory instead, which reads alike for graphs and other calls.
+// It is no driver::Watch, which goes by events: no event tells whether a call that a CUDA graph replays is under way.
+// Streams write progress numbers to words of pinned memory instead, in graphs as elsewhere.
 #pragma once
 
 #include <atomic>
@@ -49,14 +49,14 @@ struct Closing {
 enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kReduceScatter, kOther };
 constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
 
-class Keeper {
+class StreamWatchdog {
  public:
   // `addresses`: of the ranks' workspaces. `sides`: streams that are to go on too.
-  Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protocol, std::vector<DeviceAddress> addresses,
-         std::vector<Stream> sides);
-  ~Keeper();
-  Keeper(const Keeper&) = delete;
-  Keeper& operator=(const Keeper&) = delete;
+  StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
+                 std::vector<DeviceAddress> addresses, std::vector<Stream> sides);
+  ~StreamWatchdog();
+  StreamWatchdog(const StreamWatchdog&) = delete;
+  StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
   // Where progress word `word` is for the device.
   DeviceAddress progress(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }

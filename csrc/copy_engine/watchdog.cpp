@@ -1,4 +1,4 @@
-#include "copy_engine/keeper.h"
+#include "copy_engine/watchdog.h"
 
 #include <algorithm>
 #include <cstring>
@@ -39,8 +39,8 @@ std::string seconds_text(int64_t ns) {
 
 }  // namespace
 
-Keeper::Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-               std::vector<DeviceAddress> addresses, std::vector<Stream> sides)
+StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
+                               std::vector<DeviceAddress> addresses, std::vector<Stream> sides)
     : driver_(std::move(driver)),
       device_(device),
       protocol_(protocol),
@@ -62,7 +62,7 @@ Keeper::Keeper(std::shared_ptr<const Driver> driver, int device, Protocol protoc
   thread_ = std::thread([this] { run(); });
 }
 
-Keeper::~Keeper() {
+StreamWatchdog::~StreamWatchdog() {
   if (driver::count_forks() != forks_) {  // the thread is not of this process
     thread_.detach();
     return;
@@ -80,7 +80,7 @@ Keeper::~Keeper() {
   stop();
 }
 
-void Keeper::stop() {
+void StreamWatchdog::stop() {
   if (driver::count_forks() != forks_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -90,7 +90,7 @@ void Keeper::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Keeper::expect(uint64_t passage, std::vector<Memory> results, bool captured) {
+void StreamWatchdog::expect(uint64_t passage, std::vector<Memory> results, bool captured) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (captured)
     captured_[passage] = std::move(results);
@@ -98,12 +98,12 @@ void Keeper::expect(uint64_t passage, std::vector<Memory> results, bool captured
     passages_.push_back({passage, std::move(results)});
 }
 
-void Keeper::lose(int rank) {
+void StreamWatchdog::lose(int rank) {
   lost_.at(static_cast<size_t>(rank)) = true;
   changed_.notify_all();
 }
 
-void Keeper::abort(const std::string& why) {
+void StreamWatchdog::abort(const std::string& why) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (stopping_) return;
   if (failure() == Failure::kNone && aborted_.empty()) aborted_ = why;
@@ -111,16 +111,16 @@ void Keeper::abort(const std::string& why) {
   changed_.wait_for(lock, kCloseSeconds, [this] { return gates_closed_ || stopping_; });
 }
 
-std::string Keeper::sentence() const {
+std::string StreamWatchdog::sentence() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return sentence_;
 }
 
-std::atomic<uint64_t>& Keeper::word(int number) const {
+std::atomic<uint64_t>& StreamWatchdog::word(int number) const {
   return static_cast<std::atomic<uint64_t>*>(pinned_.data())[number];
 }
 
-void Keeper::run() {
+void StreamWatchdog::run() {
   microseconds pause{0};
   while (true) {
     {
@@ -144,7 +144,7 @@ void Keeper::run() {
   }
 }
 
-microseconds Keeper::round() {
+microseconds StreamWatchdog::round() {
   std::string why;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -159,7 +159,7 @@ microseconds Keeper::round() {
   return rescue() ? kRescueLook : kLook;
 }
 
-microseconds Keeper::look(int64_t now_ns) {
+microseconds StreamWatchdog::look(int64_t now_ns) {
   const int world = protocol_.layout().world();
   const auto timeout_ns = static_cast<int64_t>(std::min(timeout_seconds_.load(std::memory_order_relaxed), 9e9) * 1e9);
   bool waits = false;
@@ -179,7 +179,7 @@ microseconds Keeper::look(int64_t now_ns) {
 }
 
 // What has waited in vain, in a sentence: for whom else this rank waits in the same way, too.
-std::string Keeper::late(int number, uint64_t call, int64_t waited_ns, bool lost) const {
+std::string StreamWatchdog::late(int number, uint64_t call, int64_t waited_ns, bool lost) const {
   const int world = protocol_.layout().world();
   const std::string own = "rank " + std::to_string(protocol_.rank());
   const std::string in = " for " + seconds_text(waited_ns) + " s";
@@ -196,7 +196,7 @@ std::string Keeper::late(int number, uint64_t call, int64_t waited_ns, bool lost
 }
 
 // Whether others have given up; seen in the round after the next at the earliest, without waiting.
-void Keeper::read_gates(int64_t now_ns) {
+void StreamWatchdog::read_gates(int64_t now_ns) {
   if (!reading_gates_) {
     if (now_ns - gates_read_ns_ < kReadGatesNs) return;
     gates_read_ns_ = now_ns;
@@ -218,7 +218,7 @@ void Keeper::read_gates(int64_t now_ns) {
   }
 }
 
-void Keeper::fail(const Closing& closing, const std::string& sentence) {
+void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
   reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_)[0] = closing.value();
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -240,7 +240,7 @@ void Keeper::fail(const Closing& closing, const std::string& sentence) {
   changed_.notify_all();
 }
 
-bool Keeper::under_way() const {
+bool StreamWatchdog::under_way() const {
   for (int number = 0; number < progress_words(protocol_.layout().world()); ++number)
     if (word(number).load(std::memory_order_acquire) % 2 == 1) return true;
   return std::any_of(sides_.begin(), sides_.end(),
@@ -248,7 +248,7 @@ bool Keeper::under_way() const {
 }
 
 // Lets the streams go on by one step. True while there is something to do.
-bool Keeper::rescue() {
+bool StreamWatchdog::rescue() {
   if (!under_way()) return false;
   const Layout& layout = protocol_.layout();
   const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
@@ -274,26 +274,26 @@ bool Keeper::rescue() {
 }
 
 // By copies from memory of the host: those go on where kernels find no room and streams are held up by others.
-void Keeper::write(const Steps& steps) {
+void StreamWatchdog::write(const Steps& steps) {
   for (const Step& step : steps)
     driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),
                   pinned(step.value == kOpen ? ones_ : closed_), 8, rescue_.get());
 }
 
-bool Keeper::settle() { return driver_->synchronize(rescue_.get(), kSettleSeconds); }
+bool StreamWatchdog::settle() { return driver_->synchronize(rescue_.get(), kSettleSeconds); }
 
-void Keeper::fill(const Memory& memory) {
+void StreamWatchdog::fill(const Memory& memory) {
   for (size_t start = 0; start < memory.bytes; start += kNanBytes)
     driver_->copy(memory.address + start, pinned(nan_), std::min(kNanBytes, memory.bytes - start), rescue_.get());
 }
 
-void Keeper::forget_passed(uint64_t progress) {
+void StreamWatchdog::forget_passed(uint64_t progress) {
   const uint64_t first_held = progress / 8 + (progress % 2 == 0 ? 1 : 0);
   std::lock_guard<std::mutex> lock(mutex_);
   while (!passages_.empty() && passages_.front().number < first_held) passages_.pop_front();
 }
 
-std::vector<Memory> Keeper::results_of(uint64_t passage) const {
+std::vector<Memory> StreamWatchdog::results_of(uint64_t passage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto captured = captured_.find(passage);
   if (captured != captured_.end()) return captured->second;
