@@ -1,8 +1,8 @@
 """Compiles what is in csrc, for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
 
-Both are lists of commands, which ninja runs where it is there: what has not changed, headers and flags included, is not
-compiled again. Commands run in the folder that they write to and name our files relative to it, so that a copy of a
-tree with its build folder has nothing to compile.
+Both are lists of commands. Ninja runs those whose inputs, headers or flags have changed; without ninja all of them run.
+Commands run in the folder that they write to and name our files relative to it, so that a copy of a tree with its build
+folder has nothing to compile.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def jobs() -> int:
 
 
 def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Runs those whose inputs or commands have changed since they last ran, in `folder`.
+    """Runs in `folder` those whose inputs or commands have changed; all of them where there is no ninja.
 
     Args:
         environment: more variables for the commands, a change of which runs nothing again.
@@ -364,7 +364,7 @@ def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str
         ninja = find_ninja()
         if ninja is None:
             for step in steps:
-                run_if_changed(step, folder, environment)
+                check_run(["sh", "-c", step.shell], folder, environment)
             return
         (folder / "build.ninja").write_text(ninja_file(steps))
         check_run([*ninja, *limit], folder, environment)
@@ -381,18 +381,6 @@ def ninja_file(steps: Sequence[Step]) -> str:
         rule = "compile" if step.headers_too else "run"
         lines += [f"build {outputs}: {rule} {names(step.inputs)}", f"  run = {step.shell.replace('$', '$$')}"]
     return "\n".join(lines) + "\n"
-
-
-def run_if_changed(step: Step, folder: Path, environment: Mapping[str, str] | None) -> None:
-    output, said = folder / step.output, folder / f"{step.output}.command"
-    inputs = [folder / path for path in step.inputs]
-    if step.headers_too:
-        inputs += [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
-    newest = max(file.stat().st_mtime for file in inputs)
-    same = output.exists() and said.exists() and said.read_text() == step.shell
-    if not same or output.stat().st_mtime < newest:
-        check_run(["sh", "-c", step.shell], folder, environment)
-        said.write_text(step.shell)
 
 
 def find_ninja() -> list[str] | None:

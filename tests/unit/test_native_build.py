@@ -181,15 +181,11 @@ def test_how_many_compile_at_once_is_no_part_of_what_is_built(
     ]
 
 
-@pytest.fixture(params=["ninja", "none"])
-def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Two sources and a header in csrc, built by ninja or without it."""
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
-    if request.param == "none":
-        monkeypatch.setattr(native, "find_ninja", lambda: None)
-    elif native.find_ninja() is None:
-        pytest.skip("needs ninja")
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two sources and a header in csrc."""
+    if shutil.which("c++") is None or native.find_ninja() is None:
+        pytest.skip("needs a C++ compiler and ninja")
     csrc = tmp_path / "a tree" / "csrc"
     csrc.mkdir(parents=True)
     monkeypatch.setattr(native, "CSRC", csrc)
