@@ -6,9 +6,9 @@ and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are writ
 Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). Which direction a link
 itself prefers was not measured; NVIDIA's nvbandwidth tells, as device to device read and write by copy engine.
 
-Deadlines: a thread of the native core (csrc/copy_engine/watchdog.h) sees to it that no stream waits for a peer for longer
-than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. What a call was to give is NaN (0xFF bytes) then, on every
-rank whose call had not ended, and the group is unusable.
+Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) lets no stream wait for a peer for longer
+than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. The results of a call that did not end become NaN (0xFF
+bytes) on every rank, and the group is unusable.
 
 CUDA graphs: as in `kernel_workspaces`, the memory has to be there and large enough before the capture. Within a
 capture, and between replays and other calls, it is the caller who orders: one op of a group at a time, alike on all
