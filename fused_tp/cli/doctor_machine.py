@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -103,8 +102,8 @@ def _cuda_compiler(section: str) -> Finding:
     lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
     if not lines:
         return Finding(section, "CUDA compiler", f"none in {places[0]}, as {named} says" if named else "none", NOTE)
-    release = re.search(r"release (\d+)", "\n".join(lines))
-    too_old = release is not None and int(release[1]) < MINIMUM_CUDA
+    release = "\n".join(lines).partition("release ")[2].partition(".")[0]
+    too_old = release.isdigit() and int(release) < MINIMUM_CUDA
     advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if too_old else ""
     return Finding(section, "CUDA compiler", lines[-1], NOTE if too_old else OK, advice)
 
@@ -286,12 +285,11 @@ def _driver(on_gpu: bool) -> Iterator[Finding]:
 
 def _driver_release() -> str:
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _MODULE_VERSION.read_text())
+        words = _MODULE_VERSION.read_text().partition("Kernel Module")[2].split()
     except OSError:
-        found = None
-    if found is not None:
-        return found[1]
-    return next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
+        words = []
+    found = next((word for word in words if word[0].isdigit() and "." in word), "")
+    return found or next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
 def _peers(devices: range) -> Iterator[Finding]:
