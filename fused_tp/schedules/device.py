@@ -59,7 +59,7 @@ class DeviceSchedule(KernelSchedule):
         self._gathers: torch.cuda.Stream | None = None
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return abort_on_partial_failure(op, lambda: self.device.calls, self.device.give_up, self._transport)
+        return abort_on_partial_failure(op, lambda: self.device.calls, self.device.abort, self._transport)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

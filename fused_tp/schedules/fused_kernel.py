@@ -83,7 +83,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return abort_on_partial_failure(op, lambda: self.workspaces.calls, self.workspaces.give_up, self._transport)
+        return abort_on_partial_failure(op, lambda: self.workspaces.calls, self.workspaces.abort, self._transport)
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

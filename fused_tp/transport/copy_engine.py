@@ -83,7 +83,7 @@ class _Slot:
 
 
 class Call:
-    """One call of an op, from its first message to `finish`. Left by an exception, it gives the group up.
+    """One call of an op, from its first message to `finish`. Left by an exception, it aborts the group.
 
     All memory that is given to it is left alone until `finish`. Ranks call the same methods in the same order.
     """

@@ -314,9 +314,9 @@ class DeviceCollectives:
         """How many have been launched that take other ranks."""
         return self._workspaces.calls
 
-    def give_up(self, sentence: str) -> None:
+    def abort(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
-        self._workspaces.give_up(sentence)
+        self._workspaces.abort(sentence)
 
     def raise_if_expired(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""

@@ -133,7 +133,7 @@ class NcclDist(TorchDist):
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
         self._under_way: deque[_UnderWay] = deque()
         self._captured = False  # there are CUDA graphs, which may be replayed without a call
-        self._noticed = 0  # the call that a notice has been left for
+        self._noticed = 0  # the call that a status has been published for
         self._gone: list[int] = []  # ranks whose processes have ended
         self._gone_since = 0.0
         self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)

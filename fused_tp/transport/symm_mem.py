@@ -6,7 +6,6 @@ each of them sees, once for a group, and all judge by the same facts.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, GroupLike, GroupSlot, resolve_group
+from fused_tp.transport import cuda_driver
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange
@@ -301,19 +301,9 @@ def _facts_of_gpu(device: torch.device) -> Facts:
     )
 
 
-_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver API
-
-
 def _atomics_reach(index: int, other: int) -> bool:
     """Whether atomics of GPU `index` work in the memory of `other`: over NVLink they do, over PCIe they do not."""
-    value = ctypes.c_int(0)
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(
-            ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, index, other
-        )
-    except (OSError, AttributeError):
-        return False
-    return status == 0 and value.value == 1
+    return cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, index, other) == 1
 
 
 # -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------

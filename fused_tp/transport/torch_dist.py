@@ -115,7 +115,7 @@ class TorchDist(GroupCalls):
     def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
         """Whether `work` waits for one of those that are gone, by the seconds that their connection has been closed.
 
-        gloo itself does not notice where it was closed in the middle of a message (`gloo_connections`). A peer may also
+        gloo itself does not notice where it was closed in the middle of a message (`transport.gloo`). A peer may also
         have left because its part of a collective was done, while others take their time; so of a collective it is said
         only where all the others have come to it too, and have had time to give each other what they had.
         """

@@ -131,7 +131,7 @@ class Workspaces:
             raise loss
         self._raise_expired()
 
-    def give_up(self, sentence: str) -> None:
+    def abort(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
         if self.broken is not None:
             return

@@ -289,7 +289,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
         schedule.all_reduce(X)
         transport, outside = schedule.fallback.transport, torch.ones(4)
         if dist.get_rank(group) == 0:
-            schedule.device.give_up("the kernels of rank 0 have failed.")
+            schedule.device.abort("the kernels of rank 0 have failed.")
             return "", ""
         begun = time.perf_counter()
         with pytest.raises(PeerLostError) as heard, schedule.abort_scope("op"):

@@ -118,7 +118,7 @@ def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
     workspaces, _ = made()
     with workspaces.use("sum", 1, "op") as first, workspaces.use("gather", 1, "op") as second:
         pass
-    workspaces.give_up("why")
+    workspaces.abort("why")
     assert first.left and second.left
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: why"):
         workspaces.use("sum", 1, "op")
