@@ -139,7 +139,8 @@ class FusedLayers(Layers):
     """Column- and row-parallel layers of fused_tp.nn; q, k, v share a gather, and so do gate and up."""
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
-        from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, share_gather
+        from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+        from fused_tp.nn.share_gather import share_gather
 
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         self._layers: dict[str, nn.Module] = {}
@@ -156,7 +157,7 @@ class FusedLayers(Layers):
         return tuple(self._layers[name](x) for name in names)
 
     def norm_weight(self, index: int) -> Tensor:
-        from fused_tp.nn import reduce_grad
+        from fused_tp.nn.norm import reduce_grad
 
         return reduce_grad(self.norms[index], self._mesh)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
-from fused_tp.ops.collectives import all_gather, all_reduce, copy_to_group, gather, reduce_scatter, scatter
+from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
@@ -58,9 +58,6 @@ __all__ = [
     "all_gather",
     "reduce_scatter",
     "all_reduce",
-    "copy_to_group",
-    "scatter",
-    "gather",
     "nn",
     "parallelize",
     "FusedColwiseParallel",

@@ -89,15 +89,12 @@ def make_step(op: str, group: Any) -> Step:
             torch.mm(x, w.t()), residual, norm, 1e-5, group=group
         )[0],
         "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
-        "copy_to_group": lambda: fused_tp.copy_to_group(x, group=group) * 2,
-        "gather": lambda: fused_tp.gather(x, 0, group=group),
         "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(x, w, group=group),
         "matmul_all_reduce_rms_norm": lambda: fused_tp.matmul_all_reduce_rms_norm(
             x, w, residual, norm, 1e-5, group=group
         )[0],
         "matmul_reduce_scatter": lambda: fused_tp.matmul_reduce_scatter(x, w, group=group),
         "reduce_scatter": lambda: fused_tp.reduce_scatter(wide, 0, group=group),
-        "scatter": lambda: fused_tp.scatter(wide, 0, group=group),
         "vocab_parallel_cross_entropy": lambda: fused_tp.vocab_parallel_cross_entropy(wide, target, group=group),
     }
     for attention in ("ring_attention", "ulysses_attention"):
@@ -115,9 +112,9 @@ def make_step(op: str, group: Any) -> Step:
 
 def op_names() -> list[str]:
     """The public ops that move anything (explain does not)."""
-    names = """all_gather all_gather_matmul all_reduce all_reduce_rms_norm column_parallel_matmul copy_to_group gather
-    matmul_all_reduce matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter ring_attention scatter
-    ulysses_attention vocab_parallel_cross_entropy"""
+    names = """all_gather all_gather_matmul all_reduce all_reduce_rms_norm column_parallel_matmul matmul_all_reduce
+    matmul_all_reduce_rms_norm matmul_reduce_scatter reduce_scatter ring_attention ulysses_attention
+    vocab_parallel_cross_entropy"""
     return [name for name in names.split() if hasattr(fused_tp, name)]
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from fused_tp.cli.doctor_machine import NOTE, OK, PROBLEM, Finding, examine_machine, native_core, shared_memory_allowed
-from fused_tp.ops.explain import explain_for
-from fused_tp.ops.queries import Both, queries
+from fused_tp.ops.explain import Keys, dispatch_keys, explain_for
 from fused_tp.runtime import dispatch, settings
 from fused_tp.schedules.registry import SCHEDULES
 
@@ -135,7 +134,8 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                     )
                     decision = explanation.forward or explanation.backward
                     by_table = decision.schedule if decision else "local"
-                    chosen.append(_forced_for(queries(op, shapes, None, _RANKS), device) or by_table)
+                    keys = dispatch_keys(op, shapes, torch.bfloat16, None, _RANKS)
+                    chosen.append(_forced_for(keys, device) or by_table)
             except (ValueError, OSError) as error:
                 yield Finding(section, f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
@@ -143,11 +143,11 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                 yield Finding(section, f"{op}, {device}", value)
 
 
-def _forced_for(asked: Both, device: str) -> str | None:
+def _forced_for(asked: Keys, device: str) -> str | None:
     """The schedule that FUSED_TP_SCHEDULE forces on a call, if it is one that has something for it."""
     name = settings.forced_schedule()
-    query = asked[0] or asked[1]
-    if name not in SCHEDULES or query is None:
+    key = asked[0] or asked[1]
+    if name not in SCHEDULES or key is None:
         return None
     spec = SCHEDULES[name]
-    return name if spec.supports(query[0], torch.bfloat16) and device in (spec.devices or (device,)) else None
+    return name if spec.supports(key.op, key.dtype) and device in (spec.devices or (device,)) else None

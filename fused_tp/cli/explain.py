@@ -14,8 +14,7 @@ import sys
 
 import torch
 
-from fused_tp.ops.explain import explain_for
-from fused_tp.ops.queries import ARGUMENTS
+from fused_tp.ops.explain import ARGUMENTS, explain_for
 from fused_tp.runtime import settings
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -39,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("op", metavar="OP", help="such as matmul_all_reduce; all of them are listed below")
     parser.add_argument("shapes", nargs="+", type=_shape, metavar="SHAPE", help="of its tensors on one rank: 1x2048")
-    parser.add_argument(
-        "--dim", type=int, help="that all_gather, reduce_scatter, gather, scatter gather or scatter (default 0)"
-    )
+    parser.add_argument("--dim", type=int, help="that all_gather, reduce_scatter gather or scatter (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
     parser.add_argument("--transport", default="shm", help="shm, gloo, nccl, ... (default shm)")

@@ -28,9 +28,10 @@ from fused_tp.integrations.plan import (
     Style,
     embedding_scale,
 )
-from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, share_gather
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo
+from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import scatter
 
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}

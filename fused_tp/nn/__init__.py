@@ -5,11 +5,9 @@ from fused_tp.nn.checkpoint import gather_state_dict
 from fused_tp.nn.context_cache import ContextKVCache, PagedContextKVCache
 from fused_tp.nn.embedding import VocabParallelEmbedding
 from fused_tp.nn.kv_cache import KVCache
-from fused_tp.nn.linear import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear
+from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.mlp import ParallelMLP
-from fused_tp.nn.norm import reduce_grad, replicate_, sequence_parallel_
 from fused_tp.nn.rotary import RotaryEmbedding
-from fused_tp.nn.share_gather import share_gather
 
 __all__ = [
     "ColumnParallelLinear",
@@ -18,13 +16,8 @@ __all__ = [
     "PagedContextKVCache",
     "ParallelAttention",
     "ParallelMLP",
-    "RepeatedColumnLinear",
     "RotaryEmbedding",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "gather_state_dict",
-    "reduce_grad",
-    "replicate_",
-    "sequence_parallel_",
-    "share_gather",
 ]

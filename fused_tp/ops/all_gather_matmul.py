@@ -250,7 +250,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
         return [g.x_shard.new_empty(0), *d_weights]
 
 
-def _grads_key(g: _Grads) -> DispatchKey:
+def _grads_key(g: _Args | _Grads) -> DispatchKey:
     *rows, k = _gathered_shape(g)
     return DispatchKey("matmul_reduce_scatter", g.x_shard.dtype, g.x_shard.device, prod(rows), None, k)
 
@@ -266,17 +266,21 @@ def _gathered_shape(a: _Args | _Grads) -> list[int]:
     return shape
 
 
-ALL_GATHER_MATMUL_BACKWARD = Op(
+ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
     "all_gather_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
 )
 
-ALL_GATHER_MATMUL = Op(
+ALL_GATHER_MATMUL: Op[_Args] = Op(
     "all_gather_matmul",
     _Args,
     "Tensor[]",
     _forward,
     _fake,
     key=_key,
+    backward_key=_grads_key,
+    example=lambda size, x_shard, weight: _Args(
+        x_shard, [weight], [], [False], 0, x_shard.shape[0] * size, False, None
+    ),
     prepare=_prepare,
     saves=("x_shard", "weights"),
     backward=_backward,

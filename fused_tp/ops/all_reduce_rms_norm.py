@@ -113,13 +113,14 @@ def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tenso
     return d_h, d_weight
 
 
-ALL_REDUCE_RMS_NORM = Op(
+ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
     _forward,
     _fake,
     key=_key,
+    example=lambda size, partial: _Args(partial, partial, partial, 1.0, None),
     prepare=_prepare,
     saves=("norm_weight",),
     saves_outputs=(1,),

@@ -221,35 +221,40 @@ def _all_reduce_backward(s: Saved[_AllReduce], grad: Tensor) -> dict[str, Any]:
     return {"x": grad if s.needs.x else None}
 
 
-ALL_GATHER = Op(
+ALL_GATHER: Op[_AllGather] = Op(
     "all_gather",
     _AllGather,
     "Tensor",
     _all_gather,
     lambda a: a.x_shard.new_empty(_gathered_shape(a)),
     key=lambda a: _key("all_gather", a.x_shard, _gathered_shape(a)),
+    backward_key=lambda a: _key("reduce_scatter", a.x_shard, _gathered_shape(a)),
+    example=lambda size, x_shard, dim=0: _AllGather(x_shard, dim, x_shard.shape[dim] * size, None),
     prepare=_prepare_all_gather,
     backward=_all_gather_backward,
 )
 
-REDUCE_SCATTER = Op(
+REDUCE_SCATTER: Op[_ReduceScatter] = Op(
     "reduce_scatter",
     _ReduceScatter,
     "Tensor",
     lambda schedule, a: schedule.reduce_scatter(a.x, scatter_dim=a.dim),
     _reduce_scatter_fake,
     key=lambda a: _key("reduce_scatter", a.x, a.x.shape),
+    backward_key=lambda a: _key("all_gather", a.x, a.x.shape),
+    example=lambda size, x, dim=0: _ReduceScatter(x, dim, None),
     prepare=_prepare_reduce_scatter,
     backward=_reduce_scatter_backward,
 )
 
-ALL_REDUCE = Op(
+ALL_REDUCE: Op[_AllReduce] = Op(
     "all_reduce",
     _AllReduce,
     "Tensor",
     lambda schedule, a: schedule.all_reduce(a.x),
     lambda a: a.x.new_empty(a.x.shape),
     key=lambda a: _key("all_reduce", a.x, a.x.shape),
+    example=lambda size, x: _AllReduce(x, None),
     prepare=_prepare_all_reduce,
     backward=_all_reduce_backward,
 )

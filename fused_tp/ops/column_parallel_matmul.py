@@ -146,9 +146,9 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
     return [grad_input(schedule, g, lambda: d_weights.extend(grad_weight(g))), *d_weights]
 
 
-def _grads_key(g: _Grads) -> DispatchKey | None:
-    rows, k = prod(g.x.shape[:-1]), g.x.shape[-1]
-    return DispatchKey("matmul_all_reduce", g.x.dtype, g.x.device, rows, None, k) if g.needs_x else None
+def _sum_key(a: _Args | _Grads) -> DispatchKey:
+    *rows, k = a.x.shape
+    return DispatchKey("matmul_all_reduce", a.x.dtype, a.x.device, prod(rows), None, k)
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -156,16 +156,23 @@ def _grads_fake(g: _Grads) -> list[Tensor]:
     return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
 
 
-COLUMN_PARALLEL_MATMUL_BACKWARD = Op(
-    "column_parallel_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
+COLUMN_PARALLEL_MATMUL_BACKWARD: Op[_Grads] = Op(
+    "column_parallel_matmul_backward",
+    _Grads,
+    "Tensor[]",
+    _compute_grads,
+    _grads_fake,
+    key=lambda g: _sum_key(g) if g.needs_x else None,
 )
 
-COLUMN_PARALLEL_MATMUL = Op(
+COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     "column_parallel_matmul",
     _Args,
     "Tensor[]",
     _forward,
     _fake,
+    backward_key=_sum_key,
+    example=lambda size, x, weight: _Args(x, [weight], [], [False], None),
     prepare=_prepare,
     saves=("x", "weights"),
     backward=_backward,

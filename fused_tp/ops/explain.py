@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-from fused_tp.attention.decode import MAX_DECODE_QUERIES
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, exchanged_numbers
 from fused_tp.attention.kernels import triton_decode
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
-from fused_tp.ops.queries import ARGUMENTS, Query, queries
+from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
+from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from fused_tp.ops.all_to_all import check_shared, moved_columns
+from fused_tp.ops.arguments import any_dim, check_linear, check_tensor
+from fused_tp.ops.attention_arguments import check_heads
+from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
+from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
+from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
+from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from fused_tp.ops.op import DispatchKey, Op
+from fused_tp.ops.ring_attention import kv_moved
+from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
+from fused_tp.schedules.registry import ALL_TO_ALL, ALONE, SCHEDULES, Decision, decide
 from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.torch_dist import backend_of
 
@@ -78,7 +93,7 @@ def explain(
         device: they would be on.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must ask: where they share memory
             for the first time, or need to know what the others' devices can run, they find out now.
-        dim: that `all_gather`, `reduce_scatter`, `gather` and `scatter` gather or scatter, 0 where None.
+        dim: that `all_gather` and `reduce_scatter` gather or scatter, 0 where None.
 
     Raises:
         ValueError: no such op, or shapes that do not fit it.
@@ -92,8 +107,8 @@ def explain(
     """
     resolved, where = resolve_group(group), torch.device(device)
 
-    def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
-        return decide(name, resolved, dtype, where, m, k, n)
+    def ask(key: DispatchKey) -> Decision:
+        return decide(key.op, resolved, key.dtype, where, key.m, key.k, key.n)
 
     def messages() -> str:
         return backend_of(resolved, where.type)
@@ -136,15 +151,15 @@ def explain_for(
         # A table may prefer messages where there is shared memory.
         return "torch.distributed" if transport == "shm" else transport
 
-    def ask(name: str, dtype: torch.dtype, m: int, k: int | None, n: int | None) -> Decision:
+    def ask(key: DispatchKey) -> Decision:
         if world_size == 1:
             return ALONE
-        arguments = (name, dtype, m, k, n, world_size, transport, arch)
+        arguments = (key.op, key.dtype, key.m, key.k, key.n, world_size, transport, arch)
         # What the ranks' links allow nobody knows here; they are taken for good ones.
         lacking = tuple(
             other
             for other, spec in SCHEDULES.items()
-            if not spec.supports(name, dtype)
+            if not spec.supports(key.op, key.dtype)
             or (spec.devices and device_type not in spec.devices)
             or world_size > (spec.max_ranks or world_size)
         )
@@ -164,20 +179,13 @@ def _explain(
     device_type: str,
     where: str,
     size: int,
-    ask: Callable[..., Decision],
+    ask: Callable[[DispatchKey], Decision],
     messages: Callable[[], str],
     fused_ring: Callable[[KernelQuery], Availability],
 ) -> Explanation:
     attends = op in ("ring_attention", "ulysses_attention")
-    forward, backward = queries(op, shapes, dim, size)
-    # Statistics of logits, and outputs that are still to be merged, have the dtype of the arithmetic.
-    exact = ("vocab_parallel_cross_entropy", "context_parallel_decode")
-    moved = accumulate_dtype(dtype) if op in exact else dtype
-
-    def answer(query: Query | None) -> Decision | None:
-        return None if query is None else ask(query[0], moved, *query[1:])
-
-    decisions = answer(forward), answer(backward)
+    forward, backward = (None if key is None else ask(key) for key in dispatch_keys(op, shapes, dtype, dim, size))
+    decisions = forward, backward
     provider = None
     if attends:
         q, _, v = shapes
@@ -227,3 +235,102 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
     if new <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
     return _of_steps(query)
+
+
+# -- what each op asks of dispatch ------------------------------------------------------------------------------------
+
+Keys: TypeAlias = "tuple[DispatchKey | None, DispatchKey | None]"
+"""Of forward and of backward; None where nothing moves."""
+
+
+def _ring_keys(size: int, q: Tensor, k: Tensor, v: Tensor) -> Keys:
+    check_heads(q, k, v)
+    key = DispatchKey("ring_attention", q.dtype, q.device, *kv_moved(k.shape, v.shape, q.shape[1] * size))
+    return key, key
+
+
+def _ulysses_keys(size: int, q: Tensor, k: Tensor, v: Tensor) -> Keys:
+    """All exchanges of a call are dispatched by what the first of them moves: q, k and v."""
+    check_heads(q, k, v)
+    check_shared(q.shape[2], size)
+    columns = moved_columns(q.shape, k.shape, v.shape)
+    key = DispatchKey(ALL_TO_ALL, q.dtype, q.device, q.shape[0] * q.shape[1] * size, None, columns)
+    return key, key
+
+
+def _decode_keys(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> Keys:
+    k, v = k_cache_shard.shape, v_cache_shard.shape
+    if not q.ndim == len(k) == len(v) == 4 or k[:3] != v[:3] or k[3] != q.shape[3] or k[2] == 0 or q.shape[2] % k[2]:
+        raise ValueError(
+            f"q, k_cache_shard and v_cache_shard are {tuple(q.shape)}, {tuple(k)} and {tuple(v)}; they must be [batch, "
+            "new, heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
+        )
+    dtype = accumulate_dtype(q.dtype)  # of outputs that are still to be merged
+    return DispatchKey("all_gather", dtype, q.device, size, None, exchanged_numbers(q.shape, v[3])), None
+
+
+# Of attention the group decides more than a schedule, and an example of its arguments would be a page.
+_ATTENTION: dict[str, Callable[..., Keys]] = {
+    "context_parallel_decode": _decode_keys,
+    "ring_attention": _ring_keys,
+    "ulysses_attention": _ulysses_keys,
+}
+_OPS: dict[str, Op[Any]] = {
+    op.name: op
+    for op in (
+        ALL_GATHER,
+        ALL_GATHER_MATMUL,
+        ALL_REDUCE,
+        ALL_REDUCE_RMS_NORM,
+        COLUMN_PARALLEL_MATMUL,
+        MATMUL_ALL_REDUCE,
+        MATMUL_ALL_REDUCE_RMS_NORM,
+        MATMUL_REDUCE_SCATTER,
+        REDUCE_SCATTER,
+        VOCAB_PARALLEL_CROSS_ENTROPY,
+    )
+}
+_EXAMPLES: dict[str, Any] = {name: op.example for name, op in _OPS.items()} | _ATTENTION
+_PARAMETERS = {name: list(inspect.signature(_EXAMPLES[name]).parameters)[1:] for name in sorted(_EXAMPLES)}
+ARGUMENTS = {name: tuple(one for one in names if one != "dim") for name, names in _PARAMETERS.items()}
+"""The tensors whose shapes `explain` takes, by op."""
+
+
+def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int) -> Keys:
+    """What `op` asks of dispatch when each of `size` ranks passes tensors of `shapes`.
+
+    Raises:
+        TypeError, ValueError: as `explain`.
+    """
+    if op == "context_parallel_attention":
+        raise ValueError(
+            "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "
+            "other; ask for these, each with the group of its dim."
+        )
+    if op not in ARGUMENTS:
+        raise ValueError(f"op is {op!r}; explain knows {', '.join(ARGUMENTS)}.")
+    names = ARGUMENTS[op]
+    if len(shapes) != len(names):
+        raise ValueError(f"{op} needs {len(names)} shapes ({', '.join(names)}), got {len(shapes)}.")
+    for name, shape in zip(names, shapes, strict=True):
+        _check_shape(name, shape)
+    tensors: list[Any] = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    if dim is not None:
+        if "dim" not in _PARAMETERS[op]:
+            with_dim = (name for name, parameters in _PARAMETERS.items() if "dim" in parameters)
+            raise ValueError(f"dim={dim!r} is for {', '.join(with_dim)}; {op} has none.")
+        tensors.append(any_dim("dim", dim, names[0], tensors[0]))
+    if op in _ATTENTION:
+        return _ATTENTION[op](size, *tensors)
+    check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op == "all_gather_matmul" else 1)
+    if names[-1] == "weight":
+        check_linear(names[0], tensors[0], tensors[1], None)
+    args, one = _EXAMPLES[op](size, *tensors), _OPS[op]
+    return one.key and one.key(args), one.backward_key and one.backward_key(args)
+
+
+def _check_shape(name: str, shape: Any) -> None:
+    if not isinstance(shape, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+        raise TypeError(f"The shape of {name} must be a sequence of ints, not {shape!r}.")
+    if not shape or any(n < 0 for n in shape):
+        raise ValueError(f"The shape of {name} is {tuple(shape)}; it needs at least one dim and no negative length.")

@@ -79,13 +79,14 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     }
 
 
-MATMUL_ALL_REDUCE = Op(
+MATMUL_ALL_REDUCE: Op[_Args] = Op(
     "matmul_all_reduce",
     _Args,
     "Tensor",
     _forward,
     _fake,
     key=_key,
+    example=lambda size, x, weight: _Args(x, weight, None, None),
     prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,

@@ -102,13 +102,14 @@ def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict
     }
 
 
-MATMUL_ALL_REDUCE_RMS_NORM = Op(
+MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "matmul_all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
     _forward,
     _fake,
     key=_key,
+    example=lambda size, x, weight: _Args(x, weight, x, weight, 1.0, None),
     prepare=_prepare,
     saves=("x", "weight", "norm_weight"),
     saves_outputs=(1,),

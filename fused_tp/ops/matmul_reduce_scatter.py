@@ -127,7 +127,7 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     return grads if gathered is None else [*grads, gathered]
 
 
-def _grads_key(g: _Grads) -> DispatchKey:
+def _grads_key(g: _Args | _Grads) -> DispatchKey:
     return DispatchKey("all_gather_matmul", g.x.dtype, g.x.device, prod(g.x.shape[:-1]), g.weight.shape[0], None)
 
 
@@ -136,17 +136,19 @@ def _grads_fake(g: _Grads) -> list[Tensor]:
     return [g.x.new_empty(shape) for shape, needed in shapes if needed]
 
 
-MATMUL_REDUCE_SCATTER_BACKWARD = Op(
+MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
     "matmul_reduce_scatter_backward", _Grads, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
 )
 
-MATMUL_REDUCE_SCATTER = Op(
+MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     "matmul_reduce_scatter",
     _Args,
     "Tensor",
     _forward,
     _fake,
     key=_key,
+    backward_key=_grads_key,
+    example=lambda size, x, weight: _Args(x, weight, None, 0, None),
     prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,

@@ -51,6 +51,8 @@ _MAX_PLANS = 1024  # of an op in a group: lengths may keep changing
 _NEW: Any = tuple.__new__  # in C: the constructor that NamedTuple writes is a Python frame
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 
+OPS: dict[str, Op[Any]] = {}
+
 A = TypeVar("A", bound=tuple[Any, ...])
 
 
@@ -110,6 +112,9 @@ class Op(Generic[A]):
             arguments: the compiler counts on that.
         fake: results without numbers, of the arguments.
         key: what dispatch chooses the schedule by, of the arguments; None for a call that moves nothing.
+        backward_key: the same for backward, of the arguments of forward.
+        example: arguments that differ from a call's in nothing that `key` and `backward_key` look at, of the size of
+            the group and of tensors as one rank passes them; for `explain`.
         prepare: arguments that are checked, cast and brought into one form. It depends on shapes, dtypes, devices and
             on what is no tensor, and on nothing else, but where autocast is on.
         saves: names of the tensors that backward needs.
@@ -129,6 +134,8 @@ class Op(Generic[A]):
         fake: Callable[[A], Any],
         *,
         key: Callable[[A], DispatchKey | None] | None = None,
+        backward_key: Callable[[A], DispatchKey] | None = None,
+        example: Callable[..., A] | None = None,
         prepare: Callable[[A], A] | None = None,
         saves: Sequence[str] = (),
         saves_outputs: Sequence[int] = (),
@@ -141,6 +148,8 @@ class Op(Generic[A]):
         self.arguments: Any = arguments
         self.forward = forward
         self.key = key
+        self.backward_key = backward_key
+        self.example = example
         self.prepare = prepare
         self.backward = backward
         self.returns_list = returns == "Tensor[]"
@@ -155,6 +164,7 @@ class Op(Generic[A]):
                 self.qualified_name, self.run_backward, setup_context=self.setup_context, lib=LIBRARY
             )
         self.overload = getattr(torch.ops.fused_tp, name).default
+        OPS[name] = self
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

@@ -199,13 +199,14 @@ def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
     return {"logits_shard": d_logits.to(logits_shard.dtype)}
 
 
-VOCAB_PARALLEL_CROSS_ENTROPY = Op(
+VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     "vocab_parallel_cross_entropy",
     _Args,
     "(Tensor, Tensor)",
     _forward,
     _fake,
     key=_key,
+    example=lambda size, logits_shard: _Args(logits_shard, logits_shard, 0, 0.0, 0, None),
     prepare=_prepare,
     saves=("logits_shard", "target"),
     saves_outputs=(1,),

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
-from fused_tp.nn import ParallelAttention, VocabParallelEmbedding, replicate_
+from fused_tp.nn import ParallelAttention, VocabParallelEmbedding
+from fused_tp.nn.norm import replicate_
 from tests.distributed.small_model import HIDDEN, Block, Model, shard_block, tokens
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks

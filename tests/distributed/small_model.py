@@ -14,9 +14,8 @@ from fused_tp.nn import (
     ParallelMLP,
     RotaryEmbedding,
     VocabParallelEmbedding,
-    replicate_,
-    sequence_parallel_,
 )
+from fused_tp.nn.norm import replicate_, sequence_parallel_
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS = 22, 16, 8, 2
 

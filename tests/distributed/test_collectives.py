@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.ops import collectives
 from fused_tp.runtime.partition import shard_range
 from fused_tp.transport.base import Pending
 from fused_tp.transport.torch_dist import TorchDist
@@ -44,7 +45,7 @@ def moves(group: Any, dtype_name: str) -> None:
             _close(own.grad, part(total, dim, size, rank), dtype, size)
             # gather: the gradient is the same on all ranks and counts once.
             own.grad = None
-            gathered = fused_tp.gather(own, dim, group=group, gather_size=shape[dim])
+            gathered = collectives.gather(own, dim, group=group, gather_size=shape[dim])
             assert torch.equal(gathered, whole)
             gathered.backward(terms[0])
             assert torch.equal(_given(own.grad), part(terms[0], dim, size, rank))
@@ -56,7 +57,7 @@ def moves(group: Any, dtype_name: str) -> None:
             assert torch.equal(_given(term.grad), whole)
             # scatter, likewise.
             replicated = whole.clone().requires_grad_()
-            cut = fused_tp.scatter(replicated, dim, group=group)
+            cut = collectives.scatter(replicated, dim, group=group)
             assert torch.equal(cut, part(whole, dim, size, rank))
             cut.backward(part(terms[0], dim, size, rank))
             assert torch.equal(_given(replicated.grad), terms[0])
@@ -68,7 +69,7 @@ def moves(group: Any, dtype_name: str) -> None:
         reduced.backward(whole)
         assert torch.equal(_given(term.grad), whole)
         replicated = whole.clone().requires_grad_()
-        copied = fused_tp.copy_to_group(replicated, group=group)
+        copied = collectives.copy_to_group(replicated, group=group)
         assert torch.equal(copied, whole)
         copied.backward(terms[rank])
         _close(replicated.grad, total, dtype, size)

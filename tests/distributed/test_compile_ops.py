@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fused_tp
+from fused_tp.ops import collectives
 from tests.distributed.schedule_variants import SCHEDULES, run_variant
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks
@@ -37,10 +38,12 @@ def functions(group: Any) -> dict[str, Callable[[Tensor, Tensor, Tensor], Any]]:
         "vocab_parallel_cross_entropy": lambda x, w, b: fused_tp.vocab_parallel_cross_entropy(
             x @ w + b, target, group=group, label_smoothing=0.1
         ),
-        "collectives": lambda x, w, b: fused_tp.gather(
-            fused_tp.scatter(
+        "collectives": lambda x, w, b: collectives.gather(
+            collectives.scatter(
                 fused_tp.all_gather(
-                    fused_tp.reduce_scatter(fused_tp.copy_to_group(x, group=group) @ w, 1, group=group), 1, group=group
+                    fused_tp.reduce_scatter(collectives.copy_to_group(x, group=group) @ w, 1, group=group),
+                    1,
+                    group=group,
                 ),
                 0,
                 group=group,

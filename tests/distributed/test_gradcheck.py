@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.ops import collectives
 from fused_tp.runtime.partition import shard_range
 from tests.distributed.schedule_variants import SCHEDULES, run_variant
 from tests.reference import seeded
@@ -28,9 +29,9 @@ D = torch.float64
 def _all_gather_matmul(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
         y, gathered = fused_tp.all_gather_matmul(
-            fused_tp.scatter(x, 1, group=group),
-            [fused_tp.scatter(w, 0, group=group), fused_tp.scatter(w * 2.0, 0, group=group)],
-            [fused_tp.scatter(b, 0, group=group), None],
+            collectives.scatter(x, 1, group=group),
+            [collectives.scatter(w, 0, group=group), collectives.scatter(w * 2.0, 0, group=group)],
+            [collectives.scatter(b, 0, group=group), None],
             group=group,
             gather_dim=1,
             gather_size=x.shape[1],
@@ -39,8 +40,8 @@ def _all_gather_matmul(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
         # The gathered x is for work that differs by rank; here every rank works on its own slice of it.
         start, stop = shard_range(x.shape[0], dist.get_world_size(group), dist.get_rank(group))
         own = gathered[start:stop]
-        outputs = [fused_tp.gather(t, -1, group=group, gather_size=w.shape[0]) for t in y]
-        return *outputs, fused_tp.gather(own, 0, group=group, gather_size=x.shape[0])
+        outputs = [collectives.gather(t, -1, group=group, gather_size=w.shape[0]) for t in y]
+        return *outputs, collectives.gather(own, 0, group=group, gather_size=x.shape[0])
 
     return fn, [seeded(3, 3, 2, dtype=D), seeded(3, 2, dtype=D, seed=1), seeded(3, dtype=D, seed=2)]
 
@@ -48,9 +49,13 @@ def _all_gather_matmul(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
 def _matmul_reduce_scatter(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
         y = fused_tp.matmul_reduce_scatter(
-            fused_tp.scatter(x, -1, group=group), fused_tp.scatter(w, 1, group=group), b, group=group, scatter_dim=1
+            collectives.scatter(x, -1, group=group),
+            collectives.scatter(w, 1, group=group),
+            b,
+            group=group,
+            scatter_dim=1,
         )
-        return fused_tp.gather(y, 1, group=group, gather_size=x.shape[1])
+        return collectives.gather(y, 1, group=group, gather_size=x.shape[1])
 
     return fn, [seeded(2, 4, 3, dtype=D), seeded(2, 3, dtype=D, seed=1), seeded(2, dtype=D, seed=2)]
 
@@ -58,7 +63,7 @@ def _matmul_reduce_scatter(group: Any) -> tuple[Callable[..., Any], list[Tensor]
 def _matmul_all_reduce(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
         return fused_tp.matmul_all_reduce(
-            fused_tp.scatter(x, -1, group=group), fused_tp.scatter(w, 1, group=group), b, group=group
+            collectives.scatter(x, -1, group=group), collectives.scatter(w, 1, group=group), b, group=group
         )
 
     return fn, [seeded(4, 5, dtype=D), seeded(3, 5, dtype=D, seed=1), seeded(3, dtype=D, seed=2)]
@@ -68,18 +73,18 @@ def _column_parallel_matmul(group: Any) -> tuple[Callable[..., Any], list[Tensor
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
         y, z = fused_tp.column_parallel_matmul(
             x,
-            [fused_tp.scatter(w, 0, group=group), fused_tp.scatter(w * 2.0, 0, group=group)],
-            [None, fused_tp.scatter(b, 0, group=group)],
+            [collectives.scatter(w, 0, group=group), collectives.scatter(w * 2.0, 0, group=group)],
+            [None, collectives.scatter(b, 0, group=group)],
             group=group,
         )
-        return tuple(fused_tp.gather(t, -1, group=group, gather_size=w.shape[0]) for t in (y, z))
+        return tuple(collectives.gather(t, -1, group=group, gather_size=w.shape[0]) for t in (y, z))
 
     return fn, [seeded(4, 3, dtype=D), seeded(5, 3, dtype=D, seed=1), seeded(5, dtype=D, seed=2)]
 
 
 def _all_reduce_rms_norm(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     def fn(partials: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        own = fused_tp.scatter(partials, 0, group=group).sum(0)
+        own = collectives.scatter(partials, 0, group=group).sum(0)
         return fused_tp.all_reduce_rms_norm(own, residual, weight, 1e-3, group=group)
 
     return fn, [seeded(3, 2, 4, dtype=D), seeded(2, 4, dtype=D, seed=1), seeded(4, dtype=D, seed=2)]
@@ -88,8 +93,8 @@ def _all_reduce_rms_norm(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
 def _matmul_all_reduce_rms_norm(group: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     def fn(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor) -> Any:
         return fused_tp.matmul_all_reduce_rms_norm(
-            fused_tp.scatter(x, -1, group=group),
-            fused_tp.scatter(w, 1, group=group),
+            collectives.scatter(x, -1, group=group),
+            collectives.scatter(w, 1, group=group),
             residual,
             weight,
             1e-3,
@@ -108,7 +113,7 @@ def _vocab_parallel_cross_entropy(group: Any) -> tuple[Callable[..., Any], list[
     target = torch.tensor([3, -100, 0, 6])
 
     def fn(logits: Tensor) -> Any:
-        shard = fused_tp.scatter(logits, -1, group=group)
+        shard = collectives.scatter(logits, -1, group=group)
         return tuple(
             fused_tp.vocab_parallel_cross_entropy(
                 shard, target, group=group, vocab_size=7, label_smoothing=smoothing, reduction=reduction

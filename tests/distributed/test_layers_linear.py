@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn import ColumnParallelLinear, RepeatedColumnLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn.linear import RepeatedColumnLinear
 from fused_tp.nn.sharding import local
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fused_tp.nn import ColumnParallelLinear, ParallelMLP, sequence_parallel_
+from fused_tp.nn import ColumnParallelLinear, ParallelMLP
+from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.nn import ColumnParallelLinear, share_gather
+from fused_tp.nn import ColumnParallelLinear
+from fused_tp.nn.share_gather import share_gather
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
+from fused_tp.ops import collectives
 
 X, W, B, R, NW = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5), torch.ones(3, 5), torch.ones(5)
 LOGITS, TARGET = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
@@ -180,9 +181,9 @@ def explain(*args: Any, **keywords: Any) -> Any:
     return fused_tp.explain(*args, **keywords)
 
 
-CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(fused_tp.gather)]
-CASES += [*scatter_cases(fused_tp.reduce_scatter), *scatter_cases(fused_tp.scatter)]
-CASES += [*reduce_cases(fused_tp.all_reduce), *reduce_cases(fused_tp.copy_to_group)]
+CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(collectives.gather)]
+CASES += [*scatter_cases(fused_tp.reduce_scatter), *scatter_cases(collectives.scatter)]
+CASES += [*reduce_cases(fused_tp.all_reduce), *reduce_cases(collectives.copy_to_group)]
 CASES += [
     (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_matmul"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.ops.queries import ARGUMENTS
+from fused_tp.ops.explain import ARGUMENTS
 
 
 def test_help_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
