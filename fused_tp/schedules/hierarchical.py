@@ -10,7 +10,7 @@ its own shard, or its own slice of what the host's ranks have added up. That is 
 
 Sums are taken inside of a host in rank order, rounded to the tensor's dtype as every partial result is, and then across
 hosts in their order, in float32: the same bits on all ranks. Shards that are not equally long go flat. A failure on one
-level is one of the group, on all levels (`transport.levels`).
+level is one of the group, on all levels (`transport.two_level`).
 
 Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005.
