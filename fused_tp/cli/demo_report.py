@@ -80,8 +80,8 @@ class DemoResult:
     """All that there is to report.
 
     Attributes:
-        single, plain, fused: trained on the same batches, the single process with the threads of all ranks.
-        few_threads: steps of the single process with the threads of one rank; None where these are the same number.
+        single, plain, fused: trained on the same batches, the single process with the threads of one rank.
+        threaded: steps of the single process with the threads of all ranks; None with one rank, or on GPUs.
     """
 
     settings: DemoSettings
@@ -89,14 +89,14 @@ class DemoResult:
     tokenizer: str
     steps_in_all: int
     single: Run
-    few_threads: Run | None
+    threaded: Run | None
     plain: Run
     fused: Run
     sample: Sample | None
 
     @property
     def runs(self) -> list[Run]:
-        return [run for run in (self.single, self.few_threads, self.plain, self.fused) if run is not None]
+        return [run for run in (self.single, self.threaded, self.plain, self.fused) if run is not None]
 
     def summary(self, run: Run) -> Summary:
         seconds, waited = after_warmup(run.seconds), after_warmup(run.waited)
@@ -106,7 +106,7 @@ class DemoResult:
             tokens_per_second=self.settings.batch * self.settings.seq / step_seconds,
             waited_share=sum(waited) / sum(seconds),
             final_loss=run.losses[-1],
-            largest_difference=None if run is self.few_threads else largest(self.differences(run)),
+            largest_difference=None if run is self.threaded else largest(self.differences(run)),
         )
 
     def differences(self, run: Run) -> list[float]:
@@ -192,7 +192,7 @@ def print_tables(result: DemoResult) -> None:
         return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
 
     losses = table("Loss")
-    trained = [run for run in result.runs if run is not result.few_threads]
+    trained = [run for run in result.runs if run is not result.threaded]
     losses.add_column("step", justify="right")
     for run in trained:
         losses.add_column(run.name, justify="right")
@@ -208,7 +208,7 @@ def print_tables(result: DemoResult) -> None:
         summary = result.summary(run)
         difference = summary.largest_difference
         speed.add_row(
-            SINGLE if run is result.few_threads else run.name,
+            SINGLE if run is result.threaded else run.name,
             f"{run.ranks} x {_several(run.threads, 'thread')}",
             f"{1e3 * summary.step_seconds:.0f} ms",
             f"{summary.tokens_per_second:,.0f}",

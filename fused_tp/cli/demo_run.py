@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fused_tp.cli.demo import LOOPBACK, DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Sample, report
 from fused_tp.cli.demo_train import (
-    FEW_THREADS,
     FUSED,
     PLAIN,
     SINGLE,
+    THREADED,
     Run,
     Tokenizer,
     Trainer,
@@ -42,8 +42,8 @@ from fused_tp.cli.demo_train import (
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.runtime.settings import timeout_seconds
 
-FEW_STEPS = 6  # enough for a median; their losses are not shown
-FEW_STEPS_SECONDS = 6.0  # enough of them where the machine is slow
+THREADED_STEPS = 6  # enough for a median; their losses are not shown
+THREADED_SECONDS = 6.0  # enough of them where threads that share busy cores crawl
 REFUSAL = "fused_tp_demo_refusal"  # store key of why a rank cannot do what it was asked
 Advance = Callable[[Run, int], None]  # notes that a run has done one more of so many steps
 
@@ -138,42 +138,40 @@ def rank_main(settings: DemoSettings) -> None:
     demo = Demo(settings, tokens, mesh)
     first = dist.get_rank() == 0
     with progress_bars(shown=first) as advance:
-        single, few_threads = train_single(demo, model, advance) if first else follow_single(settings)
+        single, threaded = train_single(demo, model, advance) if first else follow_single(settings)
         del model
         plain, fused, trainer, steps_in_all = train_parallel(demo, advance)
     if settings.save is not None:
         trainer.save(settings.save, steps=steps_in_all)
     sample = generate_sample(trainer.model, tokenizer, settings)
     if first:
-        report(
-            DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, few_threads, plain, fused, sample)
-        )
+        report(DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, threaded, plain, fused, sample))
     dist.barrier()  # nobody takes the group down before all have been through the last collective
 
 
 def train_single(demo: Demo, model: Any, advance: Advance) -> tuple[Run, Run | None]:
-    """Train the unsharded model with the threads of all ranks; then time a few steps with the threads of one rank."""
+    """Train the unsharded model with the threads of one rank; then, to compare speed fairly, time a few steps with the
+    threads of all ranks."""
     settings = demo.settings
-    # More threads than there are cores only slow each other down.
-    threads = min(settings.threads * settings.ranks, os.cpu_count() or 1) if settings.device == "cpu" else 1
-    threads = max(threads, settings.threads)
-    run = Run(SINGLE, ranks=1, threads=threads)
+    run = Run(SINGLE, ranks=1, threads=settings.threads)
     trainer, start = demo.trainer(model, parallel=False)
-    torch.set_num_threads(threads)
     for step in range(start, start + settings.steps):
         trainer.timed_step(demo.batch(step), step, run)
         from_rank_0(run.losses[-1])
         advance(run, settings.steps)
-    torch.set_num_threads(settings.threads)
-    if threads == settings.threads:
+    if settings.device != "cpu" or settings.ranks == 1:
         return run, None
-    few = Run(FEW_THREADS, ranks=1, threads=settings.threads)
-    for step in range(FEW_STEPS):
-        trainer.timed_step(demo.batch(step), start + settings.steps, few)
-        advance(few, FEW_STEPS)
-        if sum(few.seconds) > FEW_STEPS_SECONDS:
+    # More threads than there are cores only slow each other down.
+    threads = min(settings.threads * settings.ranks, os.cpu_count() or 1)
+    threaded = Run(THREADED, ranks=1, threads=threads)
+    torch.set_num_threads(threads)
+    for step in range(THREADED_STEPS):
+        trainer.timed_step(demo.batch(step), start + settings.steps, threaded)
+        advance(threaded, THREADED_STEPS)
+        if sum(threaded.seconds) > THREADED_SECONDS:
             break
-    return run, few
+    torch.set_num_threads(settings.threads)
+    return run, threaded
 
 
 def follow_single(settings: DemoSettings) -> tuple[Run, None]:
@@ -255,7 +253,7 @@ def progress_bars(*, shown: bool) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     bars = Progress(
-        TextColumn("{task.description:<35}"),
+        TextColumn("{task.description:<27}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"),

@@ -25,7 +25,7 @@ from fused_tp.cli.demo import DemoSettings
 from fused_tp.runtime import tracing
 
 EXAMPLE = "fused_tp.examples.llama"
-SINGLE, FEW_THREADS = "single process", "single process, threads of one rank"
+SINGLE, THREADED = "single process", "single process, all threads"
 PLAIN, FUSED = "plain collectives", "fused_tp"  # names of runs
 WARMUP_STEPS = 5  # of the learning rate
 GRAD_NORM = 1.0
