@@ -343,7 +343,9 @@ class _Workers:
 
     def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
         arguments = [rank, self.size, self.store.port]
-        if self.forked or (rank > 0 and forks.can_fork()):
+        # What forks has imported Triton (by torch._dynamo), which decides then whether it interprets kernels.
+        compiles = "TRITON_INTERPRET" not in env
+        if compiles and (self.forked or (rank > 0 and forks.can_fork())):
             return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers", str(os.getpid()), *map(str, [pipe, *arguments])],

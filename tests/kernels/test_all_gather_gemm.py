@@ -19,8 +19,6 @@ from fused_tp.triton_kernels.gemm.launch import Launch
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
-pytestmark = pytest.mark.full
-
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
 POINTERS = Launch(2, CONFIG)

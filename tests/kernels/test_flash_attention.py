@@ -25,8 +25,6 @@ from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
 
-pytestmark = pytest.mark.full
-
 pytest.importorskip("triton")
 
 DOCUMENTS = (0, 1, 1, 23, 24, 61, 61, 75)
@@ -229,6 +227,7 @@ def vectors_of_heads(_group: dist.ProcessGroup) -> None:
         run(SLOPES, sinks[:1])
 
 
+@pytest.mark.full
 def test_vectors_of_heads() -> None:
     alone(vectors_of_heads)
 
@@ -252,6 +251,7 @@ def lse_of_minus_infinity(_group: dist.ProcessGroup) -> None:
     close(dv, torch.einsum("bhqk,bqhd->bkhd", p[..., others, :], c.grad_out[:, others]).double(), torch.float32)
 
 
+@pytest.mark.full
 def test_lse_of_minus_infinity() -> None:
     alone(lse_of_minus_infinity)
 
@@ -274,7 +274,9 @@ def scores_of(_group: dist.ProcessGroup, name: str) -> None:
     check(case(AttentionMask(20, 37), SCORES[name], batch=2), tile(32, 16), name)
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    "name", ["all", *(pytest.param(name, marks=pytest.mark.full) for name in SCORES if name != "all")]
+)
 def test_scores(name: str) -> None:
     alone(scores_of, name)
 
@@ -287,6 +289,7 @@ def dtypes(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         check(case(MASKS["documents"], dtype=dtype, heads=(2, 1)), tile(32, 16, tma=tma), f"tma {tma}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     alone(dtypes, dtype)
@@ -300,6 +303,7 @@ def head_dims(_group: dist.ProcessGroup) -> None:
     check(c, tile(tma=True), "padded, by TMA")
 
 
+@pytest.mark.full
 def test_head_dims() -> None:
     alone(head_dims)
 
@@ -317,6 +321,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
 
 
+@pytest.mark.full
 def test_dropout_draws_the_bits_of_philox() -> None:
     alone(dropout_bits)
 
@@ -383,6 +388,7 @@ def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
 def test_steps_of_a_ring_by_the_provider(world_size: int, dtype: torch.dtype) -> None:
     alone(ring, world_size, dtype)
@@ -418,6 +424,7 @@ def states(_group: dist.ProcessGroup) -> None:
     torch.testing.assert_close((out, lse), whole.result(torch.float32), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.full
 def test_states() -> None:
     alone(states)
 
@@ -472,6 +479,7 @@ def run(c: Case, of: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"out": out, "lse": lse, **results}
 
 
+@pytest.mark.full
 def test_no_leaks() -> None:
     alone(leaks)
 
@@ -494,6 +502,7 @@ def strides(_group: dist.ProcessGroup) -> None:
     assert bool((wide == 7).all()) and bool((log == 7).all())
 
 
+@pytest.mark.full
 def test_strides_and_same_bits() -> None:
     alone(strides)
 
@@ -557,7 +566,7 @@ def test_errors() -> None:
 
 def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not on the current GPU, if that is another one."""
-    from fused_tp.triton_kernels.attention.launch import on_device
+    from fused_tp.triton_kernels.device import on_device
 
     entered: list[torch.device] = []
 
@@ -619,13 +628,6 @@ def test_tiles_cover_what_is_seen(seed: int) -> None:
                 assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
         looked = tiles[:, 3] - tiles[:, 2]
         assert (looked[1:] <= looked[:-1]).all(), "most work first"
-        aligned = tiles_of(starts, stops, breaks, height, block, 16)
-        aligned = aligned[np.argsort(aligned[:, 0])]
-        assert (aligned[:, 2] == order[:, 2] // 16 * 16).all() and (aligned[:, :2] == order[:, :2]).all()
-        for row, row_end, begin, _, full_begin, full_end in aligned.tolist():
-            assert begin <= full_begin <= full_end and (full_begin - begin) % block == 0
-            if full_end > full_begin:
-                assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
 
 
 def test_long_documents_do_not_share_tiles() -> None:
@@ -636,57 +638,3 @@ def test_long_documents_do_not_share_tiles() -> None:
     tiles = query_tiles(step, 32, 32, torch.device("cpu"))
     assert sorted(tiles[:, 0].tolist()) == [0, 32, 64, 96, 100, 105, 137, 169, 201, 233, 265, 297]
     assert query_tiles(step, 32, 32, torch.device("cpu")) is tiles
-
-
-FP8_RMS = 0.08  # of the output's; measured are 0.046 to 0.056 of such inputs
-
-
-def check_fp8(c: Case, name: str, config: Any = None) -> None:
-    given = (c.q, c.k * 2.0**10, c.v * 300)  # scales take care of it
-    own = terms(replace(c.scores, scale=c.scores.scale * 2.0**-10))
-    out, lse = kernels().flash_attention(*given, c.step, own, sinks=c.sinks, config=config, fp8=True)
-    error = (out.double() / 300 - c.out).abs()
-    # p and v are off by 2^-4 each at most, of what is averaged; dropout magnifies it.
-    kept_scale = 1 / (1 - c.scores.dropout.p) if c.scores.dropout else 1.0
-    assert float(error.max()) < 0.15 * kept_scale * float(c.v.abs().max()), name
-    assert float(error.pow(2).mean().sqrt()) < FP8_RMS * float(c.out.pow(2).mean().sqrt()), name
-    torch.testing.assert_close(lse.double(), c.lse, rtol=0, atol=0.2)
-
-
-def fp8(_group: dist.ProcessGroup) -> None:
-    """Against fp64: several dtypes, and everything scores may have; in two steps as in one."""
-    flash = kernels()
-    for mask, name, dims, dtype, heads, config in (
-        (AttentionMask(200, 200, causal=True), "plain", (64, 64), torch.bfloat16, (4, 2), tile(64, 32)),
-        (AttentionMask(60, 190), "plain", (40, 24), torch.float16, (2, 1), tile(32, 64, tma=True)),
-        (MASKS["documents"], "all", (16, 16), torch.bfloat16, (4, 2), tile(32, 32, tma=True)),
-    ):
-        c = case(mask, replace(SCORES[name], scale=dims[0] ** -0.5), dims=dims, dtype=dtype, heads=heads, sinks=True)
-        check_fp8(c, name, config)
-    # What a ring cuts: the bits of a number do not depend on those beside it.
-    c = case(AttentionMask(96, 96), Scores(0.125), dims=(64, 64), dtype=torch.bfloat16, heads=(2, 1))
-    own, config = terms(c.scores), tile(32, 32)
-    whole, _ = flash.flash_attention(c.q, c.k, c.v, c.step, own, config=config, fp8=True)
-    state = SoftmaxState.uninitialised(c.q, 64)
-    for keys in (slice(0, 32), slice(32, 96)):
-        step = make_step(AttentionMask(96, 96), Tokens((range(96),)), Tokens((range(keys.start, keys.stop),)))
-        sums = (state.weighted, state.highest, state.total)
-        flash.flash_forward(
-            c.q, c.k[:, keys], c.v[:, keys], step, own, sums, fresh=keys.start == 0, config=config, fp8=True
-        )
-    torch.testing.assert_close(state.result(torch.bfloat16)[0], whole, rtol=0.02, atol=0.003)
-    # Nor on what is not finite in tokens that it does not see: of a head's numbers there is one scale.
-    c = case(AttentionMask(96, 96, causal=True), Scores(0.125), dims=(64, 64), dtype=torch.bfloat16, heads=(2, 1))
-    given = {}
-    for last in (0.0, torch.inf, torch.nan):
-        k, v = c.k * 2.0**-6, c.v * 2.0**-6
-        k[:, -1] = v[:, -1] = last
-        given[last] = flash.flash_attention(c.q, k, v, c.step, own, config=config, fp8=True)
-    for out, lse in given.values():
-        assert torch.equal(out[:, :64], given[0.0][0][:, :64]) and torch.equal(lse[..., :64], given[0.0][1][..., :64])
-    with pytest.raises(ValueError, match="fp8 is made of bfloat16 and float16, not of float32"):
-        flash.flash_attention(c.q.float(), c.k.float(), c.v.float(), c.step, own, fp8=True)
-
-
-def test_fp8_forward() -> None:
-    alone(fp8)

@@ -18,8 +18,6 @@ from tests.distributed.test_context_decode import CASES, Case, case, check, on_r
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import seeded
 
-pytestmark = pytest.mark.full
-
 pytest.importorskip("triton")
 
 SERVED = {
@@ -62,6 +60,7 @@ def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int
         return parts, on_ranks(group, cases)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "names"), [(1, list(SERVED)), (2, ["all scores", "bf16, wide"])])
 def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) -> None:
     cases = [SERVED[name] for name in names]
@@ -123,6 +122,7 @@ def test_the_kernel_by_itself() -> None:
     interpreted_ranks(1, by_itself)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     """Against the same by plain torch, over a cache that is long enough to be cut."""

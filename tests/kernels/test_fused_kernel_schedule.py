@@ -23,8 +23,6 @@ from tests.kernels.ranks import interpreted_ranks
 from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
-pytestmark = pytest.mark.full
-
 FORCED = {"FUSED_TP_SCHEDULE": "fused_kernel"}
 
 
@@ -65,6 +63,7 @@ def used(group: Any) -> list[str]:
     return taken
 
 
+@pytest.mark.full
 def test_every_op_runs_its_kernel_forward_and_backward() -> None:
     for taken in interpreted_ranks(2, used):
         assert taken == [
@@ -91,6 +90,7 @@ def checked_and_strided(group: Any) -> None:
     torch.testing.assert_close(total.double(), wanted + shared, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_weights_of_different_widths_and_biases_that_are_not_dense() -> None:
     interpreted_ranks(2, checked_and_strided)
 
@@ -104,6 +104,7 @@ def with_new_precision_setting(group: Any) -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.full
 def test_either_way_of_setting_the_precision_is_read() -> None:
     interpreted_ranks(2, with_new_precision_setting)
 
@@ -112,10 +113,12 @@ def other_gradients(group: Any) -> None:
     forced(group, "main_grad_case")
 
 
+@pytest.mark.full
 def test_main_grad() -> None:
     interpreted_ranks(2, other_gradients)
 
 
+@pytest.mark.full
 def test_same_bits_on_every_rank_and_run() -> None:
     runs = [interpreted_ranks(3, forced, "bits", "bfloat16") for _ in range(2)]
     assert all(result == runs[0][0] for run in runs for result in run)
@@ -135,6 +138,7 @@ def many_weights(group: Any) -> None:
     torch.testing.assert_close(x_shard.grad, cases.own_part(wanted, 0, group))
 
 
+@pytest.mark.full
 def test_more_weights_than_a_launch_takes() -> None:
     interpreted_ranks(2, many_weights)
 
@@ -156,6 +160,7 @@ def growing(group: Any) -> int:
     return int(schedule.workspaces._slots["sum"].nbytes)
 
 
+@pytest.mark.full
 def test_workspaces_grow_and_stay() -> None:
     (first, second) = interpreted_ranks(2, growing)
     assert first == second and first >= 2 * 2 * 700 * 300 * 4
@@ -180,6 +185,7 @@ def without_last(group: Any) -> str:
 INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named() -> None:
     outcomes = fresh_ranks(3, without_last, env=INTERPRETED)
     for outcome in outcomes[:2]:
@@ -204,6 +210,7 @@ def dies(group: Any, op: str) -> float:
         return time.monotonic() - begun
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "all_gather_matmul"])
 def test_a_rank_that_dies_is_noticed_long_before_the_deadline(op: str) -> None:
     outcomes = fresh_ranks(3, dies, op, env=INTERPRETED, expect_deaths=True)
@@ -220,6 +227,7 @@ def explained(group: Any) -> list[str]:
     return [str(fits), str(double), str(moves)]
 
 
+@pytest.mark.full
 def test_explain_says_what_has_a_kernel() -> None:
     for fits, double, moves in interpreted_ranks(2, explained):
         assert "fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel forces it" in fits
@@ -233,6 +241,7 @@ def refused(group: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_on_a_cpu_that_does_not_interpret_it_is_refused() -> None:
     for sentence in run_ranks(2, refused):
         assert "Schedule 'fused_kernel' cannot serve this group" in sentence and "TRITON_INTERPRET=1" in sentence
@@ -243,6 +252,7 @@ def from_table(group: Any) -> tuple[str, str]:
     return str(covered), str(fused_tp.explain("all_reduce", (4, 8), group=group))
 
 
+@pytest.mark.full
 def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> None:
     import json
 
@@ -269,6 +279,7 @@ def one_lacks_it(group: Any) -> str:
     return from_table(group)[0]
 
 
+@pytest.mark.full
 def test_what_one_rank_lacks_all_go_without(tmp_path: Any) -> None:
     import json
 
@@ -284,5 +295,6 @@ def alone(group: Any) -> None:
     assert fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), group=group).forward.schedule == "local"
 
 
+@pytest.mark.full
 def test_one_rank_needs_none() -> None:
     interpreted_ranks(1, alone)

@@ -15,8 +15,6 @@ from fused_tp.triton_kernels.gemm.launch import Launch, launch_for, plan_loads
 from tests.kernels.ranks import delays, interpreted_ranks, sum_of_matmuls, workspace_of
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
-pytestmark = pytest.mark.full
-
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 LAUNCH = Launch(2, CONFIG, strip_elements=128)
 

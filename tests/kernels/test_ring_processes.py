@@ -28,8 +28,6 @@ from tests.kernels.ranks import delays, interpreted_ranks
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
-pytestmark = pytest.mark.full
-
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 WAYS = {
     "steps": {"FUSED_TP_ATTENTION": "triton", "FUSED_TP_SCHEDULE": "one_sided"},
@@ -65,6 +63,7 @@ def features(group: Any, way: str, names: list[str], small: bool) -> Any:
         return on_ranks(group, [CASES[name] for name in names])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("way", "world_size", "names", "small"),
     [
@@ -137,6 +136,7 @@ def launches(group: Any) -> list[str]:
     return ran
 
 
+@pytest.mark.full
 def test_all_steps_are_one_launch() -> None:
     for ran in interpreted_ranks(3, launches):
         assert ran.count("ring_kernel") == 1 and ran[0] == "stage_kernel" and ran[-1] == "ring_kernel"
@@ -162,6 +162,7 @@ def without_last(group: Any) -> str:
 INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named() -> None:
     outcomes = fresh_ranks(3, without_last, env=INTERPRETED)
     for outcome in outcomes[:2]:
@@ -190,6 +191,7 @@ def untold(group: Any) -> tuple[str, bool]:
     return str(workspace.expired()), bool(out.isnan().all() and lse.isnan().all())
 
 
+@pytest.mark.full
 def test_what_has_not_arrived_is_not_computed_with() -> None:
     for rank, (text, all_nan) in enumerate(interpreted_ranks(3, untold)):
         assert f"waited for tile 2 of rank {(rank - 2) % 3}" in text and all_nan
@@ -231,6 +233,7 @@ def explained(group: Any) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
     for fits, wide, double, forced in interpreted_ranks(2, explained):
         assert "forward: fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel" in fits
@@ -290,6 +293,7 @@ def half_way(_: Any, place: str) -> list[str]:
     return ran
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
     for place, launched in (("arguments", []), ("kernel", ["stage_kernel", "ring_kernel"])):
         *ran, said = interpreted_ranks(4, half_way, place)[0]
@@ -325,6 +329,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
     return said, str(raised.value)
 
 
+@pytest.mark.full
 def test_ranks_take_the_same_ring() -> None:
     for rank, (said, mismatch) in enumerate(interpreted_ranks(4, of_two_minds)):
         assert "forward: pipelined over gloo" in said

@@ -22,8 +22,6 @@ from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
 from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
 from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
 
-pytestmark = pytest.mark.full
-
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
 
@@ -85,6 +83,7 @@ def test_data_of_earlier_launches_are_not_taken_for_flags():
     interpreted_ranks(2, large_after_small)
 
 
+@pytest.mark.full
 def test_call_numbers_pass_32_bits():
     interpreted_ranks(2, ring_calls, 4, 2**32 - 2)
 
