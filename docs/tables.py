@@ -6,6 +6,7 @@ Pages name them as substitutions: a line `{{ settings }}` becomes the table that
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def tests() -> str:
     for file in sorted((root / "tests").rglob("test_*.py")):
         text = file.read_text()
         first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        whole_file_is_full = "\npytestmark = pytest.mark.full" in text
+        whole_file_is_full = re.search(r"\npytestmark = \[?\s*pytest\.mark\.full", text)
         rows.append(
             (f"`{file.relative_to(root / 'tests')}`", first, "make test-all" if whole_file_is_full else "make test")
         )

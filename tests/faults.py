@@ -238,7 +238,7 @@ class Ranks:
 
 def dev_shm() -> set[str]:
     with contextlib.suppress(OSError):
-        return set(os.listdir("/dev/shm"))
+        return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}  # of others' multiprocessing
     return set()
 
 

@@ -314,4 +314,4 @@ def test_a_rank_that_does_not_join() -> None:
     outcomes = fresh_ranks(2, stay_away, new_tag(), env={"FUSED_TP_TIMEOUT": "0.7"})
     first, again = outcomes[0].unwrap()
     assert first.startswith("CollectiveTimeoutError: Rank 1 did not take part in the shared-memory rendezvous of group")
-    assert again.startswith("CollectiveTimeoutError: this group is unusable since its first call failed")
+    assert again.startswith("CollectiveTimeoutError: ") and "is unusable since its first call failed" in again
