@@ -235,31 +235,6 @@ void bind_collectives(py::module_& m) {
         shm::all_to_all(group, pointer<>(in), pointer<>(out), send_counts, receive_counts, to_dtype(dtype));
       },
       NoGil());
-  // As calls of sums were before they took a Signature; 0 stands for the reduction.
-  m.def(
-      "all_reduce",
-      [](Group& group, Address in, Address out, size_t count, int, const shm::Signature& signature) {
-        shm::all_reduce(group, pointer<>(in), pointer<>(out), count, signature);
-      },
-      NoGil());
-  m.def(
-      "reduce_scatter",
-      [](Group& group, Address in, Address out, const std::vector<size_t>& counts, int dtype, int,
-         const std::string& called, const std::vector<int64_t>& dims) {
-        require_counts(group, counts);
-        shm::reduce_scatter(group, pointer<>(in), pointer<>(out), counts, to_signature(called, dtype, dims));
-      },
-      NoGil());
-  m.def(
-      "reduce_rows",
-      [](Address out, size_t, const std::vector<Address>& sources, const std::vector<size_t>&, size_t rows,
-         size_t columns, int dtype) {
-        std::vector<const void*> arrays;
-        for (const Address source : sources) arrays.push_back(pointer<>(source));
-        shm::kernels().sum(pointer<>(out), arrays.data(), static_cast<int>(arrays.size()), rows * columns,
-                           to_dtype(dtype));
-      },
-      NoGil());
   m.def("barrier", &shm::barrier, NoGil());
   m.def(
       "all_reduce_rms_norm",

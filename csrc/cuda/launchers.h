@@ -10,7 +10,7 @@
 namespace fused_tp::cuda {
 
 // Grows when a signature or a struct below changes: a library of another version is refused.
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 // One rank's workspace, as triton_kernels/comm/workspace.py makes it.
 struct Workspace {
@@ -80,8 +80,6 @@ struct Launchers {
   // On this rank alone: out[i] = sum of terms[t * stride + i] (+ bias) in the order of t, in elements.
   int32_t (*sum_terms)(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
                        int32_t dtype, Bias, void* stream);
-  // Adds 1 to a word of pinned host memory, for whoever watches a CUDA graph from the host.
-  int32_t (*count_up)(int64_t* word, void* stream);
   const char* (*error_string)(int32_t error);
   // Loads all kernels on the current device. One that is loaded at its first launch may wait there for kernels that
   // run, and so, where ranks share a process, for one that waits in turn for this launch.

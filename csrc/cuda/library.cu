@@ -12,24 +12,16 @@ const char* error_string(int32_t error) { return cudaGetErrorString(static_cast<
 
 int32_t preload() {
   for (const auto part : {preload_barrier, preload_all_reduce, preload_reduce_scatter, preload_all_gather,
-                          preload_all_to_all, preload_all_reduce_rms_norm, preload_sum_terms, preload_count_up}) {
+                          preload_all_to_all, preload_all_reduce_rms_norm, preload_sum_terms}) {
     if (const int32_t error = part()) return error;
   }
   return cudaSuccess;
 }
 
 constexpr Launchers kLaunchers = {
-    kAbiVersion,
-    launch_barrier,
-    launch_all_reduce,
-    launch_reduce_scatter,
-    launch_all_gather,
-    launch_all_to_all,
-    launch_all_reduce_rms_norm,
-    launch_sum_terms,
-    launch_count_up,
-    error_string,
-    preload,
+    kAbiVersion,       launch_barrier,    launch_all_reduce,          launch_reduce_scatter,
+    launch_all_gather, launch_all_to_all, launch_all_reduce_rms_norm, launch_sum_terms,
+    error_string,      preload,
 };
 
 }  // namespace

@@ -18,7 +18,6 @@ int32_t launch_all_reduce_rms_norm(const Workspace*, Algorithm, const void* part
                                    int32_t blocks, void* stream);
 int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
                          int32_t dtype, Bias, void* stream);
-int32_t launch_count_up(int64_t* word, void* stream);
 
 // Load the kernels that the launcher of that name chooses from, on the current device.
 int32_t preload_barrier();
@@ -28,6 +27,5 @@ int32_t preload_all_gather();
 int32_t preload_all_to_all();
 int32_t preload_all_reduce_rms_norm();
 int32_t preload_sum_terms();
-int32_t preload_count_up();
 
 }  // namespace fused_tp::cuda

@@ -1,8 +1,8 @@
 // Where the data and the flags of each op lie in a workspace, and how large it must be. Pure C++.
 //
-// A half of a workspace, as in triton_kernels/comm/signals.py: begun words, flags; data behind the 64th part of the half.
-// Flags are numbered (phase, block, source): block b of rank s puts (phase, b, s) at all its peers, so a flag has one
-// writer and one reader. Data is two arrays of slots: terms first, results behind them.
+// A half of a workspace, as in triton_kernels/comm/signals.py: begun words, flags; data behind the 64th part of the
+// half. Flags are numbered (phase, block, source): block b of rank s puts (phase, b, s) at all its peers, so a flag has
+// one writer and one reader. Data is two arrays of slots: terms first, results behind them.
 #pragma once
 
 #include <algorithm>

@@ -190,7 +190,7 @@ class ShmTransport:
         self.world_size: int = core_group.size
         self._held: list[tuple[int, Any]] = []  # memory of calls that this rank has left, by their numbers
         self._most_pooled_bytes = _reserve_bytes() // 2
-        self._described: dict[Any, tuple[int, int, Any]] = {}
+        self._described: dict[Any, tuple[int, Any]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not.
@@ -292,7 +292,7 @@ class ShmTransport:
         _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
         return out
 
-    def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int, Any]:
+    def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
         """What the native all-reduce is told of a tensor, apart from where it lies: elements and signature."""
         key = (called, dtype, shape)
         known = self._described.get(key)
@@ -301,7 +301,7 @@ class ShmTransport:
             signature = _core.Signature(called, dtype_number(dtype), folded(shape))
             if len(self._described) >= _MOST_DESCRIBED:  # lengths that keep changing
                 self._described.clear()
-            known = self._described[key] = (math.prod(shape), 0, signature)
+            known = self._described[key] = (math.prod(shape), signature)
         return known
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
@@ -320,10 +320,7 @@ class ShmTransport:
             tensor.data_ptr(),
             out.data_ptr(),
             [size * row for size in sizes],
-            dtype_number(tensor.dtype),
-            0,
-            "reduce_scatter",
-            dims,
+            _core.Signature("reduce_scatter", dtype_number(tensor.dtype), dims),
         )
         return out
 

@@ -345,13 +345,6 @@ def test_preloading_on_a_cpu_is_nothing() -> None:
     kernels().preload()
 
 
-def test_count_up() -> None:
-    word = torch.zeros(1, dtype=torch.int64)
-    for _ in range(3):
-        kernels().count_up(word.data_ptr(), 0)
-    assert word.item() == 3
-
-
 def test_no_rank_passes_a_barrier_before_all_have_come() -> None:
     came: list[float] = [0.0] * 3
 

@@ -259,13 +259,13 @@ extern "C" int cuDeviceGetAttribute(int* value, int attribute, int) { *value = a
 
 
 def test_device_kernels_that_do_not_compile_leave_the_core(native_tree: Path, driver_of_one_gpu: Path) -> None:
-    source = native_tree / "csrc" / "cuda" / "count_up.cu"
+    source = native_tree / "csrc" / "cuda" / "sum_terms.cu"
     before = source.read_text()
     source.write_text("this is not CUDA\n")
     try:
         done = build("build_wheel", native_tree, FUSED_TP_CUDA="", LD_LIBRARY_PATH=str(driver_of_one_gpu))
         assert done.returncode == 0, done.stdout
-        assert "fused_tp: the device kernels were not built: " in done.stdout and "count_up.cu" in done.stdout
+        assert "fused_tp: the device kernels were not built: " in done.stdout and "sum_terms.cu" in done.stdout
         (wheel,) = native_tree.parent.glob("*.whl")
         assert libraries(wheel) == ["fused_tp/_core"], "what an earlier build left is not to be shipped"
         done = build("build_wheel", native_tree, FUSED_TP_CUDA="1")

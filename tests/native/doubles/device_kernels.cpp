@@ -1,6 +1,5 @@
 // A library of device kernels that launches nothing: each function writes its arguments to the memory that its result
 // would be put in. Compiled with -DABI=... and, for what it says of itself, -DBUILT_FOR=...
-#include <chrono>
 #include <initializer_list>
 
 #include "cuda/launchers.h"
@@ -54,17 +53,10 @@ int32_t sum_terms(const void* terms, int32_t count_of_terms, int64_t stride, voi
   return write(out,
                {number(terms), count_of_terms, stride, count, dtype, number(bias.data), bias.columns, number(stream)});
 }
-// Ends once another thread has written to the word.
-int32_t count_up(int64_t* word, void*) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (__atomic_load_n(word, __ATOMIC_ACQUIRE) == 0)
-    if (std::chrono::steady_clock::now() > end) return 6;
-  return 0;
-}
 const char* error_string(int32_t error) { return error == 700 ? "an illegal memory access" : "the launch timed out"; }
 
-const Launchers launchers{ABI,       barrier,  all_reduce,  reduce_scatter, all_gather, all_to_all, all_reduce_rms_norm,
-                          sum_terms, count_up, error_string};
+const Launchers launchers{
+    ABI, barrier, all_reduce, reduce_scatter, all_gather, all_to_all, all_reduce_rms_norm, sum_terms, error_string};
 }  // namespace
 
 #ifdef BUILT_FOR
