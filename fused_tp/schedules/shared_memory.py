@@ -47,7 +47,7 @@ class SharedMemory(Schedule):
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._core_group = transport.core_group
-        self._described: dict[Any, tuple[int, int, Any]] = {}  # of sums, by shape and dtype
+        self._described: dict[Any, tuple[int, Any]] = {}  # of sums, by shape and dtype
         self._gathers: WeakSet[Workspace] = WeakSet()  # under way
 
     @property
