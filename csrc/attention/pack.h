@@ -13,8 +13,8 @@
 #include <type_traits>
 
 #include "attention/attention.h"
-#include "half.h"
 #include "attention/kernels.h"
+#include "half.h"
 
 namespace fused_tp::attention {
 namespace {

@@ -1,4 +1,5 @@
-// begin, put, wait and end of a call; the protocol of triton_kernels/comm/signals.py, where each is explained, in CUDA C++.
+// begin, put, wait and end of a call; the protocol of triton_kernels/comm/signals.py, where each is explained, in CUDA
+// C++.
 //
 // A block is a program. What orders what:
 //
