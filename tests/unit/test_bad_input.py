@@ -189,7 +189,7 @@ CASES += [
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
     (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
     (lambda: explain("all_gather", (2, 3), dim=2), ValueError, "dim=2 is out of range for x_shard of shape (2, 3)"),
-    (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is for all_gather, gather, reduce_scatter, sca"),
+    (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is for all_gather, reduce_scatter; all_reduce"),
     (lambda: explain("ring_attention", (1, 4, 2, 8)), ValueError, "ring_attention needs 3 shapes (q, k, v), got 1."),
     (
         lambda: explain("ring_attention", (1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)),
