@@ -30,11 +30,10 @@ from torch.overrides import TorchFunctionMode
 
 from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.global_loss import GlobalLoss
-from fused_tp.integrations.layers import holds_sharded_heads
+from fused_tp.integrations.layers import holds_sharded_heads, wrap_forward
 from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
-from fused_tp.nn.norm import wrap_forward
 
 POSITIONS = ("positions", "position_ids")
 CACHES = ("cache", "kv_cache", "past_key_values")

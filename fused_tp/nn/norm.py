@@ -7,14 +7,12 @@ returns, as everywhere here.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn.sharding import Memo, check_mesh, local, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
@@ -35,12 +33,30 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     return copy_to_group(local(parameter), group=group)
 
 
+class _ReplicatedModule(nn.Module):
+    """Mixed into the class of a module whose own parameters are replicated DTensors: forward sees plain tensors."""
+
+    _grad_mesh: DeviceMesh | None  # the ranks to sum gradients over; None where each rank's is complete
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                mesh = self._grad_mesh
+                own[name] = local(parameter) if mesh is None else reduce_grad(parameter, mesh)
+        with _reparametrize_module(self, own):
+            return super().forward(*args, **kwargs)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
     """Prepares, in place, a module without submodules that will see only this rank's part of the sequence.
 
     For nn.LayerNorm, nn.RMSNorm and any module that treats tokens alike. Its parameters become replicated DTensors on
-    `mesh`, under the same names; their gradients are complete after a plain backward. Returns `module`, whose forward
-    still computes with plain tensors. Modules without parameters (nn.Dropout) are returned as they are.
+    `mesh`, under the same names; their gradients are complete after a plain backward. Returns `module`, whose class is
+    now a subclass of what it was. Modules without parameters (nn.Dropout) are returned as they are.
 
     Raises:
         TypeError: a parameter is a DTensor already.
@@ -55,10 +71,7 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = No
         raise ValueError(
             f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters."
         )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise TypeError(f"{name} of this {type(module).__name__} is a DTensor already; give the whole module.")
-    replicate_own(module, mesh, memo, sums=_always)
+    _replicate_own(module, mesh, mesh, memo)
     return module
 
 
@@ -67,7 +80,8 @@ def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> M
 
     For what all ranks run on the same data, so that each rank's gradient is complete: norms without sequence
     parallelism, a classifier. Then all parameters of a model are DTensors on one mesh, which clip_grad_norm_, FSDP2 and
-    fused optimizers want. Modules still compute with plain tensors. Returns `module`.
+    fused optimizers want. Modules still compute with plain tensors. Returns `module`; its class, and that of submodules
+    with parameters of their own, is now a subclass of what it was.
 
     Raises:
         TypeError, ValueError: `mesh` is no 1-D DeviceMesh.
@@ -79,48 +93,19 @@ def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> M
     """
     check_mesh(mesh)
     for child in module.modules():
-        replicate_own(child, mesh, memo)
+        if any(p is not None and not isinstance(p, DTensor) for p in child._parameters.values()):
+            _replicate_own(child, mesh, None, memo)
     return module
 
 
-def replicate_own(
-    module: nn.Module, mesh: DeviceMesh, memo: Memo | None, *, sums: Callable[[], bool] | None = None
-) -> None:
-    """Makes the parameters that `module` itself holds replicated DTensors, of which its forward sees the local parts.
-
-    Those that are DTensors already stay as they are. `sums` is asked at each forward whether gradients are summed over
-    their mesh; without it they never are.
-    """
-    plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
-    for name, parameter in plain.items():
+def _replicate_own(module: nn.Module, mesh: DeviceMesh, grad_mesh: DeviceMesh | None, memo: Memo | None) -> None:
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if not own:
+        return
+    for name, parameter in own.items():
         module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
-    if plain:
-        wrap_forward(module, _on_local_parameters, module, sums)
-
-
-def wrap_forward(module: nn.Module, wrapper: Callable[..., Any], *bound: Any) -> None:
-    """Replace `module.forward` by wrapper(*bound, forward, ..); a partial, unlike a closure, survives copy.deepcopy."""
-    forward = module.forward
-    wrapped: Any = partial(wrapper, *bound, forward)
-    wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
-    module.forward = wrapped
-
-
-def _always() -> bool:
-    return True
-
-
-def _on_local_parameters(
-    module: nn.Module, sums: Callable[[], bool] | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """`forward` with the module's own DTensor parameters replaced by their local tensors while it runs."""
-    held: dict[str, Any] = dict(module._parameters)
-    sum_gradient = sums is not None and sums()
-    for key, parameter in held.items():
-        if isinstance(parameter, DTensor):
-            own: Any = reduce_grad(parameter, parameter.device_mesh) if sum_gradient else local(parameter)
-            module._parameters[key] = own  # not setattr, which refuses a tensor that is no Parameter
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module._parameters.update(held)
+    kind = type(module)
+    if kind not in _classes:
+        _classes[kind] = type(f"Replicated{kind.__name__}", (_ReplicatedModule, kind), {})
+    cast(_ReplicatedModule, module)._grad_mesh = grad_mesh
+    module.__class__ = _classes[kind]

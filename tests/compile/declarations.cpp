@@ -122,14 +122,6 @@ SAME_MEMBER(min_ctas, minCTAs);
 SAME_MEMBER(max_ctas, maxCTAs);
 SAME_MEMBER(net_name, netName);
 SAME_MEMBER(split_share, splitShare);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-SAME_MEMBER(traffic_class, trafficClass);
-SAME_MEMBER(comm_name, commName);
-SAME_MEMBER(collnet_enable, collnetEnable);
-SAME_MEMBER(cta_policy, CTAPolicy);
-SAME_MEMBER(shrink_share, shrinkShare);
-SAME_MEMBER(nvls_ctas, nvlsCTAs);
-#endif
 #endif
 
 #ifdef WITH_CUDA

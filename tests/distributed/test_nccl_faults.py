@@ -191,7 +191,7 @@ def graph_case(group: Any) -> str:
             time.sleep(0.05)
         assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
-    return transport.broken or ""
+    return str(transport.broken or "")
 
 
 def test_a_loop_that_only_replays_graphs_is_told() -> None:

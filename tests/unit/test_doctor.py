@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fused_tp.cli import doctor, doctor_machine
 from fused_tp.cli.main import COMMANDS, main
+from fused_tp.ops.op import DispatchKey
 from fused_tp.runtime.availability import AVAILABLE
 from fused_tp.transport import cuda_driver, native_kernels
 
@@ -99,10 +100,10 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     for name in ("fused_kernel", "magic"):  # of GPUs, and of nobody
         monkeypatch.setenv("FUSED_TP_SCHEDULE", name)
         assert shown() == by_table
-    assert doctor._forced_for((("all_reduce", 1, None, 1), None), "cuda") is None
+    assert doctor._forced_for(asked, "cuda") is None
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
-    assert doctor._forced_for((("all_reduce", 1, None, 1), None), "cuda") is None, "copy engines have none"
-    assert doctor._forced_for((("all_gather", 1, None, 1), None), "cuda") == "copy_engine"
+    assert doctor._forced_for(asked, "cuda") is None, "copy engines have none"
+    assert doctor._forced_for(gather, "cuda") == "copy_engine"
 
 
 def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
