@@ -100,10 +100,11 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     for name in ("fused_kernel", "magic"):  # of GPUs, and of nobody
         monkeypatch.setenv("FUSED_TP_SCHEDULE", name)
         assert shown() == by_table
-    assert doctor._forced_for(asked, "cuda") is None
+    asked = DispatchKey("all_reduce", torch.float32, torch.device("cpu"), 1, None, 1)
+    assert doctor._forced_for((asked, None), "cuda") is None
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
-    assert doctor._forced_for(asked, "cuda") is None, "copy engines have none"
-    assert doctor._forced_for(gather, "cuda") == "copy_engine"
+    assert doctor._forced_for((asked, None), "cuda") is None, "copy engines have none"
+    assert doctor._forced_for((asked._replace(op="all_gather"), None), "cuda") == "copy_engine"
 
 
 def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
