@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.attention.dropout import kept
 from fused_tp.attention.spec import Dropout
 
 
@@ -76,6 +75,6 @@ def dense_attention(
     p = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, scores) - lse))[..., : k.shape[1]]
     if dropout is not None:
         places = (torch.arange(n) for n in (q.shape[1], k.shape[1]))
-        p = p * kept(dropout, q.shape[0], q.shape[2], *places) / (1 - dropout.p)
+        p = p * dropout.kept(q.shape[0], q.shape[2], *places) / (1 - dropout.p)
     lse = torch.where(empty, -torch.inf, lse).squeeze(-1)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse

@@ -12,9 +12,9 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from fused_tp.attention.layout import Tokens
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.base import Pending, accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.shm import ShmTransport
 from fused_tp.transport.torch_dist import TorchDist
 
 Places = tuple[range, ...]
+Shape = tuple[int, ...]
 
 _MOST_PIECES = 16  # rows that lie in more pieces move by index: on a device every copy is a launch
 _MESSAGE_ALIGNMENT = 16  # of each tensor in a message, in bytes
@@ -57,6 +58,17 @@ class Share:
     @cached_property
     def length(self) -> int:
         return sum(self.rows)
+
+    def by_sequence(self, rank: int) -> tuple[int, int]:
+        """(rows, heads) of a tensor that is cut along the sequence."""
+        return self.rows[rank], self.all_heads
+
+    def by_heads(self, rank: int) -> tuple[int, int]:
+        return self.length, len(self.heads[rank])
+
+    def part(self, holder: int, reader: int) -> tuple[int, int]:
+        """Of the rows of `holder` in the heads of `reader`."""
+        return self.rows[holder], len(self.heads[reader])
 
     @cached_property
     def repeated(self) -> bool:
@@ -128,86 +140,154 @@ class Exchange:
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
-def _like(x: Tensor) -> Empty:
-    return lambda shape, dtype: x.new_empty(tuple(shape), dtype=dtype)
+class Move(ABC):
+    """One direction of an exchange: what leaves this rank, and the results, which fill up part by part.
 
+    Args:
+        empty: makes the results; None: beside `xs`.
+    """
 
-class HeadsResult:
-    """Results of `to_heads`, to be filled rank by rank; `empty` makes them."""
-
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
-        empty = empty or _like(xs[0])
-        self._exchange = exchange
-        self.outs = [
-            empty((x.shape[0], share.length, len(share.heads[exchange.rank]), x.shape[3]), dtype)
-            for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True)
-        ]
-
-    def put(self, index: int, source: int, part: Tensor) -> None:
-        """What `source` has of this rank's heads: [B, rows of `source`, heads, D]."""
-        out, places = self.outs[index], self._exchange.shares[index].places[source]
-        if by_index(len(places)):
-            out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
-            return
-        for here, there in pieces(places):
-            out[:, there].copy_(part[:, here])
-
-
-class SequenceResult:
-    """Results of `to_sequence`; where heads are repeated, parts must come in the order of the ranks."""
+    way: ClassVar[str]
 
     def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
-        empty = empty or _like(xs[0])
-        self._exchange = exchange
-        self._sums = []
-        for x, share, dtype in zip(xs, exchange.shares, exchange.dtypes, strict=True):
-            shape = (x.shape[0], share.rows[exchange.rank], share.all_heads, x.shape[3])
-            repeated = share.repeated
-            self._sums.append(x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if repeated else empty(shape, dtype))
+        self.exchange, self.xs, self.shares = exchange, xs, exchange.shares
+        self.op = f"{exchange.op} {self.way}"
+        empty = empty or (lambda shape, dtype: xs[0].new_empty(tuple(shape), dtype=dtype))
+        self._outs = [self._result(index, dtype, empty) for index, dtype in enumerate(exchange.dtypes)]
+
+    def _shape(self, index: int, rows_and_heads: tuple[int, int]) -> Shape:
+        x = self.xs[index]
+        return x.shape[0], *rows_and_heads, x.shape[3]
 
     @property
     def order(self) -> list[int]:
-        """In which the ranks' parts may come."""
-        if any(share.repeated for share in self._exchange.shares):
-            return list(range(self._exchange.ranks))
-        return [self._exchange.rank, *self._exchange.peers]
+        """The ranks in an order in which their parts may come: this rank first, unless sums want that of the ranks."""
+        return [self.exchange.rank, *self.exchange.peers]
 
-    def add(self, index: int, source: int, whole: Tensor) -> None:
-        """This rank's rows of what `source` has: [B, all rows, heads of `source`, D]."""
-        share = self._exchange.shares[index]
-        out = self._of_heads(index, source)
-        take(whole, share.places[self._exchange.rank], out, add=share.repeated)
+    @abstractmethod
+    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor: ...
 
-    def add_rows(self, index: int, source: int, part: Tensor) -> None:
-        """The same where only this rank's rows have come."""
-        out = self._of_heads(index, source)
-        out.add_(part) if self._exchange.shares[index].repeated else out.copy_(part)
+    @abstractmethod
+    def shape(self, index: int, rank: int) -> Shape:
+        """Of tensor number `index` on `rank`."""
 
-    def _of_heads(self, index: int, source: int) -> Tensor:
-        heads = self._exchange.shares[index].heads[source]
-        return self._sums[index][:, :, heads.start : heads.stop]
+    @abstractmethod
+    def part_shape(self, index: int, source: int, target: int) -> Shape:
+        """Of the part of it that `source` has for `target`."""
+
+    @abstractmethod
+    def pack(self, index: int, target: int, out: Tensor) -> None:
+        """out = the part for `target`."""
+
+    @abstractmethod
+    def write(self, index: int, out: Tensor) -> None:
+        """What others want, to its place in `out`, of the shape of the whole."""
+
+    @abstractmethod
+    def put(self, index: int, source: int, part: Tensor) -> None:
+        """Take in the part that `source` has for this rank."""
+
+    @abstractmethod
+    def put_from(self, index: int, source: int, whole: Tensor) -> None:
+        """The same, of all that `source` has."""
+
+    def results(self) -> list[Tensor]:
+        return [out.to(dtype) for out, dtype in zip(self._outs, self.exchange.dtypes, strict=True)]
+
+
+class ToHeads(Move):
+    """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]."""
+
+    way = "to heads"
+
+    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor:
+        return empty(self._shape(index, self.shares[index].by_heads(self.exchange.rank)), dtype)
+
+    def shape(self, index: int, rank: int) -> Shape:
+        return self._shape(index, self.shares[index].by_sequence(rank))
+
+    def part_shape(self, index: int, source: int, target: int) -> Shape:
+        return self._shape(index, self.shares[index].part(source, target))
+
+    def pack(self, index: int, target: int, out: Tensor) -> None:
+        out.copy_(_of_heads(self.xs[index], self.shares[index].heads[target]))
+
+    def write(self, index: int, out: Tensor) -> None:
+        x, own = self.xs[index], self.shares[index].only(self.exchange.rank)
+        out[:, :, : own.start].copy_(x[:, :, : own.start])
+        out[:, :, own.stop :].copy_(x[:, :, own.stop :])
+
+    def put(self, index: int, source: int, part: Tensor) -> None:
+        out, places = self._outs[index], self.shares[index].places[source]
+        if _by_index(len(places)):
+            out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
+            return
+        for here, there in _pieces(places):
+            out[:, there].copy_(part[:, here])
+
+    def put_from(self, index: int, source: int, whole: Tensor) -> None:
+        self.put(index, source, _of_heads(whole, self.shares[index].heads[self.exchange.rank]))
+
+
+class ToSequence(Move):
+    """The way back. Parts of heads that several ranks have are summed, in the order of the ranks."""
+
+    way = "to sequence"
+
+    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor:
+        x, share = self.xs[index], self.shares[index]
+        shape = self._shape(index, share.by_sequence(self.exchange.rank))
+        return x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if share.repeated else empty(shape, dtype)
 
     @property
-    def outs(self) -> list[Tensor]:
-        return [total.to(dtype) for total, dtype in zip(self._sums, self._exchange.dtypes, strict=True)]
+    def order(self) -> list[int]:
+        repeated = any(share.repeated for share in self.shares)
+        return list(range(self.exchange.ranks)) if repeated else super().order
+
+    def shape(self, index: int, rank: int) -> Shape:
+        return self._shape(index, self.shares[index].by_heads(rank))
+
+    def part_shape(self, index: int, source: int, target: int) -> Shape:
+        return self._shape(index, self.shares[index].part(target, source))
+
+    def pack(self, index: int, target: int, out: Tensor) -> None:
+        _take(self.xs[index], self.shares[index].places[target], out)
+
+    def write(self, index: int, out: Tensor) -> None:
+        """What this rank takes of its own need not be written, but many small copies cost more than one large one."""
+        x, places = self.xs[index], self.shares[index].places
+        others = [there for peer in self.exchange.peers for _, there in _pieces(places[peer])]
+        for there in [slice(None)] if _by_index(len(others)) else others:
+            out[:, there].copy_(x[:, there])
+
+    def put(self, index: int, source: int, part: Tensor) -> None:
+        out = self._of_source(index, source)
+        out.add_(part) if self.shares[index].repeated else out.copy_(part)
+
+    def put_from(self, index: int, source: int, whole: Tensor) -> None:
+        share = self.shares[index]
+        _take(whole, share.places[self.exchange.rank], self._of_source(index, source), add=share.repeated)
+
+    def _of_source(self, index: int, source: int) -> Tensor:
+        return _of_heads(self._outs[index], self.shares[index].heads[source])
 
 
-def take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
+def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
     """out = the rows of `whole` at these places, or out += them."""
-    if by_index(len(places)):
+    if _by_index(len(places)):
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
-    for here, there in pieces(places):
+    for here, there in _pieces(places):
         out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
 
 
-def by_index(count: int) -> bool:
+def _by_index(count: int) -> bool:
     """Whether rows in so many pieces move by index."""
     return count > _MOST_PIECES
 
 
-def pieces(places: Places) -> Iterator[tuple[slice, slice]]:
+def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
     """(rows of a rank, where they lie) for each piece."""
     at = 0
     for place in places:
@@ -219,10 +299,6 @@ def _indices(places: Places, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop) for r in places]).to(device)
 
 
-def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype, alignment: int) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // alignment) * alignment
-
-
 def _of_heads(x: Tensor, heads: range) -> Tensor:
     return x[:, :, heads.start : heads.stop]
 
@@ -232,13 +308,16 @@ class AllToAll(ABC):
 
     name: str
 
-    @abstractmethod
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D] for each of `xs`."""
+        return self.move(ToHeads, exchange, xs)
 
-    @abstractmethod
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         """The way back; where heads are repeated, their sum over the ranks that have them."""
+        return self.move(ToSequence, exchange, xs)
+
+    @abstractmethod
+    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 def all_to_all_by(schedule: Schedule) -> AllToAll:
@@ -256,102 +335,70 @@ class MessageAllToAll(AllToAll):
         self.name = name
         self._transport = transport
 
-    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        op, rank = f"{exchange.op} to heads", exchange.rank
-        send = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
-        recv = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
-
-        def pack(part: Tensor, x: Tensor, share: Share, peer: int) -> None:
-            part.copy_(_of_heads(x, share.heads[peer]))
-
-        with self._moving(op, exchange, xs, send, recv, pack) as moving:
-            result = HeadsResult(exchange, xs)
-            for index, (x, share) in enumerate(zip(xs, exchange.shares, strict=True)):
-                result.put(index, rank, _of_heads(x, share.heads[rank]))
-            received = moving.wait()
+    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        move, rank = to(exchange, xs), exchange.rank
+        self.check(move.op, exchange, xs)
+        with self._transport.abort_scope(move.op):
+            send = _Packets(move, lambda index, peer: move.part_shape(index, rank, peer))
+            recv = _Packets(move, lambda index, peer: move.part_shape(index, peer, rank))
+            flat = torch.empty(sum(send.sizes), dtype=torch.uint8, device=xs[0].device)
             for peer in exchange.peers:
-                for index, part in enumerate(recv.parts(received, peer)):
-                    result.put(index, peer, part)
-        return result.outs
-
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        op, rank = f"{exchange.op} to sequence", exchange.rank
-        send = _Packets(exchange, xs, lambda share, peer: (share.rows[peer], len(share.heads[rank])))
-        recv = _Packets(exchange, xs, lambda share, peer: (share.rows[rank], len(share.heads[peer])))
-
-        def pack(part: Tensor, x: Tensor, share: Share, peer: int) -> None:
-            take(x, share.places[peer], part)
-
-        with self._moving(op, exchange, xs, send, recv, pack) as moving:
-            result = SequenceResult(exchange, xs)
-            received = moving.wait()
-            for source in result.order:
-                own = source == rank
-                for index, x in enumerate(xs if own else recv.parts(received, source)):
-                    (result.add if own else result.add_rows)(index, source, x)
-        return result.outs
-
-    @contextmanager
-    def _moving(
-        self,
-        op: str,
-        exchange: Exchange,
-        xs: Sequence[Tensor],
-        send: _Packets,
-        recv: _Packets,
-        pack: Callable[[Tensor, Tensor, Share, int], None],
-    ) -> Iterator[Pending[Tensor]]:
-        self.check(op, exchange, xs)
-        with self._transport.abort_scope(op):
-            flat = send.room(xs[0].device)
-            for peer in exchange.peers:
-                for part, x, share in zip(send.parts(flat, peer), xs, exchange.shares, strict=True):
-                    pack(part, x, share, peer)
-            yield self._transport.all_to_all(op, flat, send.sizes, recv.sizes)
+                for index, part in enumerate(send.parts(flat, peer)):
+                    move.pack(index, peer, part)
+            moving = self._transport.all_to_all(move.op, flat, send.sizes, recv.sizes)
+            received: Tensor | None = None
+            for source in move.order:
+                if source == rank:
+                    for index, x in enumerate(xs):
+                        move.put_from(index, rank, x)
+                    continue
+                if received is None:
+                    received = moving.wait()
+                for index, part in enumerate(recv.parts(received, source)):
+                    move.put(index, source, part)
+            if received is None:  # one rank
+                moving.wait()
+        return move.results()
 
     def check(self, op: str, exchange: Exchange, xs: Sequence[Tensor]) -> None:
         self._transport.check(op, exchange.dims, xs[0].dtype, xs[0].device)
 
 
 class _Packets:
-    """One packet for each peer, with a part of every tensor in it.
+    """A packet of bytes for each peer, with a part of every tensor in it.
 
     Args:
-        rows_and_heads: of a tensor's part in the packet of a rank.
+        part_shape: of tensor number `index` in the packet of a peer.
 
     Attributes:
         sizes: in bytes, of each rank's packet; a rank's own is empty.
     """
 
-    def __init__(
-        self, exchange: Exchange, xs: Sequence[Tensor], rows_and_heads: Callable[[Share, int], tuple[int, int]]
-    ) -> None:
-        self._dtypes = [x.dtype for x in xs]
+    def __init__(self, move: Move, part_shape: Callable[[int, int], Shape]) -> None:
+        self._dtypes = [x.dtype for x in move.xs]
         self._shapes = [
-            [(x.shape[0], *rows_and_heads(s, peer), x.shape[3]) for x, s in zip(xs, exchange.shares, strict=True)]
-            for peer in range(exchange.ranks)
+            [part_shape(index, peer) for index in range(len(move.xs))] for peer in range(move.exchange.ranks)
         ]
         self.sizes = [
-            0
-            if peer == exchange.rank
-            else sum(
-                _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
-                for shape, dtype in zip(shapes, self._dtypes, strict=True)
-            )
+            0 if peer == move.exchange.rank else sum(map(_message_bytes, shapes, self._dtypes))
             for peer, shapes in enumerate(self._shapes)
         ]
         self._starts = [0, *itertools.accumulate(self.sizes)]
 
-    def room(self, device: torch.device) -> Tensor:
-        return torch.empty(self._starts[-1], dtype=torch.uint8, device=device)
-
-    def parts(self, flat: Tensor, peer: int) -> list[Tensor]:
-        """The tensors in the packet of `peer`, one of those in `flat`."""
-        found, at = [], self._starts[peer]
+    def parts(self, flat: Tensor, peer: int) -> Iterator[Tensor]:
+        """Views of the tensors in the packet of `peer`, one of those in `flat`."""
+        at = self._starts[peer]
         for shape, dtype in zip(self._shapes[peer], self._dtypes, strict=True):
-            found.append(flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-            at += _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
-        return found
+            yield flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            at += _message_bytes(shape, dtype)
+
+
+def _message_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return _aligned_bytes(shape, dtype, _MESSAGE_ALIGNMENT)
+
+
+def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // alignment) * alignment
 
 
 class SharedMemoryAllToAll(AllToAll):
@@ -363,75 +410,28 @@ class SharedMemoryAllToAll(AllToAll):
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, HeadsResult(exchange, xs, self._transport.empty)
+    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        move, rank = to(exchange, xs, self._transport.empty), exchange.rank
 
-        def shape(x: Tensor, share: Share, of: int) -> tuple[int, ...]:
-            return x.shape[0], share.rows[of], share.all_heads, x.shape[3]
-
-        def write(mine: Tensor, x: Tensor, share: Share) -> None:
-            own = share.only(rank)
-            mine[:, :, : own.start].copy_(x[:, :, : own.start])
-            mine[:, :, own.stop :].copy_(x[:, :, own.stop :])
-
-        def read(index: int, source: int, theirs: Tensor) -> None:
-            result.put(index, source, _of_heads(theirs, exchange.shares[index].heads[rank]))
-
-        self._exchange("to heads", exchange, xs, [rank, *exchange.peers], shape, write, read)
-        return result.outs
-
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        rank, result = exchange.rank, SequenceResult(exchange, xs, self._transport.empty)
-
-        def shape(x: Tensor, share: Share, of: int) -> tuple[int, ...]:
-            return x.shape[0], share.length, len(share.heads[of]), x.shape[3]
-
-        def write(mine: Tensor, x: Tensor, share: Share) -> None:
-            _write_all_but(mine, x, share.places, rank)
-
-        self._exchange("to sequence", exchange, xs, result.order, shape, write, result.add)
-        return result.outs
-
-    def _exchange(
-        self,
-        way: str,
-        exchange: Exchange,
-        xs: Sequence[Tensor],
-        sources: Sequence[int],
-        shape: Callable[[Tensor, Share, int], tuple[int, ...]],
-        write: Callable[[Tensor, Tensor, Share], None],
-        read: Callable[[int, int, Tensor], None],
-    ) -> None:
-        """`write` what others want; `read(index, source, tensor)` each source in turn. `shape` is that of what a rank
-        writes of a tensor."""
-        op, rank, shares = f"{exchange.op} {way}", exchange.rank, exchange.shares
-
-        def regions(of: int) -> Iterator[tuple[tuple[int, ...], torch.dtype, int]]:
+        def regions(of: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
+            """Shape, dtype and offset of each tensor in the memory of a rank."""
             offset = 0
-            for x, share in zip(xs, shares, strict=True):
-                yield shape(x, share, of), x.dtype, offset
-                offset += _aligned_bytes(shape(x, share, of), x.dtype, _MEMORY_ALIGNMENT)
+            for index, x in enumerate(xs):
+                shape = move.shape(index, of)
+                yield shape, x.dtype, offset
+                offset += _aligned_bytes(shape, x.dtype, _MEMORY_ALIGNMENT)
 
-        nbytes = sum(_aligned_bytes(one, dtype, _MEMORY_ALIGNMENT) for one, dtype, _ in regions(rank))
-        with self._transport.begin(op, exchange.dims, xs[0].dtype, nbytes) as workspace:
-            for x, share, region in zip(xs, shares, regions(rank), strict=True):
-                write(workspace.buffer(rank, *region), x, share)
+        nbytes = sum(_aligned_bytes(shape, dtype, _MEMORY_ALIGNMENT) for shape, dtype, _ in regions(rank))
+        with self._transport.begin(move.op, exchange.dims, xs[0].dtype, nbytes) as workspace:
+            for index, region in enumerate(regions(rank)):
+                move.write(index, workspace.buffer(rank, *region))
             workspace.signal(_READABLE)
-            for source in sources:
+            for source in move.order:
                 if source != rank:
                     workspace.wait(source, _READABLE)
                 for index, (x, region) in enumerate(zip(xs, regions(source), strict=True)):
-                    read(index, source, x if source == rank else workspace.buffer(source, *region))
-
-
-def _write_all_but(mine: Tensor, x: Tensor, places: Sequence[Places], rank: int) -> None:
-    """What this rank takes of its own it need not write, but many small copies cost more than one large one."""
-    others = [there for peer, own in enumerate(places) if peer != rank for _, there in pieces(own)]
-    if by_index(len(others)):
-        mine.copy_(x)
-        return
-    for there in others:
-        mine[:, there].copy_(x[:, there])
+                    move.put_from(index, source, x if source == rank else workspace.buffer(source, *region))
+        return move.results()
 
 
 class DeviceAllToAll(AllToAll):
@@ -447,52 +447,34 @@ class DeviceAllToAll(AllToAll):
         self._device = schedule.device
         self._messages = messages
 
-    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        def move(x: Tensor, one: Exchange) -> Tensor:
-            moved, (share,) = self._device.sequence_to_heads(x), one.shares
-            if _in_order(share):
-                return moved
-            result = HeadsResult(one, [x])
-            for source, part in enumerate(moved.split(list(share.rows), 1)):
-                result.put(0, source, part)
-            return result.outs[0]
-
-        return self._by_kernel("to heads", exchange, xs, move, self._messages.to_heads)
-
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        def move(x: Tensor, one: Exchange) -> Tensor:
-            (share,), (dtype,) = one.shares, one.dtypes
-            if not _in_order(share):
-                whole, x = x, x.new_empty(x.shape)
-                for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
-                    take(whole, places, part)
-            return self._device.heads_to_sequence(x).to(dtype)
-
-        return self._by_kernel("to sequence", exchange, xs, move, self._messages.to_sequence)
-
-    def _by_kernel(
-        self,
-        way: str,
-        exchange: Exchange,
-        xs: Sequence[Tensor],
-        move: Callable[[Tensor, Exchange], Tensor],
-        by_messages: Callable[[Exchange, Sequence[Tensor]], list[Tensor]],
-    ) -> list[Tensor]:
-        """`move` for what is even, messages for the rest."""
+    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         uneven = [i for i, share in enumerate(exchange.shares) if not share.even]
         found: dict[int, Tensor] = {}
         with self._abort_scope(exchange.op):
             if uneven:
-                found.update(zip(uneven, by_messages(exchange.of(uneven), [xs[i] for i in uneven]), strict=True))
+                moved = self._messages.move(to, exchange.of(uneven), [xs[i] for i in uneven])
+                found.update(zip(uneven, moved, strict=True))
             else:
-                self._messages.check(f"{exchange.op} {way}", exchange, xs)
+                self._messages.check(f"{exchange.op} {to.way}", exchange, xs)
             for i, x in enumerate(xs):
                 if i not in found:
-                    found[i] = move(x, exchange.of([i]))
+                    found[i] = self._by_kernel(to, exchange.of([i]), x)
         return [found[i] for i in range(len(xs))]
 
-
-def _in_order(share: Share) -> bool:
-    """Whether the ranks' rows lie one behind the other."""
-    ends = [0, *(places[-1].stop if len(places) == 1 else -1 for places in share.places)]
-    return all(len(places) == 1 and places[0].start == end for places, end in zip(share.places, ends, strict=False))
+    def _by_kernel(self, to: type[Move], exchange: Exchange, x: Tensor) -> Tensor:
+        (share,), (dtype,) = exchange.shares, exchange.dtypes
+        runs = [places[0] for places in share.places if len(places) == 1]
+        in_order = len(runs) == exchange.ranks and all(a.stop == b.start for a, b in itertools.pairwise(runs))
+        if to is ToSequence:
+            if not in_order:
+                whole, x = x, x.new_empty(x.shape)
+                for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
+                    _take(whole, places, part)
+            return self._device.heads_to_sequence(x).to(dtype)
+        moved = self._device.sequence_to_heads(x)
+        if in_order:
+            return moved
+        move = ToHeads(exchange, [x])
+        for source, part in enumerate(moved.split(list(share.rows), 1)):
+            move.put(0, source, part)
+        return move.results()[0]

@@ -5,8 +5,8 @@ With out_r and lse_r over the keys of rank r,
     lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
 
 ("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
-read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel: `kernels.triton_decode`); many are
-attention by steps, as in a ring.
+read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel, for all sequences at once); many
+are attention by steps, as in a ring.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows
-from fused_tp.attention.kernels.base import AttentionKernel
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
+from fused_tp.attention.kernels.select import forced_kernel
+from fused_tp.attention.kernels.triton import launchable, terms_of
 from fused_tp.attention.layout import BlockCyclicLayout, Tokens
 from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.symm_mem import is_capturing
 
 _T = TypeVar("_T")
 
@@ -219,3 +223,86 @@ def _steps(
         if not step.empty:
             steps.append((first, last, step))
     return tuple(steps)
+
+
+# -- by a Triton kernel -----------------------------------------------------------------------------------------------
+
+
+def kernel_serves(query: KernelQuery, new: int) -> bool:
+    """Whether `attend_by_kernel` computes it: on GPUs, unless FUSED_TP_ATTENTION names another one."""
+    forced = forced_kernel()
+    wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
+    return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(launchable(query))
+
+
+def attend_by_kernel(
+    call: CacheCall, q: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor, page_table: Tensor | None
+) -> Tensor:
+    """What `attend` gives, by one launch for all sequences, of caches as `context_parallel_decode` takes them."""
+    layout, k_indices = call.layout, None
+    starts, stops, places, most = _seen_rows(layout, call.limits, q.shape[1], tuple(lengths), q.device)
+    if call.scores.alibi_slopes is not None:
+        k_indices = _row_indices(layout, max(map(layout.count, lengths)), q.device)
+    if page_table is not None:
+        page_table = page_table.to(torch.int32).contiguous().to(q.device)
+    from fused_tp.triton_kernels.attention.decode import flash_decode
+
+    for table in (starts, k_indices):  # stops and places lie behind starts
+        _keep_until_read(table)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    found: Tensor = flash_decode(
+        q, k, v, starts, stops, most, terms_of(call.scores), pages=page_table, places=places, k_indices=k_indices
+    )
+    return found
+
+
+# A graph reads them at every replay, and nothing tells when it goes: tables that were captured are kept for good, once
+# each (tensors hash by identity).
+_captured_tables: set[Tensor] = set()
+
+
+def _keep_until_read(x: Tensor | None) -> None:
+    """Memory of what a cache drops must not be given away before the kernels of this stream have read it."""
+    if x is None or not x.is_cuda:
+        return
+    if is_capturing(x.device):
+        _captured_tables.add(x)
+    else:
+        x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
+    if is_capturing(device):
+        raise RuntimeError(
+            "context_parallel_decode needs tables for these cache_seqlens that are not on the device yet, and they "
+            "cannot be copied there while a CUDA graph is being captured. Run the same call once before the capture."
+        )
+    return torch.from_numpy(table).to(device)
+
+
+@lru_cache(maxsize=4)  # each layer of a model asks for the same
+def _seen_rows(
+    layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a sequence at
+    most."""
+    places = [[length - new + i for i in range(new)] for length in lengths]
+    intervals = np.array(
+        [
+            [rows_seen(layout, limits, place, length) if place >= 0 else (0, 0) for place in seq]
+            for seq, length in zip(places, lengths, strict=True)
+        ],
+        dtype=np.int32,
+    )
+    starts, stops = intervals[..., 0], intervals[..., 1]
+    sees = starts < stops
+    lowest, highest = np.where(sees, starts, np.iinfo(np.int32).max).min(1), np.where(sees, stops, 0).max(1)
+    both = _on(device, np.stack((starts, stops, np.array(places, dtype=np.int32))))
+    return both[0], both[1], both[2], int(np.maximum(highest.astype(np.int64) - lowest, 0).max())
+
+
+@lru_cache(maxsize=2)
+def _row_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
+    """int32 [rows, up to 1024 more]: which token lies in each row."""
+    rows = -(-rows // 1024) * 1024
+    return _on(device, layout.indices(0, rows).astype(np.int32))

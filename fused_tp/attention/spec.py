@@ -111,12 +111,54 @@ class Dropout:
     """Probabilities are zeroed with probability p and the others divided by 1 - p.
 
     Which ones follows from `seed` and the element's place in the whole: batch row, head (`first_head` + the local one),
-    index of query and of key. So the result does not depend on the number of ranks.
+    index of query and of key. So the result does not depend on the number of ranks. All kernels, in C++ and Triton,
+    draw the same bits, Philox4x32-10 of key (seed low, seed high) and counter (key index // 4, query index, head, batch
+    row), of whose four words the one of number key index % 4 counts: the element is dropped where it is below
+    `threshold`. (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.)
     """
 
     p: float
     seed: int  # 63 bits
     first_head: int = 0
+
+    @property
+    def threshold(self) -> int:
+        """p * 2^32."""
+        return min(int(self.p * 2**32), _WORD)
+
+    def kept(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
+        """bool [batch, heads, queries, keys]: what is not dropped, of these tokens of the whole."""
+        device = q_indices.device
+        shape = (batch, heads, len(q_indices), len(k_indices))
+
+        def along(values: Tensor, dim: int) -> Tensor:
+            return values.to(torch.int64).view([-1 if d == dim else 1 for d in range(4)]).expand(shape)
+
+        head = torch.arange(heads, device=device) + self.first_head
+        counter = along(k_indices // 4, 3), along(q_indices, 2), along(head, 1)
+        words = _philox(*counter, along(torch.arange(batch, device=device), 0), self.seed & _WORD, self.seed >> 32)
+        bits = torch.stack(words).gather(0, along(k_indices % 4, 3).unsqueeze(0)).squeeze(0)
+        return bits >= self.threshold
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int) -> tuple[Tensor, ...]:
+    """Four words [...], int64 below 2^32, of four such words."""
+    for _ in range(10):
+        high0, low0 = _product(c0, 0xD2511F53)
+        high2, low2 = _product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of the 64-bit product; int64 wraps, so the halves of `b` are multiplied apart."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    middle = high + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_tp.attention.dropout import kept
 from fused_tp.attention.spec import Dropout
 
 
@@ -98,5 +97,5 @@ def attention_with_mask(
         seed = torch.randint(2**63 - 1, ())  # stays a tensor, which compilers can trace, and calculates like an int
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
-        weights = weights * kept(dropout, q.shape[0], heads, *places) / (1 - dropout_p)
+        weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)
     return (weights @ values).to(q.dtype).transpose(1, 2)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
-from fused_tp.attention.decode import CacheCall, attend, exchanged_numbers, merge
-from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention.decode import CacheCall, attend, attend_by_kernel, exchanged_numbers, kernel_serves, merge
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
@@ -287,10 +286,10 @@ def _decode(
     words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
     words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=scale > 0)
-    if triton_decode.serves(query, q.shape[1]):
-        mine = triton_decode.attend(layout, scores, (left, right), q, lengths, k, v, page_table)
+    call = CacheCall(layout, scores, (left, right), kernel_for(q, v, scores), page_table is not None)
+    if kernel_serves(query, q.shape[1]):
+        mine = attend_by_kernel(call, q, lengths, k, v, page_table)
     else:
-        call = CacheCall(layout, scores, (left, right), kernel_for(q, v, scores), page_table is not None)
         mine = attend(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fused_tp.attention.decode import MAX_DECODE_QUERIES, exchanged_numbers
-from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, exchanged_numbers, kernel_serves
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
@@ -230,7 +229,7 @@ def _of_steps(query: KernelQuery) -> Provider:
 def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
     query = KernelQuery(device, dtype, head_dim, v_head_dim)
-    if triton_decode.serves(query, new):
+    if kernel_serves(query, new):
         return Provider("triton", "its split-KV kernel takes a few queries of all sequences at once")
     if new <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.dropout import kept
 from fused_tp.attention.layout import TokenLayout, Tokens
 from fused_tp.attention.plan import Step, make_step, ring_plan
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
@@ -97,7 +96,7 @@ def attention64(
     empty = (s == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : step.keys]
     if scores.dropout is not None:
-        keep = kept(scores.dropout, q.shape[0], q.shape[2], torch.from_numpy(step.q_indices), indices)
+        keep = scores.dropout.kept(q.shape[0], q.shape[2], torch.from_numpy(step.q_indices), indices)
         p = p * keep / (1 - scores.dropout.p)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), s.detach().logsumexp(-1)
 
@@ -317,7 +316,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
         q, k = torch.zeros(2, 46, 2, 16), torch.zeros(2, 46, 1, 16)
         v = torch.eye(46)[None, :, None].expand(2, -1, 1, -1).contiguous()
         out, _ = kernels().flash_attention(q, k, v, step, terms(Scores(1.0, dropout=drop)), config=tile())
-        wanted = kept(drop, 2, 2, *[torch.from_numpy(indices)] * 2)
+        wanted = drop.kept(2, 2, *[torch.from_numpy(indices)] * 2)
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
 
 

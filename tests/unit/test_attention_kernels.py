@@ -17,10 +17,9 @@ from torch import Tensor
 from fused_tp.attention.kernels import select, triton
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
 from fused_tp.attention.kernels.native import NATIVE
-from fused_tp.attention.kernels.reference import REFERENCE, Reference, blocks
+from fused_tp.attention.kernels.reference import REFERENCE, Reference, Shape, Tile, blocks
 from fused_tp.attention.kernels.select import choose_kernel, kernel_for
-from fused_tp.attention.kernels.tiles import Shape, Tile, tiles
-from fused_tp.attention.kernels.torch_flash import TORCH_CPU
+from fused_tp.attention.kernels.torch_flash import TORCH_CPU, tiles
 from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
@@ -193,8 +192,8 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
     lengths: list[int], causal: bool, window: tuple[int, int], rows: int, keys: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.kernels.tiles._FEWEST_ROWS", 8)
-        patch.setattr("fused_tp.attention.kernels.tiles._MOST_ROWS", 32)
+        patch.setattr("fused_tp.attention.kernels.torch_flash._FEWEST_ROWS", 8)
+        patch.setattr("fused_tp.attention.kernels.torch_flash._MOST_ROWS", 32)
         bounds = (0, *itertools.accumulate(lengths))
         mask = AttentionMask(bounds[-1], bounds[-1], causal, window, bounds, bounds)
         step = everything(mask)
@@ -207,7 +206,9 @@ def test_pieces_and_blocks_cover_what_is_seen_once(
         found = list(blocks(step, rows, keys))
         by_blocks = covered([(b.q_start, b.k_start, seen[b.rows, b.keys]) for b in found], step)
         assert (by_blocks == seen).all()
-        assert all(seen[b.rows, b.keys].any() and b.masked != bool(seen[b.rows, b.keys].all()) for b in found)
+        assert all(
+            seen[b.rows, b.keys].any() and (b.shape is Shape.MASKED) != bool(seen[b.rows, b.keys].all()) for b in found
+        )
 
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_resources import native_build
-from fused_tp.attention.dropout import kept
 from fused_tp.attention.kernels.base import KernelQuery, Saved, Sums
 from fused_tp.attention.kernels.native import NativeCpu
 from fused_tp.attention.layout import Tokens, all_tokens
@@ -135,7 +134,7 @@ def reference(mask: AttentionMask, scores: Scores, x: Inputs) -> tuple[Tensor, T
     lse = torch.logsumexp(score, -1)
     p = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     if scores.dropout is not None:
-        keep = kept(scores.dropout, q.shape[0], heads, torch.arange(mask.seq_len), j)
+        keep = scores.dropout.kept(q.shape[0], heads, torch.arange(mask.seq_len), j)
         p = p * keep / (1 - scores.dropout.p)
     out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(repeats, 2))
     out.backward(x.grad_out.double())
@@ -320,7 +319,7 @@ def test_dropout_is_that_of_philox(isa: str, dtype: torch.dtype) -> None:
     wide = AttentionMask(100, 100)
     state = SoftmaxState.empty(x.q, 29)
     NativeCpu(isa).forward(make_step(wide, queries, keys), Scores(1.0, dropout=dropout), x.q, x.k, x.v, state)
-    wanted = kept(dropout, 2, 2, torch.from_numpy(queries.indices), torch.from_numpy(keys.indices))
+    wanted = dropout.kept(2, 2, torch.from_numpy(queries.indices), torch.from_numpy(keys.indices))
     assert torch.equal(state.weighted.transpose(1, 2) > 0, wanted)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels import triton_decode
+from fused_tp.attention import decode
+from fused_tp.attention.kernels.reference import REFERENCE
 from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
@@ -102,43 +103,44 @@ def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: 
     read: list[str] = []
     kept: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), record_stream=read.append)
     q = torch.ones(1, 1, 2, 4)
-    monkeypatch.setattr(triton_decode, "_seen", lambda *_: (kept, kept, kept, 1))
-    monkeypatch.setattr(triton_decode, "_indices", lambda *_: kept)
+    monkeypatch.setattr(decode, "_seen_rows", lambda *_: (kept, kept, kept, 1))
+    monkeypatch.setattr(decode, "_row_indices", lambda *_: kept)
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: q)
-    monkeypatch.setattr(triton_decode.triton, "terms_of", lambda _: None)
+    monkeypatch.setattr(decode, "terms_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "this stream")
-    monkeypatch.setattr(triton_decode, "is_capturing", lambda _: False)
+    monkeypatch.setattr(decode, "is_capturing", lambda _: False)
     dealing: Any = SimpleNamespace(count=lambda length: length)
-    triton_decode.attend(dealing, Scores(1.0, alibi_slopes=torch.ones(2)), (-1, -1), q, [3], q, q, None)
+    call = decode.CacheCall(dealing, Scores(1.0, alibi_slopes=torch.ones(2)), (-1, -1), REFERENCE, False)
+    decode.attend_by_kernel(call, q, [3], q, q, None)
     assert read == ["this stream", "this stream"]
 
 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture keeps them, each once, and makes none: that takes a copy from the host."""
-    monkeypatch.setattr(triton_decode, "_captured", set())
+    monkeypatch.setattr(decode, "_captured_tables", set())
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
-    monkeypatch.setattr(triton_decode.triton, "terms_of", lambda _: None)
+    monkeypatch.setattr(decode, "terms_of", lambda _: None)
     dealing, scores, q = BlockCyclicLayout(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
 
     def attend(length: int) -> None:
-        triton_decode.attend(dealing, scores, (-1, -1), q, [length], q, q, None)
+        decode.attend_by_kernel(decode.CacheCall(dealing, scores, (-1, -1), REFERENCE, False), q, [length], q, q, None)
 
-    real = triton_decode._on
-    monkeypatch.setattr(triton_decode, "_on", lambda *given: real(*given).as_subclass(OnGpu))
+    real = decode._on
+    monkeypatch.setattr(decode, "_on", lambda *given: real(*given).as_subclass(OnGpu))
     monkeypatch.setattr(OnGpu, "record_stream", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    triton_decode._seen.cache_clear()
-    triton_decode._indices.cache_clear()
+    decode._seen_rows.cache_clear()
+    decode._row_indices.cache_clear()
     attend(9)
-    assert not triton_decode._captured
-    monkeypatch.setattr(triton_decode, "is_capturing", lambda _: True)
+    assert not decode._captured_tables
+    monkeypatch.setattr(decode, "is_capturing", lambda _: True)
     for _ in range(3):
         attend(9)
-    held = [weakref.ref(table) for table in triton_decode._captured]
+    held = [weakref.ref(table) for table in decode._captured_tables]
     with pytest.raises(RuntimeError, match="tables for these cache_seqlens that are not on the device yet"):
         attend(10)
-    triton_decode._seen.cache_clear()
-    triton_decode._indices.cache_clear()
+    decode._seen_rows.cache_clear()
+    decode._row_indices.cache_clear()
     assert len(held) == 2 and all(table() is not None for table in held)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.dropout import threshold
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
 from fused_tp.attention.kernels.torch_flash import plain_enough
 from fused_tp.attention.plan import Step
@@ -130,7 +129,7 @@ def _common(
         _address(slopes),
         None
         if dropout is None
-        else (threshold(dropout.p), 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
+        else (dropout.threshold, 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
         _rows_first(q),
         _rows_first(k),
         _rows_first(v),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.dropout import kept
 from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -22,15 +22,24 @@ _MOST_SCORES = 1 << 22  # that are held at a time, but for 16 rows: a few times 
 _KEYS = 1024
 
 
-@dataclass(frozen=True)
-class Block:
-    """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step; `masked`: not all see all."""
+class Shape(Enum):
+    """What of a tile is seen: all; by row i the keys up to i; by row i the keys from i on; any."""
 
+    FULL = "full"
+    LOWER = "lower"
+    UPPER = "upper"
+    MASKED = "masked"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step."""
+
+    shape: Shape
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
-    masked: bool
 
     @property
     def rows(self) -> slice:
@@ -41,8 +50,8 @@ class Block:
         return slice(self.k_start, self.k_stop)
 
 
-def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Block]:
-    """Blocks of at most these sizes that cover what is seen, without those where nothing is."""
+def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
+    """Tiles, FULL or MASKED, of at most these sizes that cover what is seen, without those where nothing is."""
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)
         starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]
@@ -50,7 +59,7 @@ def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Block]:
             k_stop = min(k_start + key_limit, int(stops[-1]))
             if ((starts < k_stop) & (stops > k_start) & (stops > starts)).any():
                 masked = bool((starts > k_start).any() or (stops < k_stop).any())
-                yield Block(q_start, q_stop, k_start, k_stop, masked)
+                yield Tile(Shape.MASKED if masked else Shape.FULL, q_start, q_stop, k_start, k_stop)
 
 
 @dataclass(frozen=True)
@@ -108,12 +117,12 @@ class Reference(AttentionKernel):
             dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
             dv[:, keys] += (left.mT @ g).sum(2).transpose(1, 2)
 
-    def _blocks(self, step: Step, q: Tensor) -> Iterator[Block]:
+    def _blocks(self, step: Step, q: Tensor) -> Iterator[Tile]:
         keys = min(_KEYS, step.keys)
         return blocks(step, max(16, _MOST_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
 
 
-def _probabilities(step: Step, how: Scores, block: Block, q: Tensor, k: Tensor, dtype: torch.dtype) -> _Probabilities:
+def _probabilities(step: Step, how: Scores, block: Tile, q: Tensor, k: Tensor, dtype: torch.dtype) -> _Probabilities:
     on = step.on(q.device)
     scores = _rows_first(q[:, block.rows], k, dtype) @ _keys_first(k[:, block.keys], dtype).mT
     scores *= how.scale
@@ -124,13 +133,13 @@ def _probabilities(step: Step, how: Scores, block: Block, q: Tensor, k: Tensor, 
     if how.alibi_slopes is not None:
         distance = (on["places"][block.rows, None] - on["k_indices"][block.keys]).abs().to(dtype)
         scores = scores - how.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
-    if block.masked:
+    if block.shape is Shape.MASKED:
         columns = torch.arange(block.k_start, block.k_stop, device=q.device)
         starts, stops = on["starts"][block.rows, None], on["stops"][block.rows, None]
         scores = scores.masked_fill((columns < starts) | (columns >= stops), -torch.inf)
     if how.dropout is not None:
         where = on["q_indices"][block.rows], on["k_indices"][block.keys]
-        keep = kept(how.dropout, q.shape[0], q.shape[2], *where)
+        keep = how.dropout.kept(q.shape[0], q.shape[2], *where)
         factor = _by_kv_head(keep, k).to(dtype) / (1 - how.dropout.p)
     return _Probabilities(scores, factor, d_cap, distance)
 
