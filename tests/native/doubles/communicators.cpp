@@ -113,9 +113,9 @@ void one_is_missing(double timeout, End&& end) {
     std::thread other([&] { end(*communicator); });
     expect_failure<Error>(*communicator, ticket);
     other.join();
-    // The stream goes on, and what did not come is NaN.
+    // The stream goes on, and what did not come is NaN. What other ranks have sent may arrive behind the fill.
     EXPECT(the_driver->synchronize(communicator->stream(), 20));
-    for (const float value : out) EXPECT(value != value);
+    for (size_t i = 0; i < kCount; ++i) EXPECT(out[i] != out[i]);
   });
 }
 
