@@ -14,8 +14,8 @@ from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
-from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
+from fused_tp.transport.base import checksum, first_apart
 
 
 class CacheRows(Protocol):

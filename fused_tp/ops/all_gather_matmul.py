@@ -21,7 +21,7 @@ from fused_tp.ops.arguments import (
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
 from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.base import GatherMatmul, Schedule
 from fused_tp.schedules.gemm import weight_grad
 from fused_tp.transport.base import Pending
 
@@ -163,14 +163,9 @@ def _key(a: _Args) -> DispatchKey:
 
 
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
-    outputs, gathered = schedule.all_gather_matmul(
-        a.x_shard,
-        a.weights,
-        spread(a.biases, a.has_bias),
-        gather_dim=a.gather_dim,
-        gather_size=a.gather_size,
-        return_gathered=a.return_gathered,
-    )
+    biases = spread(a.biases, a.has_bias)
+    asked = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
+    outputs, gathered = schedule.all_gather_matmul(asked)
     return outputs if gathered is None else [*outputs, gathered]
 
 

@@ -27,9 +27,8 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_name
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.registry import select_schedule
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype, checksum, first_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ from fused_tp.ops.arguments import autocast_dtype, cast, check_linear, check_ten
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.base import GatherMatmul, Schedule
 from fused_tp.schedules.gemm import bias_grad, weight_grad
 
 
@@ -116,14 +116,8 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     if not g.needs_x:
         d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
         return [g.d_shard.clone() if d_output is g.d_shard else d_output]
-    grads, gathered = schedule.all_gather_matmul(
-        g.d_shard,
-        [g.weight.t()],
-        [None],
-        gather_dim=g.scatter_dim,
-        gather_size=size,
-        return_gathered=g.needs_d_output,
-    )
+    asked = GatherMatmul(g.d_shard, [g.weight.t()], [None], g.scatter_dim, size, g.needs_d_output)
+    grads, gathered = schedule.all_gather_matmul(asked)
     return grads if gathered is None else [*grads, gathered]
 
 

@@ -18,8 +18,8 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.checksums import checksum, first_apart
 from fused_tp.schedules.registry import select_schedule
+from fused_tp.transport.base import checksum, first_apart
 
 # What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
 _MOVED_AS_THEY_ARE = frozenset(

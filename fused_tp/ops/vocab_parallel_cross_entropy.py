@@ -13,7 +13,7 @@ from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.layout import as_rows
+from fused_tp.schedules.gemm import as_rows
 from fused_tp.transport.base import accumulate_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")

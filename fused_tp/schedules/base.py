@@ -5,21 +5,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.gemm import Product, linear
+from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules.gemm import Product, as_rows, linear
 from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
+
+# Work that the caller has anyway, which a schedule does while bytes move; it is called exactly once.
+Work: TypeAlias = Callable[[], None] | None
+
+
+class GatherMatmul(NamedTuple):
+    """What an op asks of `Schedule.all_gather_matmul`: `gathered x @ w^T + b` for every weight.
+
+    Attributes:
+        gather_size: length of `gather_dim` over all ranks; None: all shards are equally long.
+        return_gathered: the gathered x is asked for too.
+    """
+
+    x_shard: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    gather_dim: int
+    gather_size: int | None = None
+    return_gathered: bool = False
 
 
 class Schedule(ABC):
     """One way to run the ops over one group.
 
     Dims that are gathered or scattered are given as 0 <= dim < x.ndim - 1 (any dim where there is no matmul).
-    `gather_size` None means that all shards are equally long. `meanwhile` is work the caller has anyway, which the
-    schedule does while bytes move; it is called exactly once.
 
     Attributes:
         name: as `FUSED_TP_SCHEDULE`, the dispatch table and `explain` say it.
@@ -47,7 +68,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        """Start gathering the shards along `gather_dim`."""
+        """Start gathering the shards along `gather_dim`; `gather_size` as in `GatherMatmul`."""
 
     @abstractmethod
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
@@ -63,37 +84,18 @@ class Schedule(ABC):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
+    @abstractmethod
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         """`gathered x @ w^T + b` for every weight, and the gathered x where asked for."""
-        with self.abort_scope("all_gather_matmul"):
-            x = self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait()
-            outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-            return outputs, x if return_gathered else None
 
     @abstractmethod
     def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
         """This rank's slice along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
 
     @abstractmethod
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         """The sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
     def all_reduce_rms_norm(
@@ -107,6 +109,152 @@ class Schedule(ABC):
     ) -> tuple[Tensor, Tensor]:
         """`all_reduce_rms_norm` of `x @ weight^T`."""
         return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+
+class RowSchedule(Schedule):
+    """A schedule that moves rank-major rows (`Cut`): a subclass has one inner step for each op.
+
+    The steps get what has been checked and cut; what they return is brought into the shape of the result here.
+    """
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        # With one more dim, so that `scatter_dim` is never the last one.
+        cut = Cut.of((*partial.shape, 1), scatter_dim, self.world_size)
+        if (other := self._other("reduce_scatter", partial.dtype, cut.shape)) is not None:
+            return other.reduce_scatter(partial, scatter_dim=scatter_dim)
+        self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        rows = cut.rank_major(partial.unsqueeze(-1))
+        return self._sum_rows(rows, cut).view(cut.shard_shape(self.rank)[:-1])
+
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, dim = asked.x_shard, asked.gather_dim
+        cut = Cut.of_shards(x_shard, dim, asked.gather_size, self.world_size)
+        if (other := self._other("all_gather_matmul", x_shard.dtype, cut.shape)) is not None:
+            return other.all_gather_matmul(asked)
+        self.check("all_gather_matmul", (*cut.shape, dim), x_shard)
+        return self._gather_matmul(asked, cut)
+
+    def matmul_reduce_scatter(
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        x, w = products[0]
+        cut = Cut.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
+        if (other := self._other("matmul_reduce_scatter", x.dtype, cut.shape)) is not None:
+            return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim), x)
+        rows = [(cut.rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shape(self.rank))
+
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        if (other := self._other("matmul_all_reduce", x.dtype, shape)) is not None:
+            return other.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        self.check("matmul_all_reduce", shape, x)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+
+    # -- of the subclass ----------------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        """What runs `op` where this schedule has nothing for it in a dtype and, over all ranks, this shape."""
+        return None
+
+    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        """With FUSED_TP_CHECK=1 compares what the ranks are about to do."""
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+        """`all_gather_matmul`; `cut` is that of the gathered x."""
+        with self.abort_scope("all_gather_matmul"):
+            x = self.all_gather(asked.x_shard, gather_dim=cut.dim, gather_size=asked.gather_size).wait()
+            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
+            return outputs, x if asked.return_gathered else None
+
+    @abstractmethod
+    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+        """This rank's rows of the sum of rank-major `rows` [M, 1] over ranks."""
+
+    @abstractmethod
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        """This rank's rows of the sum of all `products`, of rank-major rows, over ranks; `cut` is that of the sum."""
+
+    @abstractmethod
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        """The sum [M, N] of all `products`, of x as rows, over ranks."""
+
+
+# -- rows in the order of the ranks that hold them --------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A dim of length G in a tensor [lead, G, trail, n], cut over the ranks.
+
+    Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
+    transports move them. Where `lead` is 1 that is the tensor's own order and nothing is copied. Else the copy is made
+    on the side with the fewer bytes, which is the input of a matmul, not its output.
+
+    Attributes:
+        shape: of the whole tensor.
+        sizes: the ranks' lengths of `dim`.
+    """
+
+    shape: Sequence[int]
+    dim: int
+    sizes: Sequence[int]
+
+    @staticmethod
+    def of(shape: Sequence[int], dim: int, world_size: int) -> Cut:
+        """The cut of a tensor of `shape` as torch.chunk makes it."""
+        return Cut(shape, dim, shard_sizes(shape[dim], world_size))
+
+    @staticmethod
+    def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> Cut:
+        """The cut of what the shards make together; `size` None says that all are as long as this one."""
+        shape = list(x_shard.shape)
+        sizes = [shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
+        shape[dim] = sum(sizes)
+        return Cut(shape, dim, sizes)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether rank-major rows are in the tensor's own order."""
+        return prod(self.shape[: self.dim]) == 1
+
+    @property
+    def counts(self) -> list[int]:
+        """How many rows (all dims but the last) each rank holds."""
+        others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
+        return [others * size for size in self.sizes]
+
+    def shard_shape(self, rank: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.dim] = self.sizes[rank]
+        return shape
+
+    def rank_major(self, x: Tensor) -> Tensor:
+        """`x`, of this shape but for its last dim k, as contiguous rank-major rows [M, k]."""
+        if self.in_order:
+            return as_rows(x).contiguous()
+        out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
+        for rows, part in zip(out.split(self.counts), x.split(list(self.sizes), self.dim), strict=True):
+            rows.view(part.shape).copy_(part)
+        return out
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, which has elements, from the ranks' parts, contiguous and of any shape."""
+        lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy where dims before `dim` are longer than 1."""
+        shape = [*self.shape[:-1], rows.shape[-1]]
+        if self.in_order or rows.numel() == 0:
+            return rows.view(shape)
+        return self._replace(shape=shape).joined(rows.split(self.counts))
+
+
+def rank_offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each rank's part starts."""
+    return [0, *accumulate(sizes)][:-1]
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -17,30 +17,19 @@ fills the time that the last blocks travel, and on a stream of its own it would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from math import prod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.gemm import Product, sum_of_products
-from fused_tp.schedules.layout import (
-    as_rows,
-    gathered_shape,
-    gathered_sizes,
-    placed,
-    rank_offsets,
-    row_sizes,
-    to_rank_major,
-)
+from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work, rank_offsets
+from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
 from fused_tp.transport.device_collectives import sum_into
-from fused_tp.transport.failure import abort_on_partial_failure, check_usable
 
 CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
 MAX_CHUNKS = 4
@@ -59,23 +48,17 @@ class CopyEngineSchedule(KernelSchedule):
     name = "copy_engine"
 
     def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
-        super().__init__(plain, "Ranks that are threads of one process have no sums of whole tensors by copy engines.")
+        without = "Ranks that are threads of one process have no sums of whole tensors by copy engines."
+        super().__init__(engine, engine.rank, engine.world_size, plain, without)
         self.engine = engine
-        self.rank = engine.rank
-        self.world_size = engine.world_size
         self._chunks = chunks
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        return abort_on_partial_failure(op, lambda: self.engine.calls, self.engine.abort, self._transport)
-
-    # -- movements of whole tensors -----------------------------------------------------------------------------------
-
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        self._check("all_gather", (*gathered_shape(x_shard, gather_dim, sizes), gather_dim), x_shard)
-        return gather_blocks(x_shard, gather_dim, sizes, self._gathered)
+        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+        return gather_blocks(x_shard, cut, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:
         """Everyone's `flat` [n], one after the other: [W * n]."""
@@ -97,17 +80,17 @@ class CopyEngineSchedule(KernelSchedule):
 
         return After(finish)
 
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        if not partial.is_floating_point():
-            return self.fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
-        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
-        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
-        blocks = to_rank_major(last, scatter_dim, sizes).split(row_sizes(last.shape, scatter_dim, sizes))
+    # -- steps of an op -----------------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
+
+    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+        blocks = rows.split(cut.counts)
         own = blocks[self.rank]
         out = torch.empty_like(own)
         with (
-            span("reduce_scatter", partial, self.name),
+            span("reduce_scatter", rows, self.name),
             self.engine.call("reduce_scatter", scatter_bytes=_most_bytes(blocks)) as call,
         ):
             scatter = call.scatter()
@@ -116,30 +99,14 @@ class CopyEngineSchedule(KernelSchedule):
             scatter.terms(own.shape, own.dtype)[self.rank].copy_(own)
             self._sum(scatter, out, None)
             call.finish(out)
-        shape = list(partial.shape)
-        shape[scatter_dim] = sizes[self.rank]
-        return out.view(shape)
+        return out
 
-    # -- matmuls ------------------------------------------------------------------------------------------------------
-
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        shape = gathered_shape(x_shard, gather_dim, sizes)
-        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
-        counts = row_sizes(shape, gather_dim, sizes)
-        own = as_rows(x_shard).contiguous()
-        gathered = own.new_empty((sum(counts), shape[-1]))
+    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+        counts = cut.counts
+        own = as_rows(asked.x_shard).contiguous()
+        gathered = own.new_empty((sum(counts), cut.shape[-1]))
         shards = gathered.split(counts)
-        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in weights]
+        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in asked.weights]
         parts = [y.split(counts) for y in outputs]
         with self.engine.call("all_gather_matmul", gather_bytes=_most_bytes(shards)) as call:
             call.gather(own, shards)
@@ -148,50 +115,30 @@ class CopyEngineSchedule(KernelSchedule):
                     call.wait_for(source)
                 with span("all_gather_matmul of the shard of rank", source, self.name):
                     rows = own if source == self.rank else shards[source]
-                    for part, w, bias in zip(parts, weights, biases, strict=True):
+                    for part, w, bias in zip(parts, asked.weights, asked.biases, strict=True):
                         sum_of_products([(rows, w)], bias, out=part[source])
-            if return_gathered:
+            if asked.return_gathered:
                 shards[self.rank].copy_(own)
                 call.finish(*outputs, gathered)
             else:
                 call.finish(*outputs)
-        results = [placed(y, shape, gather_dim, counts) for y in outputs]
-        return results, placed(gathered, shape, gather_dim, counts) if return_gathered else None
+        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
 
-    def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        x, w = products[0]
-        shape = [*x.shape[:-1], w.shape[0]]
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
-        sizes = shard_sizes(shape[scatter_dim], self.world_size)
-        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
-        counts = row_sizes(shape, scatter_dim, sizes)
-        partial = x.new_empty((sum(counts), shape[-1]))
-        out = x.new_empty((counts[self.rank], shape[-1]))
-        most_bytes = max(counts) * shape[-1] * x.element_size()
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, counts, n = products[0][0], cut.counts, cut.shape[-1]
+        partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
+        most_bytes = max(counts) * n * x.element_size()
         with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
-            scatter = self._scatter("matmul_reduce_scatter", call, rows, partial, counts)
+            scatter = self._scatter("matmul_reduce_scatter", call, products, partial, counts)
             if meanwhile is not None:
                 meanwhile()
             self._sum(scatter, out, bias)
             call.finish(out)
-        shape[scatter_dim] = sizes[self.rank]
-        return out.view(shape)
+        return out
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, w = products[0]
-        shape = (*x.shape[:-1], w.shape[0])
-        self._check("matmul_all_reduce", shape, x)
-        rows = [(as_rows(x), w) for x, w in products]
-        m, n = prod(shape[:-1]), w.shape[0]
+        m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))
         count = self._chunks_of(m, n, x)
         chunks = [shard_range(m, count, number) for number in range(count)]
@@ -200,7 +147,7 @@ class CopyEngineSchedule(KernelSchedule):
         with self.engine.call("matmul_all_reduce", gather_bytes=most_bytes, scatter_bytes=most_bytes) as call:
             for number, (start, stop) in enumerate(chunks):
                 counts = shard_sizes(stop - start, self.world_size)
-                part = [(x[start:stop], w) for x, w in rows]
+                part = [(x[start:stop], w) for x, w in products]
                 with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
                     scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
                 if waiting is not None:
@@ -212,7 +159,7 @@ class CopyEngineSchedule(KernelSchedule):
             assert waiting is not None
             self._share(call, *waiting, bias)
             call.finish(out)
-        return out.view(shape)
+        return out
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -249,11 +196,6 @@ class CopyEngineSchedule(KernelSchedule):
         """From M, N and the dtype only: K is a shard and need not be the same on all ranks."""
         chunks = self._chunks or m * n * x.element_size() // CHUNK_BYTES
         return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
-
-    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
-        check_usable(self._transport)
-        if self._transport is not None:
-            self._transport.check(op, dims, x.dtype, x.device)
 
 
 def _most_bytes(tensors: Sequence[Tensor]) -> int:

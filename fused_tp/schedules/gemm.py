@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-from fused_tp.schedules.layout import as_rows
 
 # x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs nothing.
 Product: TypeAlias = tuple[Tensor, Tensor]
@@ -72,6 +71,11 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
     for x, w in others:
         as_rows(out).addmm_(as_rows(x), w.t())
     return out
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` [..., n] as [rows, n]; unlike reshape(-1, n) also where there is nothing in it."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def weight_grad(d_output: Tensor, x: Tensor) -> Tensor:

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from fused_tp.runtime import tracing
 from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import Product
-from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes
+from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
+from fused_tp.schedules.gemm import Product, as_rows
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
 from fused_tp.transport.torch_dist import TorchDist
@@ -72,8 +71,7 @@ class Hierarchical(Schedule):
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        shape = gathered_shape(x_shard, gather_dim, sizes)
+        shape, _, sizes = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
             part = self._levels.flat_call()
             with part:
@@ -120,30 +118,18 @@ class Hierarchical(Schedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        shape = gathered_shape(x_shard, gather_dim, sizes)
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        dim = asked.gather_dim
+        shape, _, sizes = Cut.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
             with self._levels.flat_call():
-                return self._flat.all_gather_matmul(
-                    x_shard, weights, biases,
-                    gather_dim=gather_dim, gather_size=gather_size, return_gathered=return_gathered,
-                )  # fmt: skip
+                return self._flat.all_gather_matmul(asked)
         count, own = self._hosts.count, self._hosts.own
         outputs: list[list[Tensor]] = [[] for _ in range(count)]
         gathered: list[Tensor | None] = [None] * count
-        with self._begin("all_gather_matmul", (*shape, gather_dim), x_shard):
-            inside = self._inside("all_gather_matmul", x_shard.dtype)
-            x_shard = x_shard.contiguous()
+        with self._begin("all_gather_matmul", (*shape, dim), asked.x_shard):
+            inside = self._inside("all_gather_matmul", asked.x_shard.dtype)
+            x_shard = asked.x_shard.contiguous()
             arriving = [
                 self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
                 for step in range(1, count)
@@ -152,21 +138,15 @@ class Hierarchical(Schedule):
                 host = (own - step) % count
                 shard = arriving[step - 1].wait() if step else x_shard
                 with tracing.span("host", host, "of", count, inside.name):
-                    outputs[host], gathered[host] = inside.all_gather_matmul(
-                        shard, weights, biases, gather_dim=gather_dim, gather_size=None, return_gathered=return_gathered
-                    )
+                    of_host = asked._replace(x_shard=shard, gather_size=None)
+                    outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
         # A copy of the outputs, a small part of the time of a matmul that is worth cutting over hosts.
-        joined = [torch.cat(blocks, dim=gather_dim) for blocks in zip(*outputs, strict=True)]
+        joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
         kept = [block for block in gathered if block is not None]
-        return joined, torch.cat(kept, dim=gather_dim) if return_gathered else None
+        return joined, torch.cat(kept, dim=dim) if kept else None
 
     def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
@@ -184,9 +164,7 @@ class Hierarchical(Schedule):
 
             return self._to_hosts("matmul_reduce_scatter", inside.name, of_host, bias, meanwhile)
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
@@ -217,7 +195,7 @@ class Hierarchical(Schedule):
         inside: str,
         of_host: Callable[[int], Tensor],
         bias: Tensor | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Work = None,
     ) -> Tensor:
         """The sum over hosts of what each makes for this one: `of_host` sums inside what a host is to get."""
         count, own = self._hosts.count, self._hosts.own

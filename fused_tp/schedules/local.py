@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.base import GatherMatmul, Schedule, Work
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.transport.base import Done, Pending
 from fused_tp.transport.torch_dist import TorchDist
@@ -39,32 +39,16 @@ class Local(Schedule):
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return rows
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        outputs = [linear(x_shard, w, b) for w, b in zip(weights, biases, strict=True)]
-        return outputs, x_shard.clone() if return_gathered else None
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x, weights, biases, _, _, return_gathered = asked
+        return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)], x.clone() if return_gathered else None
 
     def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
         return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         out = sum_of_products(products, bias)
         if meanwhile is not None:
             meanwhile()

@@ -16,23 +16,14 @@ Matmuls are cut along M, which costs a GPU little as long as chunks are large, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
-from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.gemm import Product, sum_of_products
-from fused_tp.schedules.layout import (
-    as_rows,
-    gathered_shape,
-    gathered_sizes,
-    placed,
-    rank_offsets,
-    row_sizes,
-    to_rank_major,
-)
+from fused_tp.schedules.base import Cut, GatherMatmul, Work, rank_offsets
+from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.device_collectives import sum_into
@@ -64,24 +55,8 @@ class NcclPipeline(Plain):
         self.chunks = chunks
         self._side_stream = SideStream()
 
-    # -- movements of whole tensors -----------------------------------------------------------------------------------
-
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
-        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
-        counts = tuple(row_sizes(last.shape, scatter_dim, sizes))
-        with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._swap_terms("reduce_scatter", to_rank_major(last, scatter_dim, sizes), counts)
-            moving.wait()
-            shape = list(partial.shape)
-            shape[scatter_dim] = sizes[self.rank]
-            out = partial.new_empty(shape)
-            sum_into(out.view(-1), terms)
-            return out
-
     def all_reduce(self, partial: Tensor) -> Tensor:
-        self._check("all_reduce", partial.shape, partial)
+        self.check("all_reduce", partial.shape, partial)
         partial = partial.contiguous()
         with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
@@ -90,32 +65,28 @@ class NcclPipeline(Plain):
             self._share_out("all_reduce", partial, out, None)().wait()
             return out
 
-    # -- matmuls ------------------------------------------------------------------------------------------------------
+    # -- steps of an op -----------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        shape = gathered_shape(x_shard, gather_dim, sizes)
-        self._check("all_gather_matmul", (*shape, gather_dim), x_shard)
+    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+        with self.transport.abort_scope("reduce_scatter"):
+            moving, terms = self._swap_terms("reduce_scatter", rows, tuple(cut.counts))
+            moving.wait()
+            out = rows.new_empty(terms.shape[1])
+            sum_into(out, terms)
+            return out
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            counts = tuple(row_sizes(shape, gather_dim, sizes))
-            own = as_rows(x_shard).contiguous()
+            counts = tuple(cut.counts)
+            own = as_rows(asked.x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
             gathered = own.new_empty((sum(counts), own.shape[1]))
             plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
             moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
-            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in weights]
+            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in asked.weights]
 
             def multiply(x: Tensor, start: int) -> None:
-                for output, w, b in zip(outputs, weights, biases, strict=True):
+                for output, w, b in zip(outputs, asked.weights, asked.biases, strict=True):
                     if len(x):
                         sum_of_products([(x, w)], b, out=output[start : start + len(x)])
 
@@ -126,22 +97,14 @@ class NcclPipeline(Plain):
                     moving.wait(i)
                     for begin, end in ranges:
                         multiply(gathered[begin:end], begin)
-            if return_gathered and not moving.brings_own_rows:
+            if asked.return_gathered and not moving.brings_own_rows:
                 gathered[start : start + len(own)].copy_(own)
-            outputs = [placed(y, shape, gather_dim, counts) for y in outputs]
-            return outputs, placed(gathered, shape, gather_dim, counts) if return_gathered else None
+            outputs = [cut.placed(y) for y in outputs]
+            return outputs, cut.placed(gathered) if asked.return_gathered else None
 
-    def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        rows, sizes, shape = self._scattered_rows(products, scatter_dim)
-        x, counts = rows[0][0], tuple(sizes)
-        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], shape[-1]
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, counts = products[0][0], tuple(cut.counts)
+        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
         partial = x.new_empty((len(x) - own, columns))  # of all rows but the own
         terms = x.new_empty((self.world_size, own, columns))
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
@@ -152,11 +115,11 @@ class NcclPipeline(Plain):
                 with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
                     for begin, end in ranges:
                         at = begin - own if begin > start else begin
-                        sum_of_products(_rows_of(rows, begin, end), out=partial[at : at + end - begin])
+                        sum_of_products(_rows_of(products, begin, end), out=partial[at : at + end - begin])
                     moving.send()
             with span("own rows", terms[self.rank], self.name):
                 if own:
-                    sum_of_products(_rows_of(rows, start, start + own), out=terms[self.rank])
+                    sum_of_products(_rows_of(products, start, start + own), out=terms[self.rank])
             if here is not None:
                 here()
             out = x.new_empty((own, columns))
@@ -166,31 +129,26 @@ class NcclPipeline(Plain):
                     if plan.ranges:
                         moving.wait(len(plan.ranges) // plan.pieces * (piece + 1) - 1)
                     sum_into(out[begin:end], terms[:, begin:end], bias)
-        return out.view(shape)
+        return out
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, w = products[0]
-        shape = (*x.shape[:-1], w.shape[0])
-        self._check("matmul_all_reduce", shape, x)
-        rows = [(as_rows(x), w) for x, w in products]
-        out = x.new_empty((prod(shape[:-1]), shape[-1]))
+        out = x.new_empty((len(x), w.shape[0]))
         beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
         with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(beside, x.device):
             if out.nbytes <= ONE_SHOT_BYTES:
                 with span("one shot", out, self.name):
-                    moving = self._terms_of_all("matmul_all_reduce", sum_of_products(rows), out, bias)
+                    moving = self._terms_of_all("matmul_all_reduce", sum_of_products(products), out, bias)
                 if here is not None:
                     here()
-                return moving().view(shape)
+                return moving()
             chunks = self._chunks(out.nbytes)
             cuts = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
             add_up: Callable[[], Moving] | None = None
             gathering: list[Moving] = []
             for i, (begin, end) in enumerate(cuts):
                 with span("chunk", i + 1, "of", len(cuts), (begin, end), self.name):
-                    partial = sum_of_products(_rows_of(rows, begin, end))
+                    partial = sum_of_products(_rows_of(products, begin, end))
                     add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
                     if add_up is not None:
                         # The terms of the chunk before have had a whole matmul's time to move.
@@ -202,7 +160,7 @@ class NcclPipeline(Plain):
             gathering.append(add_up())
             for chunk in gathering:
                 chunk.wait()
-        return out.view(shape)
+        return out
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.base import Cut, RowSchedule, Work
 from fused_tp.schedules.gemm import Product, sum_of_products
-from fused_tp.schedules.layout import from_rank_major, gathered_shape, gathered_sizes, row_sizes, to_rank_major
 from fused_tp.transport.base import After, Pending
+from fused_tp.transport.failure import abort_on_partial_failure, check_usable
 from fused_tp.transport.torch_dist import TorchDist
 
 
-class Plain(Schedule):
+class Plain(RowSchedule):
     """Every op over one group as compute followed by a torch.distributed collective.
 
     `meanwhile` still runs while the collective is under way: a gradient that needs nothing from the peers is free.
@@ -37,89 +37,54 @@ class Plain(Schedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self.transport.abort_scope(op)
 
-    # -- movements of whole tensors -----------------------------------------------------------------------------------
-
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        shape = gathered_shape(x_shard, gather_dim, sizes)
-        self._check("all_gather", (*shape, gather_dim), x_shard)
-        return gather_blocks(x_shard, gather_dim, sizes, lambda flat: self.transport.all_gather("all_gather", flat))
-
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        self._check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
-        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
-        rows = to_rank_major(last, scatter_dim, sizes)
-        shape = list(partial.shape)
-        shape[scatter_dim] = sizes[self.rank]
-        counts = row_sizes(last.shape, scatter_dim, sizes)
-        with self.transport.abort_scope("reduce_scatter"):
-            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), counts).wait().view(shape)
+        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+        return gather_blocks(x_shard, cut, lambda flat: self.transport.all_gather("all_gather", flat))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        self._check("all_reduce", partial.shape, partial)
+        self.check("all_reduce", partial.shape, partial)
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()
         with self.transport.abort_scope("all_reduce"):
             return self.transport.all_reduce("all_reduce", x).wait()
 
-    # -- matmuls ------------------------------------------------------------------------------------------------------
+    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+        with self.transport.abort_scope("reduce_scatter"):
+            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), cut.counts).wait()
 
-    def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        rows, counts, shape = self._scattered_rows(products, scatter_dim)
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
-            moving = self.transport.reduce_scatter("matmul_reduce_scatter", sum_of_products(rows), counts, bias)
+            partial = sum_of_products(products)
+            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, cut.counts, bias)
             if meanwhile is not None:
                 meanwhile()
-            return moving.wait().view(shape)
+            return moving.wait()
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
-        x, w = products[0]
-        self._check("matmul_all_reduce", (*x.shape[:-1], w.shape[0]), x)
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
             moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()
 
-    # -- shared with the pipelined schedule ---------------------------------------------------------------------------
-
-    def _scattered_rows(
-        self, products: Sequence[Product], scatter_dim: int
-    ) -> tuple[list[Product], list[int], list[int]]:
-        """The products on rank-major rows, how many rows each rank gets, and the shape of this rank's result."""
-        x, w = products[0]
-        shape = [*x.shape[:-1], w.shape[0]]
-        self._check("matmul_reduce_scatter", (*shape, scatter_dim), x)
-        sizes = shard_sizes(shape[scatter_dim], self.world_size)
-        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
-        counts = row_sizes(shape, scatter_dim, sizes)
-        shape[scatter_dim] = sizes[self.rank]
-        return rows, counts, shape
-
-    def _check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
 
 
-class KernelSchedule(Schedule):
-    """Base of the schedules of kernels: what they have no kernel for goes by plain collectives.
+class KernelSchedule(RowSchedule):
+    """Base of the schedules of kernels, or copy engines: what they have none for goes by plain collectives.
 
     Args:
+        kernels: of the group: its `calls` counts launches that peers have had a part of, `abort(sentence)` ends all.
         plain: of the group; None for ranks that are threads, which have nothing that could.
         without: why such ranks cannot run what has no kernel, in a sentence.
     """
 
-    def __init__(self, plain: Plain | None, without: str) -> None:
+    def __init__(self, kernels: Any, rank: int, world_size: int, plain: Plain | None, without: str) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._kernels = kernels
         self._plain = plain
         self._transport = None if plain is None else plain.transport
         self._without = without
@@ -139,31 +104,35 @@ class KernelSchedule(Schedule):
     def messages(self) -> TorchDist:
         return self.fallback.transport
 
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        return self.fallback.reduce_scatter(partial, scatter_dim=scatter_dim)
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        kernels = self._kernels
+        return abort_on_partial_failure(op, lambda: kernels.calls, kernels.abort, self._transport)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.fallback.all_reduce(partial)
 
+    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+        """The same once messages of the group have not failed: its ranks may no longer mean the same launch."""
+        check_usable(self._transport)
+        if self._transport is not None:
+            self._transport.check(op, dims, x.dtype, x.device)
 
-def gather_blocks(
-    x_shard: Tensor, gather_dim: int, sizes: Sequence[int], move: Callable[[Tensor], Pending[Tensor]]
-) -> Pending[Tensor]:
-    """The shards along `gather_dim`, `sizes` of them, by `move`: from everyone's block [n] to [W * n], for one n."""
-    shape = gathered_shape(x_shard, gather_dim, sizes)
+
+def gather_blocks(x_shard: Tensor, cut: Cut, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+    """The shards of `cut`, by `move`: from everyone's block [n] to [W * n], for one n."""
+    shape, sizes, longest = cut.shape, cut.sizes, max(cut.sizes)
     # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
-    block = prod(shape[:gather_dim]) * max(sizes) * prod(shape[gather_dim + 1 :])
+    per_index = prod(shape[: cut.dim]) * prod(shape[cut.dim + 1 :])
     flat = x_shard.contiguous().view(-1)  # reshape(-1) may leave strides, also 0, which NCCL refuses
-    if flat.numel() < block:
-        flat = torch.nn.functional.pad(flat, (0, block - flat.numel()))
+    if flat.numel() < per_index * longest:
+        flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
     moving = move(flat)
 
     def finish() -> Tensor:
         gathered = moving.wait()
-        if prod(shape[:gather_dim]) == 1 or prod(shape) == 0:
+        if cut.in_order or prod(shape) == 0:
             return gathered[: prod(shape)].view(shape)
-        per_index = block // max(sizes) if block else 0
         blocks = gathered.view(len(sizes), -1)
-        return from_rank_major([b[: per_index * n] for b, n in zip(blocks, sizes, strict=True)], shape, gather_dim)
+        return cut.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
 
     return After(finish)

@@ -12,7 +12,7 @@ costs the same packing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any
@@ -21,10 +21,8 @@ from weakref import WeakSet
 from torch import Tensor
 
 from fused_tp.runtime.errors import FusedTPError, raised_midway
-from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import Schedule, add_rms_norm
-from fused_tp.schedules.gemm import Product, linear, sum_of_products
-from fused_tp.schedules.layout import as_rows, gathered_shape, gathered_sizes, rank_offsets, row_sizes, to_rank_major
+from fused_tp.schedules.base import Cut, GatherMatmul, RowSchedule, Work, add_rms_norm, rank_offsets
+from fused_tp.schedules.gemm import Product, as_rows, linear, sum_of_products
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
 from fused_tp.transport.torch_dist import TorchDist
@@ -37,7 +35,7 @@ _DIRECT_BYTES = 1 << 20
 _MAX_DESCRIBED = 1024
 
 
-class SharedMemory(Schedule):
+class SharedMemory(RowSchedule):
     """Every op over one group of ranks that share memory."""
 
     name = "one_sided"
@@ -71,8 +69,8 @@ class SharedMemory(Schedule):
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        shape, sizes = self._gathered_shape(x_shard, gather_dim, gather_size)
-        dims = (*folded(shape), gather_dim)
+        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        dims = (*folded(cut.shape), gather_dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         with ExitStack() as on_error:  # an error here must not leave the call open
             on_error.push(workspace)
@@ -84,9 +82,8 @@ class SharedMemory(Schedule):
         def finish() -> Tensor:
             self._gathers.discard(workspace)
             with workspace:
-                out = x_shard.new_empty(shape)
-                for rank, (offset, size) in enumerate(zip(rank_offsets(sizes), sizes, strict=True)):
-                    part = out.narrow(gather_dim, offset, size)
+                out = x_shard.new_empty(cut.shape)
+                for rank, part in enumerate(out.split(list(cut.sizes), gather_dim)):
                     if rank == self.rank:
                         part.copy_(x_shard)
                     else:
@@ -96,15 +93,6 @@ class SharedMemory(Schedule):
 
         return After(finish)
 
-    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        sizes = shard_sizes(partial.shape[scatter_dim], self.world_size)
-        shape = list(partial.shape)
-        shape[scatter_dim] = sizes[self.rank]
-        last = partial.unsqueeze(-1)  # so that `scatter_dim` is never the last dim
-        rows = to_rank_major(last, scatter_dim, sizes)
-        counts = row_sizes(last.shape, scatter_dim, sizes)
-        return self.transport.reduce_scatter(rows, counts, shape=partial.shape).view(shape)
-
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
 
@@ -113,53 +101,40 @@ class SharedMemory(Schedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def all_gather_matmul(
-        self,
-        x_shard: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        *,
-        gather_dim: int,
-        gather_size: int | None,
-        return_gathered: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        shape, sizes = self._gathered_shape(x_shard, gather_dim, gather_size)
-        dims = (*folded(shape), gather_dim)
+    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+        return self.transport.reduce_scatter(rows, cut.counts, shape=cut.shape[:-1])
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+        dims, dtype = (*folded(cut.shape), cut.dim), asked.x_shard.dtype
         host = 0  # one rank's workspace holds the gathered x; the pages lie where the rank that writes them runs
-        nbytes = prod(shape) * x_shard.dtype.itemsize if self.rank == host else 0
-        with self.transport.begin("all_gather_matmul", dims, x_shard.dtype, nbytes) as workspace:
-            x = workspace.buffer(host, shape, x_shard.dtype)
-            x.narrow(gather_dim, rank_offsets(sizes)[self.rank], sizes[self.rank]).copy_(x_shard)
+        nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
+        with self.transport.begin("all_gather_matmul", dims, dtype, nbytes) as workspace:
+            x = workspace.buffer(host, cut.shape, dtype)
+            x.split(list(cut.sizes), cut.dim)[self.rank].copy_(asked.x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
-            outputs = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-            gathered = x.clone() if return_gathered else None
-        return outputs, gathered
+            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
+            return outputs, x.clone() if asked.return_gathered else None
 
-    def matmul_reduce_scatter(
-        self,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        *,
-        scatter_dim: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        x, w = products[0]
-        shape = [*x.shape[:-1], w.shape[0]]
-        sizes = shard_sizes(shape[scatter_dim], self.world_size)
-        rows = [(to_rank_major(x, scatter_dim, sizes), w) for x, w in products]
-        counts = row_sizes(shape, scatter_dim, sizes)
-        dims = (*folded(shape), scatter_dim)
-        with self.transport.begin("matmul_reduce_scatter", dims, x.dtype, prod(shape) * x.dtype.itemsize) as workspace:
-            self._partial(workspace, rows, bias, meanwhile)
-            shape[scatter_dim] = sizes[self.rank]
-            out = self.transport.empty(shape, x.dtype)
-            self._sum_rows(workspace, rank_offsets(counts)[self.rank], counts[self.rank], out)
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        dims, dtype, n = (*folded(cut.shape), cut.dim), products[0][0].dtype, cut.shape[-1]
+        counts = cut.counts
+        with self.transport.begin("matmul_reduce_scatter", dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:
+            partial = workspace.buffer(self.rank, (sum(counts), n), dtype)
+            sum_of_products(products, bias if self.rank == 0 else None, out=partial)  # rank 0's term carries the bias
+            workspace.signal(1)
+            if meanwhile is not None:
+                meanwhile()
+            workspace.wait_all(1)
+            out = self.transport.empty((counts[self.rank], n), dtype)
+            if out.numel():
+                start = rank_offsets(counts)[self.rank] * n * dtype.itemsize
+                sources = [workspace.address(rank) + start for rank in range(self.world_size)]
+                # The rows lie one behind the other: they are summed as one long row.
+                _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out
 
-    def matmul_all_reduce(
-        self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]
         own_bias = bias if self.rank == 0 else None
         # Few steps for decoding, which is here token after token: see ops/op.py.
@@ -176,11 +151,15 @@ class SharedMemory(Schedule):
             address = y.data_ptr()
             _core.all_reduce(self._core_group, address, address, *described)
             return y
+        return self._matmul_sum(products, own_bias, meanwhile)
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, w = products[0]
         return self.transport.all_reduce_of(
             "matmul_all_reduce",
             [*x.shape[:-1], w.shape[0]],
             x.dtype,
-            lambda y: sum_of_products(products, own_bias, out=as_rows(y)),
+            lambda y: sum_of_products(products, bias, out=as_rows(y)),
             meanwhile,
         )
 
@@ -197,35 +176,3 @@ class SharedMemory(Schedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return self.all_reduce_rms_norm(linear(x, weight), residual, norm_weight, eps)
-
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    def _gathered_shape(self, x_shard: Tensor, gather_dim: int, gather_size: int | None) -> tuple[list[int], list[int]]:
-        sizes = gathered_sizes(x_shard, gather_dim, gather_size, self.world_size)
-        return gathered_shape(x_shard, gather_dim, sizes), sizes
-
-    def _partial(
-        self,
-        workspace: Workspace,
-        products: Sequence[Product],
-        bias: Tensor | None,
-        meanwhile: Callable[[], None] | None,
-    ) -> None:
-        """Multiply into this rank's workspace and wait until all ranks have. Rank 0's term carries the bias."""
-        x, w = products[0]
-        partial = workspace.buffer(self.rank, (prod(x.shape[:-1]), w.shape[0]), x.dtype)
-        sum_of_products(products, bias if self.rank == 0 else None, out=partial)
-        workspace.signal(1)
-        if meanwhile is not None:
-            meanwhile()
-        workspace.wait_all(1)
-
-    def _sum_rows(self, workspace: Workspace, start: int, count: int, out: Tensor) -> None:
-        """out = sum over ranks of rows [start, start + count) of their workspaces."""
-        n = out.shape[-1]
-        if count * n == 0:
-            return
-        offset = start * n * out.dtype.itemsize
-        sources = [workspace.address(rank) + offset for rank in range(self.world_size)]
-        # The rows lie one behind the other: they are summed as one long row.
-        _core.sum_arrays(out.data_ptr(), sources, count * n, dtype_number(out.dtype))

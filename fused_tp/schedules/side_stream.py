@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+from fused_tp.transport.base import After, Pending
 
 
 class SideStream:
@@ -13,6 +16,7 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._gathers: torch.cuda.Stream | None = None
 
     @contextmanager
     def __call__(self, meanwhile: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
@@ -40,6 +44,24 @@ class SideStream:
                     meanwhile()
             finally:
                 stream.wait_stream(side)
+
+    def start(self, x: Tensor, gather: Callable[[], Tensor]) -> Pending[Tensor]:
+        """Start `gather` of `x`, on a GPU, on a stream of its own, beside what the caller launches next."""
+        if self._gathers is None:
+            self._gathers = self.own_stream(x.device)
+        stream = self._gathers
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            gathered = gather()
+        x.record_stream(stream)
+
+        def finish() -> Tensor:
+            consumer = torch.cuda.current_stream(x.device)
+            consumer.wait_stream(stream)
+            gathered.record_stream(consumer)
+            return gathered
+
+        return After(finish)
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """One more stream that nobody else has."""

@@ -1,8 +1,9 @@
-"""Results of transports that may still be under way, and the order of a sum, which all transports share."""
+"""What all transports share: results that may still be under way, the order of a sum, and checksums of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -56,3 +57,16 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         total.add_(bias)
     return total.to(dtype)
+
+
+# -- checksums by which ranks compare what they were called with, beside what they exchange anyway --------------------
+
+
+def checksum(words: str) -> int:
+    """Of 24 bits: a float of any transport holds them."""
+    return zlib.crc32(words.encode()) & 0xFFFFFF
+
+
+def first_apart(checksums: Sequence[float]) -> int:
+    """The first rank whose checksum is not that of rank 0; 0 where all are alike."""
+    return next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), 0)

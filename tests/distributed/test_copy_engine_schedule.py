@@ -26,6 +26,7 @@ if find_spec("fused_tp._core") is None:
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import GroupSlot, resolve_group
 from fused_tp.schedules import copy_engine, registry
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.copy_engine import LIBRARIES, CopyEngine, copy_engine_available
@@ -120,14 +121,12 @@ def every_op(schedule: CopyEngineSchedule, dtype_name: str) -> None:
             gathered = schedule.all_gather(shard, gather_dim=dim, gather_size=size).wait()
             assert torch.equal(gathered, x)
             ys, kept = schedule.all_gather_matmul(
-                shard, ws, [bias, None], gather_dim=dim, gather_size=size, return_gathered=True
+                GatherMatmul(shard, ws, [bias, None], dim, size, return_gathered=True)
             )
             assert kept is not None and torch.equal(kept, x)
             for y, w, added in zip(ys, ws, (bias, None), strict=True):
                 assert_within_dtype_error(y, matmul64(x, w, added), dtype, reduced_over=max(1, k), roundings=2)
-            (y,), nothing = schedule.all_gather_matmul(
-                shard, ws[:1], [None], gather_dim=dim, gather_size=size, return_gathered=False
-            )
+            (y,), nothing = schedule.all_gather_matmul(GatherMatmul(shard, ws[:1], [None], dim, size))
             assert nothing is None
             assert_within_dtype_error(y, matmul64(x, ws[0]), dtype, reduced_over=max(1, k), roundings=2)
 
@@ -216,7 +215,7 @@ def at_random(schedule: CopyEngineSchedule, seed: int, calls: int) -> None:
             assert torch.equal(moving.wait(), wanted), number
         elif kind == 2:
             shard = rows_of(schedule, x, 0)
-            (y,), _ = schedule.all_gather_matmul(shard, [w], [None], gather_dim=0, gather_size=m, return_gathered=False)
+            (y,), _ = schedule.all_gather_matmul(GatherMatmul(shard, [w], [None], 0, m))
             torch.testing.assert_close(y, x @ w.t(), rtol=1e-4, atol=1e-4)
         elif kind == 3:
             y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
@@ -291,9 +290,7 @@ def stalled(schedule: CopyEngineSchedule) -> list[int]:
 
     library.cuda_double_stall(1)
     with mock.patch.object(copy_engine, "sum_of_products", multiply):
-        (y,), _ = schedule.all_gather_matmul(
-            rows_of(schedule, x, 0), [w], [None], gather_dim=0, gather_size=8, return_gathered=False
-        )
+        (y,), _ = schedule.all_gather_matmul(GatherMatmul(rows_of(schedule, x, 0), [w], [None], 0, 8))
     torch.testing.assert_close(y, x @ w.t())
     # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
     library.cuda_double_stall(1)
@@ -316,9 +313,7 @@ def step(schedule: CopyEngineSchedule, op: str) -> Tensor:
     if op == "all_gather":
         return schedule.all_gather(x, gather_dim=0, gather_size=None).wait()
     if op == "all_gather_matmul":
-        return schedule.all_gather_matmul(
-            x, [w], [None], gather_dim=0, gather_size=None, return_gathered=False
-        )[0][0]  # fmt: skip
+        return schedule.all_gather_matmul(GatherMatmul(x, [w], [None], 0))[0][0]
     if op == "matmul_reduce_scatter":
         return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
     if op == "reduce_scatter":

@@ -16,6 +16,7 @@ import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import base, pipelined, plain
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport import torch_dist as torch_dist_module
@@ -59,7 +60,7 @@ def ops(schedule: Plain) -> dict[str, Callable[..., Any]]:
     gather: dict[str, Any] = {"gather_dim": 0, "gather_size": None, "return_gathered": True}
     return {
         "all_reduce": lambda **_: schedule.all_reduce(torch.ones(100)),
-        "all_gather_matmul": lambda **_: schedule.all_gather_matmul(x, [w], [None], **gather),
+        "all_gather_matmul": lambda **_: schedule.all_gather_matmul(GatherMatmul(x, [w], [None], **gather)),
         "matmul_reduce_scatter": lambda **k: schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, **k),
         "matmul_all_reduce": lambda **k: schedule.matmul_all_reduce([(x, w)], None, **k),
     }

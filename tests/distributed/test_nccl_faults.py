@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.schedules import nccl_pipeline
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import gather_plan
@@ -43,9 +44,7 @@ Work = Callable[[], None]
 def step(schedule: NcclPipeline, op: str) -> Tensor:
     x, w = torch.ones(8 * schedule.world_size, 6), torch.ones(5, 6)
     if op == "all_gather_matmul":
-        return schedule.all_gather_matmul(
-            x, [w], [None], gather_dim=0, gather_size=None, return_gathered=False
-        )[0][0]  # fmt: skip
+        return schedule.all_gather_matmul(GatherMatmul(x, [w], [None], 0))[0][0]
     if op == "matmul_reduce_scatter":
         return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
     return schedule.matmul_all_reduce([(x, w)], None)

@@ -21,6 +21,7 @@ from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules import nccl_pipeline, registry
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import gather_plan, scatter_plan
@@ -126,7 +127,7 @@ def schedule_case(group: Any) -> None:
             check(f"reduce_scatter {name}", y, own_part(3 * wanted - 2 * b, 0, group), torch.float64, world_size * k)
             assert done == [1, 2]
             outs, gathered = schedule.all_gather_matmul(
-                own_part(x, 0, group), [w, w[:1]], [b, None], gather_dim=0, gather_size=rows, return_gathered=True
+                GatherMatmul(own_part(x, 0, group), [w, w[:1]], [b, None], 0, rows, return_gathered=True)
             )
             assert gathered is not None and torch.equal(gathered, x)
             check(f"gather {name}", outs[0], wanted, torch.float64, world_size * k)
@@ -203,9 +204,7 @@ def many_calls_case(group: Any) -> None:
             x_part, w_part = own_part(x, 1, group).contiguous(), own_part(w, 1, group).contiguous()
             kind = common.choice(["gather", "scatter", "reduce"])
             if kind == "gather":
-                (y,), _ = schedule.all_gather_matmul(
-                    own_part(x, 0, group), [w], [None], gather_dim=0, gather_size=rows, return_gathered=False
-                )
+                (y,), _ = schedule.all_gather_matmul(GatherMatmul(own_part(x, 0, group), [w], [None], 0, rows))
                 wanted = matmul64(x, w)
             elif kind == "scatter":
                 y = schedule.matmul_reduce_scatter([(x_part, w_part)], None, scatter_dim=0)
@@ -309,9 +308,7 @@ def overlap_case(group: Any) -> None:
     schedule = NcclPipeline(transport, world_size - 1)
     x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
     with stalled_until(1):  # the own shard
-        (y,), _ = schedule.all_gather_matmul(
-            own_part(x, 0, group), [w], [None], gather_dim=0, gather_size=12, return_gathered=False
-        )
+        (y,), _ = schedule.all_gather_matmul(GatherMatmul(own_part(x, 0, group), [w], [None], 0, 12))
     torch.testing.assert_close(y, x @ w.t())
     with stalled_until(world_size):  # the blocks of all owners
         done: list[bool] = []

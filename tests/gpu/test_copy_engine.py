@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import sum_in_rank_order
@@ -90,9 +91,7 @@ def graph_case(group: Any, kind: str, library: str | None) -> str:
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
 
     def work() -> list[Tensor]:
-        (gathered,), _ = schedule.all_gather_matmul(
-            x, [eye], [None], gather_dim=0, gather_size=None, return_gathered=False
-        )
+        (gathered,), _ = schedule.all_gather_matmul(GatherMatmul(x, [eye], [None], 0))
         scattered = schedule.matmul_reduce_scatter([(x, eye)], None, scatter_dim=0)
         return [gathered, scattered, schedule.matmul_all_reduce([(x, eye)], None)]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
+from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport import copy_engine
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
@@ -196,9 +197,7 @@ def as_thread(rank: LocalRank) -> None:
     x, w = torch.arange(21.0).view(7, 3), torch.ones(2, 3)
     shard = x[3 * rank.rank : 3 * rank.rank + 3]
     for _ in range(3):
-        (y,), gathered = schedule.all_gather_matmul(
-            shard, [w], [None], gather_dim=0, gather_size=7, return_gathered=True
-        )
+        (y,), gathered = schedule.all_gather_matmul(GatherMatmul(shard, [w], [None], 0, 7, return_gathered=True))
         assert gathered is not None and torch.equal(gathered, x) and torch.equal(y, x @ w.t())
         assert torch.equal(schedule.matmul_all_reduce([(x, w)], None), rank.world_size * (x @ w.t()))
     with pytest.raises(ValueError, match="Ranks that are threads"):
