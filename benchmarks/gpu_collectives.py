@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_tp
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.transport.native_kernels import native_kernels_available
 
 from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import normal
 from .gpu_timing import GpuContext, assert_near, counted, each
+from .local_ranks import LocalRank, run_local
 
 KB, MB = 1 << 10, 1 << 20
 DTYPE = torch.bfloat16
@@ -52,7 +52,6 @@ COLUMNS = 8192
 NORM_ROWS = (16, 128, 1024, 4096)
 NORM_BAR = 0.6
 ONE_SHOT_NORM_BYTES = 512 * KB
-FP8_TOLERANCE = 0.04  # by norm; e4m3 rounds to 3 bits
 
 
 def traffic(op: str, nbytes: int, world_size: int) -> int:
@@ -98,10 +97,10 @@ def latency_cases(world_size: int, sizes: Sequence[int] = LATENCY_BYTES) -> Iter
 
 
 def norm_cases(world_size: int, rows: Sequence[int] = NORM_ROWS) -> Iterator[Case]:
-    for fp8, m in itertools.product((False, True), rows):
+    for m in rows:
         rivals = {APART: Rival(TIME_RATIO, NORM_BAR)}
-        parameters = {"rows": m, "columns": COLUMNS, "fp8": fp8, "world_size": world_size}
-        name = f"norm/{'fp8' if fp8 else 'bf16'}/W={world_size}/{m}x{COLUMNS}"
+        parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
+        name = f"norm/bf16/W={world_size}/{m}x{COLUMNS}"
         yield Case(name, norm_contestants, parameters, rivals, 1.5)
 
 
@@ -133,10 +132,9 @@ class Alone:
         return torch.empty_like(x)
 
     def all_reduce_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, algorithm: str, fp8: Tensor | None
-    ) -> tuple[Tensor, Tensor, None]:
-        dtype = x.dtype if fp8 is None else torch.float8_e4m3fn
-        return torch.empty_like(x, dtype=dtype), torch.empty_like(x), None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, algorithm: str
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(x)
 
 
 class Ranks:
@@ -336,7 +334,7 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
 class Norm:
     """Inputs of the fused norm and of its steps apart."""
 
-    def __init__(self, context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int) -> None:
+    def __init__(self, context: GpuContext, rows: int, columns: int, world_size: int) -> None:
         def random(*shape: int, seed: int) -> Tensor:
             return normal(*shape, dtype=DTYPE, device=context.device, seed=seed)
 
@@ -346,22 +344,19 @@ class Norm:
         self.partials = [[random(rows, columns, seed=100 * number + r) for r in range(world_size)] for number in sets]
         self.residuals = [random(rows, columns, seed=7000 + number) for number in sets]
         self.weight = random(columns, seed=9)
-        self.scale = torch.full((1,), 0.01, device=context.device) if fp8 else None
 
     def fused(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
         number %= len(self.partials)
-        normed, new_residual, _ = collectives.all_reduce_rms_norm(
-            self.partials[number][rank], self.residuals[number], self.weight, EPS, self.algorithm, self.scale
+        result: tuple[Tensor, Tensor] = collectives.all_reduce_rms_norm(
+            self.partials[number][rank], self.residuals[number], self.weight, EPS, self.algorithm
         )
-        return normed, new_residual
+        return result
 
     def apart(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
         number %= len(self.partials)
         total = collectives.all_reduce(self.partials[number][rank], self.algorithm)
         new_residual = total.add_(self.residuals[number])
         normed = F.rms_norm(new_residual, self.weight.shape, self.weight, EPS)
-        if self.scale is not None:
-            normed = (normed / self.scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
         return normed, new_residual
 
     def check(self, results: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -371,23 +366,20 @@ class Norm:
         expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * self.weight.double()
         for rank, (normed, new_residual) in enumerate(results):
             assert_near(new_residual, total, f"the residual of rank {rank}")
-            if self.scale is None:
-                assert_near(normed, expected, f"the norm of rank {rank}")
-            else:
-                wanted = (expected / self.scale.double()).clamp(-448, 448)
-                error = float((normed.double() - wanted).norm() / wanted.norm())
-                assert error <= FP8_TOLERANCE, f"the fp8 norm of rank {rank} is off by {error:.3g} of its norm"
+            assert_near(normed, expected, f"the norm of rank {rank}")
 
 
-def norm_contestants(context: GpuContext, rows: int, columns: int, fp8: bool, world_size: int) -> Makers:
-    norm = Norm(context, rows, columns, fp8, world_size)
+def norm_contestants(context: GpuContext, rows: int, columns: int, world_size: int) -> Makers:
+    norm = Norm(context, rows, columns, world_size)
 
     def contestant(call: Call, note: str) -> Contestant:
         ranks = Ranks(context, world_size, call)
         return counted(ranks.run_set, lambda: norm.check(ranks.checked_set()), note)
 
-    steps = "all-reduce, add, norm" + (", division and conversion to fp8" if fp8 else "")
-    return {OURS: lambda: contestant(norm.fused, norm.algorithm), APART: lambda: contestant(norm.apart, steps)}
+    return {
+        OURS: lambda: contestant(norm.fused, norm.algorithm),
+        APART: lambda: contestant(norm.apart, "all-reduce, add, norm"),
+    }
 
 
 # -- what a call costs the host ----------------------------------------------------------------------------------------

@@ -31,6 +31,48 @@ using driver::Stream;
 
 Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
 
+using Range = std::pair<Address, size_t>;  // address and bytes
+
+// What Python gives for a parameter of type T, and how it becomes one.
+template <typename T>
+struct From {
+  using Given = T;
+  static T value(T given) { return given; }
+};
+template <typename T>
+struct From<T*> {
+  using Given = Address;
+  static T* value(Address given) { return pointer<T>(given); }
+};
+template <typename T>
+struct From<T&> {
+  using Given = T&;
+  static T& value(T& given) { return given; }
+};
+template <>
+struct From<copy_engine::Memory> {
+  using Given = Range;
+  static copy_engine::Memory value(const Range& given) {
+    return {static_cast<driver::DeviceAddress>(given.first), given.second};
+  }
+};
+template <>
+struct From<std::vector<copy_engine::Memory>> {
+  using Given = std::vector<Range>;
+  static std::vector<copy_engine::Memory> value(const Given& given) {
+    std::vector<copy_engine::Memory> found;
+    for (const Range& range : given) found.push_back(From<copy_engine::Memory>::value(range));
+    return found;
+  }
+};
+template <>
+struct From<const std::vector<copy_engine::Memory>&> : From<std::vector<copy_engine::Memory>> {};
+template <>
+struct From<copy_engine::Op> {
+  using Given = int;
+  static copy_engine::Op value(int given) { return static_cast<copy_engine::Op>(given); }
+};
+
 // ---- the driver ------------------------------------------------------------------------------------------------
 
 // Whether everything in the stream has ended, after at most that many seconds. In slices, for Ctrl-C.
@@ -252,17 +294,6 @@ void bind_pipelines(py::module_& m) {
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
 
-using copy_engine::Memory;
-using Range = std::pair<Address, size_t>;  // address and bytes
-
-Memory to_memory(const Range& range) { return {static_cast<driver::DeviceAddress>(range.first), range.second}; }
-
-std::vector<Memory> to_memories(const std::vector<Range>& ranges) {
-  std::vector<Memory> memories;
-  for (const Range& range : ranges) memories.push_back(to_memory(range));
-  return memories;
-}
-
 // A workspace with its device's context current around every call.
 class CopyEngine {
  public:
@@ -291,11 +322,8 @@ class CopyEngine {
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
 
-  template <typename Use>
-  auto with(Use&& use) {
-    const Driver::Device guard(*driver_, device_);
-    return use(*workspace_);
-  }
+  Workspace& workspace() { return *workspace_; }
+  Driver::Device guard() const { return Driver::Device(*driver_, device_); }
   const copy_engine::Layout& layout() const { return workspace_->layout(); }
   copy_engine::StreamWatchdog& watchdog() { return workspace_->watchdog(); }
 
@@ -304,6 +332,22 @@ class CopyEngine {
   int device_;
   std::unique_ptr<Workspace> workspace_;
 };
+
+// A method of the workspace, called with the device's context current.
+template <typename Result, typename... Parameters>
+auto using_workspace(Result (copy_engine::Workspace::*method)(Parameters...)) {
+  return [method](CopyEngine& self, typename From<Parameters>::Given... given) {
+    const Driver::Device guard = self.guard();
+    return (self.workspace().*method)(From<Parameters>::value(given)...);
+  };
+}
+template <typename Result, typename... Parameters>
+auto using_workspace(Result (copy_engine::Workspace::*method)(Parameters...) const) {
+  return [method](CopyEngine& self, typename From<Parameters>::Given... given) {
+    const Driver::Device guard = self.guard();
+    return (self.workspace().*method)(From<Parameters>::value(given)...);
+  };
+}
 
 // All without the GIL: on the double of the driver the default stream runs everything at once, waits for peers
 // included.
@@ -320,59 +364,18 @@ void bind_copy_engine(py::module_& m) {
             return copy_engine::Layout(world, gather_bytes, scatter_bytes).bytes();
           },
           "world"_a, "gather_bytes"_a, "scatter_bytes"_a, "What a rank's workspace takes.")
-      .def(
-          "begin",
-          [](CopyEngine& self, int op, Address stream, double timeout_seconds) {
-            return self.with([&](Workspace& w) {
-              return w.begin(static_cast<copy_engine::Op>(op), to_stream(stream), timeout_seconds);
-            });
-          },
-          "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
-      .def(
-          "gather",
-          [](CopyEngine& self, Call& call, Address stream, Range shard, const std::vector<Range>& to) {
-            self.with([&](Workspace& w) { w.gather(call, to_stream(stream), to_memory(shard), to_memories(to)); });
-          },
-          "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
-          "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
-      .def(
-          "wait_for",
-          [](CopyEngine& self, const Call& call, Address stream, int peer) {
-            self.with([&](Workspace& w) { w.wait_for(call, to_stream(stream), peer); });
-          },
-          "call"_a, "stream"_a, "peer"_a, NoGil())
-      .def(
-          "scatter", [](CopyEngine& self) { return self.with([](Workspace& w) { return w.scatter(); }); }, NoGil(),
-          "The number of a new scatter.")
-      .def(
-          "push",
-          [](CopyEngine& self, Call& call, Address stream, int scatter, int peer, Range block) {
-            self.with([&](Workspace& w) { w.push(call, to_stream(stream), scatter, peer, to_memory(block)); });
-          },
-          "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
-      .def(
-          "receive",
-          [](CopyEngine& self, const Call& call, Address stream, int scatter) {
-            self.with([&](Workspace& w) { w.receive(call, to_stream(stream), scatter); });
-          },
-          "call"_a, "stream"_a, "scatter"_a, NoGil())
-      .def(
-          "release",
-          [](CopyEngine& self, Address stream, int scatter) {
-            self.with([&](Workspace& w) { w.release(to_stream(stream), scatter); });
-          },
-          "stream"_a, "scatter"_a, NoGil())
-      .def(
-          "finish",
-          [](CopyEngine& self, Call& call, Address stream, const std::vector<Range>& results) {
-            self.with([&](Workspace& w) { w.finish(call, to_stream(stream), to_memories(results)); });
-          },
-          "call"_a, "stream"_a, "results"_a, NoGil(),
-          "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
-      .def(
-          "quiet",
-          [](CopyEngine& self, double seconds) { return self.with([&](Workspace& w) { return w.quiet(seconds); }); },
-          "seconds"_a, NoGil(), "Whether all that was enqueued has ended, after waiting that long at most.")
+      .def("begin", using_workspace(&Workspace::begin), "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
+      .def("gather", using_workspace(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
+           "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
+      .def("wait_for", using_workspace(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
+      .def("scatter", using_workspace(&Workspace::scatter), NoGil(), "The number of a new scatter.")
+      .def("push", using_workspace(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
+      .def("receive", using_workspace(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
+      .def("release", using_workspace(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
+      .def("finish", using_workspace(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
+           "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
+      .def("quiet", using_workspace(&Workspace::quiet), "seconds"_a, NoGil(),
+           "Whether all that was enqueued has ended, after waiting that long at most.")
       .def(
           "slot", [](CopyEngine& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
           "scatter"_a, "sender"_a, "Where a block from `sender` is in this rank's workspace.")
@@ -390,7 +393,6 @@ void bind_copy_engine(py::module_& m) {
 
 using cuda::Algorithm;
 using cuda::Launchers;
-using cuda::NormOutput;
 using cuda::Workspace;
 
 Algorithm to_algorithm(int number) {
@@ -399,11 +401,42 @@ Algorithm to_algorithm(int number) {
   return static_cast<Algorithm>(number);
 }
 
-NormOutput to_norm_output(int number) {
-  if (number < static_cast<int>(NormOutput::kSameDtype) || number > static_cast<int>(NormOutput::kFp8RowScale))
-    throw py::value_error("unknown norm output number " + std::to_string(number));
-  return static_cast<NormOutput>(number);
-}
+template <>
+struct From<Algorithm> {
+  using Given = int;
+  static Algorithm value(int given) { return to_algorithm(given); }
+};
+template <>
+struct From<const Workspace*> {
+  using Given = const Workspace&;
+  static const Workspace* value(const Workspace& given) { return &given; }
+};
+template <>
+struct From<cuda::Bias> {
+  using Given = std::pair<Address, int64_t>;
+  static cuda::Bias value(const Given& given) { return {pointer<>(given.first), given.second}; }
+};
+
+// A struct that lives as long as the call that is given a pointer to it.
+template <typename Struct>
+struct Held {
+  Struct held;
+  operator const Struct*() const { return &held; }
+};
+template <>
+struct From<const cuda::AllToAllLayout*> {
+  using Given = const std::array<int64_t, 9>&;  // its nine numbers, in order
+  static Held<cuda::AllToAllLayout> value(Given l) { return {{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]}}; }
+};
+template <>
+struct From<const cuda::RmsNorm*> {
+  // residual, weight, normed, new_residual, rows, columns, eps
+  using Given = const std::tuple<Address, Address, Address, Address, int64_t, int64_t, double>&;
+  static Held<cuda::RmsNorm> value(Given n) {
+    return {{pointer<>(std::get<0>(n)), pointer<>(std::get<1>(n)), pointer<>(std::get<2>(n)), pointer<>(std::get<3>(n)),
+             std::get<4>(n), std::get<5>(n), std::get<6>(n)}};
+  }
+};
 
 // Stays loaded until the process ends: kernels may run in it until then, and the CUDA runtime in it ends with it.
 class DeviceKernels {
@@ -423,12 +456,14 @@ class DeviceKernels {
 
   // Calls a launcher and throws what CUDA says. Without the GIL: a launch waits for no other rank, but may wait for
   // room in the queue of a GPU.
-  template <typename Launcher, typename... Arguments>
-  void launch(const char* op, Launcher Launchers::* launcher, Arguments... arguments) const {
-    const int32_t error = (launchers_->*launcher)(arguments...);
-    if (error != 0)
-      throw std::runtime_error(std::string(op) + " could not be launched: " + launchers_->error_string(error) +
-                               " (CUDA error " + std::to_string(error) + ").");
+  template <typename... Parameters>
+  static auto launching(const char* op, int32_t (*Launchers::*launcher)(Parameters...)) {
+    return [op, launcher](const DeviceKernels& self, typename From<Parameters>::Given... given) {
+      const int32_t error = (self.launchers_->*launcher)(From<Parameters>::value(given)...);
+      if (error != 0)
+        throw std::runtime_error(std::string(op) + " could not be launched: " + self.launchers_->error_string(error) +
+                                 " (CUDA error " + std::to_string(error) + ").");
+    };
   }
 
  private:
@@ -458,84 +493,21 @@ void bind_kernels(py::module_& m) {
            "addresses"_a, "state"_a, "error"_a, "half_bytes"_a, "timeout_ns"_a, "multicast"_a, "rank"_a, "world"_a)
       .def_readwrite("timeout_ns", &Workspace::timeout_ns);
 
-  using Kernels = const DeviceKernels&;
-  using W = const Workspace&;
-  py::class_<DeviceKernels>(m, "DeviceKernels", "The library of device kernels at a path. Tensors come as addresses.")
-      .def(py::init<const std::string&>(), "path"_a)
-      .def(
-          "preload", [](Kernels kernels) { kernels.launch("preload", &Launchers::preload); }, NoGil(),
-          "Loads all kernels on the current GPU, so that no launch does, which might wait for kernels that run.")
-      .def(
-          "barrier",
-          [](Kernels kernels, W workspace, Address stream) {
-            kernels.launch("barrier", &Launchers::barrier, &workspace, pointer<>(stream));
-          },
-          "workspace"_a, "stream"_a, NoGil())
-      .def(
-          "all_reduce",
-          [](Kernels kernels, W workspace, int algorithm, Address in, Address out, int64_t count, int dtype,
-             Address bias, int64_t bias_columns, int blocks, Address stream) {
-            kernels.launch("all_reduce", &Launchers::all_reduce, &workspace, to_algorithm(algorithm), pointer<>(in),
-                           pointer<>(out), count, dtype, cuda::Bias{pointer<>(bias), bias_columns}, blocks,
-                           pointer<>(stream));
-          },
-          "workspace"_a, "algorithm"_a, "input"_a, "out"_a, "count"_a, "dtype"_a, "bias"_a, "bias_columns"_a,
-          "blocks"_a, "stream"_a, NoGil())
-      .def(
-          "reduce_scatter",
-          [](Kernels kernels, W workspace, Address in, Address out, int64_t count, int64_t chunk, int dtype,
-             Address bias, int64_t bias_columns, int blocks, Address stream) {
-            kernels.launch("reduce_scatter", &Launchers::reduce_scatter, &workspace, pointer<>(in), pointer<>(out),
-                           count, chunk, dtype, cuda::Bias{pointer<>(bias), bias_columns}, blocks, pointer<>(stream));
-          },
-          "workspace"_a, "input"_a, "out"_a, "count"_a, "chunk"_a, "dtype"_a, "bias"_a, "bias_columns"_a, "blocks"_a,
-          "stream"_a, NoGil())
-      .def(
-          "all_gather",
-          [](Kernels kernels, W workspace, Address in, Address out, int64_t count_bytes, int64_t chunk_bytes,
-             int blocks, Address stream) {
-            kernels.launch("all_gather", &Launchers::all_gather, &workspace, pointer<>(in), pointer<>(out), count_bytes,
-                           chunk_bytes, blocks, pointer<>(stream));
-          },
-          "workspace"_a, "input"_a, "out"_a, "count_bytes"_a, "chunk_bytes"_a, "blocks"_a, "stream"_a, NoGil())
-      .def(
-          "all_to_all",
-          [](Kernels kernels, W workspace, Address in, Address out, const std::array<int64_t, 9>& l, int blocks,
-             Address stream) {
-            const cuda::AllToAllLayout layout{l[0], l[1], l[2], l[3], l[4], l[5], l[6], l[7], l[8]};
-            kernels.launch("all_to_all", &Launchers::all_to_all, &workspace, pointer<>(in), pointer<>(out), &layout,
-                           blocks, pointer<>(stream));
-          },
-          "workspace"_a, "input"_a, "out"_a, "layout"_a, "blocks"_a, "stream"_a, NoGil(),
-          "layout: the nine numbers of AllToAllLayout, in order.")
-      .def(
-          "all_reduce_rms_norm",
-          [](Kernels kernels, W workspace, int algorithm, Address partial, Address residual, Address weight,
-             Address normed, Address new_residual, Address scale, int64_t rows, int64_t columns, double eps, int output,
-             int dtype, int blocks, Address stream) {
-            const cuda::RmsNorm norm{pointer<>(residual),
-                                     pointer<>(weight),
-                                     pointer<>(normed),
-                                     pointer<>(new_residual),
-                                     pointer<float>(scale),
-                                     rows,
-                                     columns,
-                                     eps,
-                                     to_norm_output(output)};
-            kernels.launch("all_reduce_rms_norm", &Launchers::all_reduce_rms_norm, &workspace, to_algorithm(algorithm),
-                           pointer<>(partial), &norm, dtype, blocks, pointer<>(stream));
-          },
-          "workspace"_a, "algorithm"_a, "partial"_a, "residual"_a, "weight"_a, "normed"_a, "new_residual"_a, "scale"_a,
-          "rows"_a, "columns"_a, "eps"_a, "output"_a, "dtype"_a, "blocks"_a, "stream"_a, NoGil())
-      .def(
-          "sum_terms",
-          [](Kernels kernels, Address terms, int count_of_terms, int64_t stride, Address out, int64_t count, int dtype,
-             Address bias, int64_t bias_columns, Address stream) {
-            kernels.launch("sum_terms", &Launchers::sum_terms, pointer<>(terms), count_of_terms, stride, pointer<>(out),
-                           count, dtype, cuda::Bias{pointer<>(bias), bias_columns}, pointer<>(stream));
-          },
-          "terms"_a, "count_of_terms"_a, "stride"_a, "out"_a, "count"_a, "dtype"_a, "bias"_a, "bias_columns"_a,
-          "stream"_a, NoGil());
+  py::class_<DeviceKernels> kernels(m, "DeviceKernels",
+                                    "The library of device kernels at a path. Parameters are those of launchers.h: "
+                                    "tensors as addresses, structs as tuples of what they hold.");
+  kernels.def(py::init<const std::string&>(), "path"_a);
+  const auto bind = [&](const char* op, auto launcher) {
+    kernels.def(op, DeviceKernels::launching(op, launcher), NoGil());
+  };
+  bind("preload", &Launchers::preload);
+  bind("barrier", &Launchers::barrier);
+  bind("all_reduce", &Launchers::all_reduce);
+  bind("reduce_scatter", &Launchers::reduce_scatter);
+  bind("all_gather", &Launchers::all_gather);
+  bind("all_to_all", &Launchers::all_to_all);
+  bind("all_reduce_rms_norm", &Launchers::all_reduce_rms_norm);
+  bind("sum_terms", &Launchers::sum_terms);
   m.attr("DEVICE_KERNELS_ABI") = cuda::kAbiVersion;
 }
 
@@ -563,13 +535,8 @@ struct Size {
     if (op == "all_reduce")
       return cuda::all_reduce_plan(algorithm, count, element_bytes, world, blocks).workspace_bytes();
     if (op != "all_reduce_rms_norm") return cuda::exchange_plan(chunk * element_bytes, world, blocks).workspace_bytes();
-    // For any dtype of the norm, so that calls which differ in nothing else take the same workspace.
-    int64_t most = 0;
-    for (const NormOutput output : {NormOutput::kSameDtype, NormOutput::kFp8StaticScale, NormOutput::kFp8RowScale})
-      most = std::max(most, cuda::all_reduce_rms_norm_plan(algorithm, cuda::ceil_div(count, chunk), chunk,
-                                                           element_bytes, output, world, blocks)
-                                .workspace_bytes());
-    return most;
+    const int64_t rows = cuda::ceil_div(count, chunk);
+    return cuda::all_reduce_rms_norm_plan(algorithm, rows, chunk, element_bytes, world, blocks).workspace_bytes();
   }
 };
 

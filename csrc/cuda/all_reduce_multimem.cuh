@@ -27,11 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     char* region = data_at(call, call.rank());
     for (int owner = 0; owner < call.world(); ++owner) {
       const Vector<T> part = in[owner];
-      for_packets<4>(block_share(part.packets(), job.per_block), [&](auto unroll, int64_t i) {
-        Packet packets[decltype(unroll)::value];
-        part.load(packets, i);
-        store_slot(region + owner * chunk_bytes, packets, i);
-      });
+      copy_to_slot<4>(region + owner * chunk_bytes, part, block_share(part.packets(), job.per_block));
     }
     fence_aliases();
     put(call, plan, 0, true);
@@ -70,16 +66,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Share share = block_share(part.packets(), job.per_block);
     if (!good) {
       fill_missing(part, share);
-      continue;
+    } else {
+      copy_from_slot<4>(part, data_at(call, call.rank()) + owner * chunk_bytes, share);
     }
-    const char* region = data_at(call, call.rank()) + owner * chunk_bytes;
-    for_packets<4>(share, [&](auto unroll, int64_t i) {
-      constexpr int kUnroll = decltype(unroll)::value;
-      Packet packets[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(region + (i + u * kThreads) * 16);
-      part.store(packets, i);
-    });
   }
   end(call);
 }

@@ -1,31 +1,122 @@
-#include "all_reduce_rms_norm_one_shot.cuh"
-#include "all_reduce_rms_norm_two_shot.cuh"
+// (normed, new_residual) of rms_norm.cuh. new_residual may be residual; normed may be partial.
+//
+// One shot: every row by every rank, one exchange, as in all_reduce_one_shot.cuh. Two shot: each row by its owner, who
+// writes both results to all, two exchanges, as in all_reduce_two_shot.cuh. These files say what orders what.
 #include "launch.cuh"
 #include "ops.h"
+#include "rms_norm.cuh"
 
 namespace fused_tp::cuda {
 
 namespace {
 
-bool is_valid(const void* partial, const RmsNorm& norm, int64_t element_bytes) {
-  if (norm.rows < 0 || norm.columns < 0 || norm.output < NormOutput::kSameDtype ||
-      norm.output > NormOutput::kFp8RowScale) {
-    return false;
+__device__ Rows partial_rows(const AllReduceRmsNorm& job, int64_t pitch) {
+  return {static_cast<char*>(const_cast<void*>(job.partial)), pitch, 0};
+}
+
+template <class T, int kWorld, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1)
+    all_reduce_rms_norm_one_shot(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                                 const __grid_constant__ AllReduceRmsNorm job) {
+  const Call call = begin(workspace, Op::kAllReduceRmsNorm);
+  const RmsNorm& norm = job.norm;
+  const Share share = block_share(norm.rows, job.per_block);
+  const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
+  const RowResults own = given_results<T>(norm);
+  const Rows partial = partial_rows(job, own.residual.pitch);
+  bool good = call.alive();
+  if (good) {
+    for (int step = 1; step < call.world(); ++step) {
+      const int peer = (call.rank() + step) % call.world();
+      const Rows slot{data_at(call, peer) + plan.term(call.rank()), slot_pitch, 0};
+      copy_rows<sizeof(T), kAligned>(slot, partial, share, norm.columns);
+    }
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
   }
+  if (good) {
+    const RowTerms<kWorld> terms{
+        {data_at(call, call.rank()), slot_pitch, 0}, plan.term_bytes, partial, call.rank(), call.world()};
+    norm_rows<T, kWorld, kAligned>(job, share, terms, own);
+  } else {
+    fill_missing_rows<T>(norm, share);
+  }
+  end(call);
+}
+
+// An owner first norms its rows into its own arrays and then copies them to the peers: what it reads again is in L2,
+// and the loop that norms is the same, and as short of registers, as with one shot.
+template <class T, int kWorld, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1)
+    all_reduce_rms_norm_two_shot(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
+                                 const __grid_constant__ AllReduceRmsNorm job) {
+  const Call call = begin(workspace, Op::kAllReduceRmsNorm);
+  const RmsNorm& norm = job.norm;
+  const int64_t owned = ceil_div(norm.rows, call.world());
+  // This block's rows of an owner.
+  auto share_of = [&](int owner) -> Share {
+    const int64_t first = owner * owned < norm.rows ? owner * owned : norm.rows;
+    const Share share = block_share(norm.rows - first < owned ? norm.rows - first : owned, job.per_block);
+    return {first + share.first, first + share.last};
+  };
+  const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
+  const RowResults own = given_results<T>(norm);
+  const Rows partial = partial_rows(job, own.residual.pitch);
+  // Results of an owner in its slot at a rank.
+  auto results_at = [&](int rank, int owner) -> RowResults {
+    char* slot = data_at(call, rank) + plan.result(owner);
+    const int64_t first = owner * owned;
+    return {{slot, slot_pitch, first}, {slot + owned * slot_pitch, slot_pitch, first}};
+  };
+  auto copy_results = [&](const RowResults& to, const RowResults& from, Share rows) {
+    copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
+    copy_rows<sizeof(T), kAligned>(to.normed, from.normed, rows, norm.columns);
+  };
+  bool good = call.alive();
+  if (good) {
+    for (int step = 1; step < call.world(); ++step) {
+      const int owner = (call.rank() + step) % call.world();
+      const Rows slot{data_at(call, owner) + plan.term(call.rank()), slot_pitch, owner * owned};
+      copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
+    }
+    put(call, plan, 0, true);
+    good = wait(call, plan, 0);
+    if (good) {
+      const Rows slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned};
+      const RowTerms<kWorld> terms{slots, plan.term_bytes, partial, call.rank(), call.world()};
+      norm_rows<T, kWorld, kAligned>(job, share_of(call.rank()), terms, own);
+      __syncthreads();
+      for (int step = 1; step < call.world(); ++step) {
+        const int peer = (call.rank() + step) % call.world();
+        copy_results(results_at(peer, call.rank()), own, share_of(call.rank()));
+      }
+    }
+    put(call, plan, 1, good);
+    good = good && wait(call, plan, 1);
+  }
+  for (int owner = 0; owner < call.world(); ++owner) {
+    if (!good) {
+      fill_missing_rows<T>(norm, share_of(owner));
+    } else if (owner != call.rank()) {
+      copy_results(own, results_at(call.rank(), owner), share_of(owner));
+    }
+  }
+  end(call);
+}
+
+bool is_valid(const void* partial, const RmsNorm& norm, int64_t element_bytes) {
+  if (norm.rows < 0 || norm.columns < 0) return false;
   const int64_t count = norm.rows * norm.columns;
-  const bool needs_scale = count > 0 && norm.output != NormOutput::kSameDtype;
   return is_array(partial, count, element_bytes) && is_array(norm.residual, count, element_bytes) &&
          is_array(norm.weight, norm.columns, element_bytes) && is_array(norm.new_residual, count, element_bytes) &&
-         is_array(norm.normed, count, normed_bytes(norm.output, element_bytes)) &&
-         (!needs_scale || is_array(norm.scale, 1, 4));
+         is_array(norm.normed, count, element_bytes);
 }
 
 // Whether all rows of all arrays are whole packets.
 template <class T>
 bool is_in_packets(const void* partial, const RmsNorm& norm) {
-  const int64_t normed_unit = normed_bytes(norm.output, sizeof(T)) * kPacketElements<T>;
   return norm.columns % kPacketElements<T> == 0 && is_aligned(partial, 16) && is_aligned(norm.residual, 16) &&
-         is_aligned(norm.weight, 16) && is_aligned(norm.new_residual, 16) && is_aligned(norm.normed, normed_unit);
+         is_aligned(norm.weight, 16) && is_aligned(norm.new_residual, 16) && is_aligned(norm.normed, 16);
 }
 
 }  // namespace
@@ -39,8 +130,7 @@ int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorit
   return for_dtype(dtype, [&](auto type) -> int32_t {
     using T = typename decltype(type)::type;
     if (!is_valid(partial, *norm, sizeof(T))) return cudaErrorInvalidValue;
-    const Plan plan =
-        all_reduce_rms_norm_plan(algorithm, norm->rows, norm->columns, sizeof(T), norm->output, world, blocks);
+    const Plan plan = all_reduce_rms_norm_plan(algorithm, norm->rows, norm->columns, sizeof(T), world, blocks);
     if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
     const bool one_shot = algorithm == Algorithm::kOneShot;
     const int64_t rows = one_shot ? norm->rows : ceil_div(norm->rows, world);

@@ -48,14 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!good) {
       fill_missing(part, share);
     } else if (owner != call.rank()) {
-      const char* result = data_at(call, call.rank()) + plan.result(owner);
-      for_packets<kCopyUnroll>(share, [&](auto unroll, int64_t i) {
-        constexpr int kUnroll = decltype(unroll)::value;
-        Packet packets[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(result + (i + u * kThreads) * 16);
-        part.store(packets, i);
-      });
+      copy_from_slot<kCopyUnroll>(part, data_at(call, call.rank()) + plan.result(owner), share);
     }
   }
   end(call);

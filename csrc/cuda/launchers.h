@@ -10,7 +10,7 @@
 namespace fused_tp::cuda {
 
 // Grows when a signature or a struct below changes: a library of another version is refused.
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 // One rank's workspace, as triton_kernels/comm/workspace.py makes it.
 struct Workspace {
@@ -39,21 +39,13 @@ struct AllToAllLayout {
   int64_t out_part_stride, out_batch_stride, out_row_stride;
 };
 
-enum class NormOutput : int32_t {
-  kSameDtype = 0,       // normed has the dtype of the input
-  kFp8StaticScale = 1,  // e4m3: normed / *scale, saturated; `scale` is one float, given
-  kFp8RowScale = 2,     // e4m3: scale[row] = max |normed| of the row / 448 is written, normed / scale[row]
-};
-
 struct RmsNorm {
   const void* residual;  // [rows, columns]
   const void* weight;    // [columns]
-  void* normed;          // [rows, columns], dtype as `output` says
+  void* normed;          // [rows, columns]
   void* new_residual;    // [rows, columns]
-  float* scale;          // as `output` says; null for kSameDtype
   int64_t rows, columns;
   double eps;
-  NormOutput output;
 };
 
 enum class Algorithm : int32_t { kOneShot = 0, kTwoShot = 1, kMultimem = 2 };

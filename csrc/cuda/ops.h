@@ -1,23 +1,22 @@
 // The launchers, one file each; library.cu makes the table of them. What they do and take is in launchers.h.
 #pragma once
 
+#include <type_traits>
+
 #include "launchers.h"
 
 namespace fused_tp::cuda {
 
-int32_t launch_barrier(const Workspace*, void* stream);
-int32_t launch_all_reduce(const Workspace*, Algorithm, const void* in, void* out, int64_t count, int32_t dtype, Bias,
-                          int32_t blocks, void* stream);
-int32_t launch_reduce_scatter(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t dtype,
-                              Bias, int32_t blocks, void* stream);
-int32_t launch_all_gather(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t blocks,
-                          void* stream);
-int32_t launch_all_to_all(const Workspace*, const void* in, void* out, const AllToAllLayout*, int32_t blocks,
-                          void* stream);
-int32_t launch_all_reduce_rms_norm(const Workspace*, Algorithm, const void* partial, const RmsNorm*, int32_t dtype,
-                                   int32_t blocks, void* stream);
-int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
-                         int32_t dtype, Bias, void* stream);
+template <class Pointer>
+using Function = std::remove_pointer_t<Pointer>;
+
+Function<decltype(Launchers::barrier)> launch_barrier;
+Function<decltype(Launchers::all_reduce)> launch_all_reduce;
+Function<decltype(Launchers::reduce_scatter)> launch_reduce_scatter;
+Function<decltype(Launchers::all_gather)> launch_all_gather;
+Function<decltype(Launchers::all_to_all)> launch_all_to_all;
+Function<decltype(Launchers::all_reduce_rms_norm)> launch_all_reduce_rms_norm;
+Function<decltype(Launchers::sum_terms)> launch_sum_terms;
 
 // Load the kernels that the launcher of that name chooses from, on the current device.
 int32_t preload_barrier();

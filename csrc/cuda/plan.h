@@ -90,28 +90,14 @@ constexpr Plan exchange_plan(int64_t chunk_bytes, int world, int blocks) {
   return Plan{world, blocks, 1, world, 0, aligned(chunk_bytes), 0};
 }
 
-// Bytes of an element of `normed`.
-FUSED_TP_HOST_DEVICE constexpr int64_t normed_bytes(NormOutput output, int64_t element_bytes) {
-  return output == NormOutput::kSameDtype ? element_bytes : 1;
-}
-
 // Rows stand in slots at multiples of 16 bytes.
 FUSED_TP_HOST_DEVICE constexpr int64_t row_pitch(int64_t columns, int64_t element_bytes) {
   return ceil_div(columns * element_bytes, 16) * 16;
 }
 
-// A slot of results has the new residual of all its rows, behind it the normed rows, then their scales.
-FUSED_TP_HOST_DEVICE constexpr int64_t normed_in_result(int64_t rows, int64_t columns, int64_t element_bytes) {
-  return rows * row_pitch(columns, element_bytes);
-}
-FUSED_TP_HOST_DEVICE constexpr int64_t scales_in_result(int64_t rows, int64_t columns, int64_t element_bytes,
-                                                        NormOutput output) {
-  return normed_in_result(rows, columns, element_bytes) +
-         rows * row_pitch(columns, normed_bytes(output, element_bytes));
-}
-
+// A slot of results has the new residual of all its rows, and behind it the normed rows.
 constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64_t columns, int64_t element_bytes,
-                                        NormOutput output, int world, int blocks) {
+                                        int world, int blocks) {
   Plan plan{world, blocks};
   if (world == 1) return plan;
   const int64_t owned_rows = algorithm == Algorithm::kOneShot ? rows : ceil_div(rows, world);
@@ -121,8 +107,7 @@ constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64
   if (algorithm == Algorithm::kTwoShot) {
     plan.phases = 2;
     plan.results = world;
-    plan.result_bytes = aligned(scales_in_result(owned_rows, columns, element_bytes, output) +
-                                (output == NormOutput::kFp8RowScale ? 4 * owned_rows : 0));
+    plan.result_bytes = aligned(2 * owned_rows * row_pitch(columns, element_bytes));
   }
   return plan;
 }

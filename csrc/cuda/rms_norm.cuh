@@ -2,11 +2,9 @@
 //
 // The sum, the residual included, is rounded once; adding the residual to a sum that is rounded already, as the steps
 // one by one do, is further from exact. The norm is taken of the rounded h, because that is what backward has and what
-// the next layer sees; it is computed in float and rounded once, to fp8 as well.
+// the next layer sees; it is computed in float and rounded once.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 #pragma once
-
-#include <cuda_fp8.h>
 
 #include "copy.cuh"
 #include "reduce.cuh"
@@ -22,8 +20,6 @@ struct AllReduceRmsNorm {
 
 // How many packets of its row a thread keeps in registers; it reads others again, which it has written itself.
 constexpr int kKept = 2;
-
-constexpr float kFp8Largest = 448.0f;
 
 // The smallest group that keeps a whole row, where a block is enough for that.
 inline int group_threads(int64_t packets) {
@@ -56,31 +52,6 @@ __device__ __forceinline__ void store_of_row(char* row, int64_t p, int64_t colum
   }
 }
 
-// Numbers as e4m3 in the first bytes of a packet, one for each.
-template <class T>
-__device__ __forceinline__ Packet pack_fp8(const float (&values)[kPacketElements<T>]) {
-  Packet packet = {};
-#pragma unroll
-  for (int k = 0; k < kPacketElements<T>; ++k) {
-    const uint32_t bits = __nv_cvt_float_to_fp8(values[k], __NV_SATFINITE, __NV_E4M3);
-    packet.words[k / 4] |= bits << (k % 4 * 8);
-  }
-  return packet;
-}
-
-template <class T, bool kAligned>
-__device__ __forceinline__ void store_fp8(char* row, int64_t p, int64_t columns, const Packet& packet) {
-  constexpr int kElements = kPacketElements<T>;
-  char* to = row + p * kElements;
-  if constexpr (kAligned) {
-#pragma unroll
-    for (int word = 0; word < kElements / 4; ++word) reinterpret_cast<uint32_t*>(to)[word] = packet.words[word];
-  } else {
-    const int64_t valid = columns - p * kElements;
-    store_elements<1>(to, packet, valid < kElements ? valid : kElements);
-  }
-}
-
 // Where a rank's rows are added up from: slots of all ranks, but its own from `partial`.
 template <int kWorld>
 struct RowTerms {
@@ -94,7 +65,6 @@ struct RowTerms {
 // Arrays, or slots, that results are in.
 struct RowResults {
   Rows residual, normed;
-  float* scales;  // of row normed.first; null: rows have none
 };
 
 // Adds up and norms rows [rows.first, rows.last).
@@ -105,8 +75,6 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
   const RmsNorm& norm = job.norm;
   const int64_t columns = norm.columns, packets = ceil_div(columns, kElements);
   const Group group{job.group_threads};
-  const bool per_row = norm.output == NormOutput::kFp8RowScale;
-  const float given_scale = norm.output == NormOutput::kFp8StaticScale ? *norm.scale : 1.0f;
   const Rows residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own.residual.pitch, 0};
   const char* weight = static_cast<const char*>(norm.weight);
 
@@ -157,54 +125,23 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
     const float mean = sum_over(group, squares) / static_cast<float>(columns);
     const float inverse = 1.0f / sqrtf(mean + static_cast<float>(norm.eps));
 
-    // body(p, values) for this thread's packets of the normed row.
-    auto for_normed = [&](auto&& body) {
-      auto normed = [&](int64_t p, const Packet& packet) {
-        float values[kElements], weights[kElements];
-        unpack<T>(packet, values);
-        unpack<T>(load_of_row<T, kAligned>(weight, p, columns), weights);
+    auto store_normed = [&](int64_t p, const Packet& packet) {
+      float values[kElements], weights[kElements];
+      unpack<T>(packet, values);
+      unpack<T>(load_of_row<T, kAligned>(weight, p, columns), weights);
 #pragma unroll
-        for (int k = 0; k < kElements; ++k) values[k] = values[k] * inverse * weights[k];
-        body(p, values);
-      };
-#pragma unroll
-      for (int k = 0; k < kKept; ++k) {
-        const int64_t p = group.lane() + k * group.threads;
-        if (p < last) normed(p, kept[k]);
-      }
-#pragma unroll 1
-      for (int64_t p = group.lane() + kKept * group.threads; p < last; p += group.threads) {
-        normed(p, load_of_row<T, kAligned>(own.residual[row], p, columns));
-      }
+      for (int k = 0; k < kElements; ++k) values[k] = values[k] * inverse * weights[k];
+      store_of_row<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
     };
-
-    if (norm.output == NormOutput::kSameDtype) {
-      for_normed([&](int64_t p, float (&values)[kElements]) {
-        store_of_row<T, kAligned>(own.normed[row], p, columns, pack<T>(values));
-      });
-      continue;
-    }
-    float scale = given_scale;
-    if (per_row) {
-      float largest = 0;
-      for_normed([&](int64_t p, float (&values)[kElements]) {
 #pragma unroll
-        for (int k = 0; k < kElements; ++k) {
-          if (kAligned || p * kElements + k < columns) largest = fmaxf(largest, fabsf(values[k]));
-        }
-      });
-      largest = max_over(group, largest);
-      scale = largest / kFp8Largest;
-      if (!(scale > 0)) scale = 1.0f;  // of zeros, or of numbers so small that this rounds to zero
-      if (group.lane() == 0 && last > 0) {
-        own.scales[row] = scale;
-      }
+    for (int k = 0; k < kKept; ++k) {
+      const int64_t p = group.lane() + k * group.threads;
+      if (p < last) store_normed(p, kept[k]);
     }
-    for_normed([&](int64_t p, float (&values)[kElements]) {
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) values[k] = values[k] / scale;
-      store_fp8<T, kAligned>(own.normed[row], p, columns, pack_fp8<T>(values));
-    });
+#pragma unroll 1
+    for (int64_t p = group.lane() + kKept * group.threads; p < last; p += group.threads) {
+      store_normed(p, load_of_row<T, kAligned>(own.residual[row], p, columns));
+    }
   }
 }
 
@@ -212,9 +149,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
 template <class T>
 __device__ __forceinline__ RowResults given_results(const RmsNorm& norm) {
   const int64_t pitch = norm.columns * static_cast<int64_t>(sizeof(T));
-  return {{static_cast<char*>(norm.new_residual), pitch, 0},
-          {static_cast<char*>(norm.normed), norm.columns * normed_bytes(norm.output, sizeof(T)), 0},
-          norm.output == NormOutput::kFp8RowScale ? norm.scale : nullptr};
+  return {{static_cast<char*>(norm.new_residual), pitch, 0}, {static_cast<char*>(norm.normed), pitch, 0}};
 }
 
 // Copies rows of numbers of kBytes: whole packets, one row right behind the other on both sides, or number by number.
@@ -229,23 +164,12 @@ __device__ __forceinline__ void copy_rows(const Rows& to, const Rows& from, Shar
   }
 }
 
-// Rows of fp8: in units of what a packet of T becomes.
-template <class T, bool kAligned>
-__device__ __forceinline__ void copy_fp8_rows(const Rows& to, const Rows& from, Share rows, int64_t columns) {
-  using Unit = std::conditional_t<kAligned, uint32_t, uint8_t>;
-#pragma unroll 1
-  for (int64_t row = rows.first; row < rows.last; ++row) {
-    copy_units<Unit>(to[row], from[row], columns / static_cast<int64_t>(sizeof(Unit)));
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void fill_missing_rows(const RmsNorm& norm, Share rows) {
   const RowResults own = given_results<T>(norm);
   if (rows.first >= rows.last) return;
   fill_missing(own.residual[rows.first], (rows.last - rows.first) * own.residual.pitch);
   fill_missing(own.normed[rows.first], (rows.last - rows.first) * own.normed.pitch);
-  if (own.scales) fill_missing(own.scales + rows.first, (rows.last - rows.first) * 4);
 }
 
 }  // namespace fused_tp::cuda

@@ -27,12 +27,8 @@ __device__ __forceinline__ void push_parts(const Call& call, const Plan& plan, c
   for (int step = in [call.rank()].is_whole() ? 1 : 0; step < call.world(); ++step) {
     const int owner = (call.rank() + step) % call.world();
     const Vector<T> part = in[owner];
-    char* slot = data_at(call, owner) + plan.term(call.rank());
-    for_packets<kCopyUnroll>(block_share(part.packets(), per_block), [&](auto unroll, int64_t i) {
-      Packet packets[decltype(unroll)::value];
-      part.load(packets, i);
-      store_slot(slot, packets, i);
-    });
+    copy_to_slot<kCopyUnroll>(data_at(call, owner) + plan.term(call.rank()), part,
+                              block_share(part.packets(), per_block));
   }
 }
 

@@ -125,6 +125,27 @@ __device__ __forceinline__ void for_packets(Share share, Body&& body) {
 // How many packets a thread copies at once.
 constexpr int kCopyUnroll = 8;
 
+// A share of an array into a slot, and out of one.
+template <int kUnroll, class T>
+__device__ __forceinline__ void copy_to_slot(char* slot, const Vector<T>& array, Share share) {
+  for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
+    Packet packets[decltype(unroll)::value];
+    array.load(packets, i);
+    store_slot(slot, packets, i);
+  });
+}
+
+template <int kUnroll, class T>
+__device__ __forceinline__ void copy_from_slot(const Vector<T>& array, const char* slot, Share share) {
+  for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
+    constexpr int kCount = decltype(unroll)::value;
+    Packet packets[kCount];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) packets[u] = load_packet(slot + (i + u * kThreads) * 16);
+    array.store(packets, i);
+  });
+}
+
 // Where one slot, at the same offset everywhere, lies at the peers: [1], [2], ... are the ranks after this one, in
 // turn, so that ranks write to different ones at any time; [0] is this rank's own. kWorld 0: as many as there are.
 template <int kWorld>

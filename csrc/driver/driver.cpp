@@ -13,19 +13,16 @@
 #include "driver/api.h"
 
 namespace fused_tp::driver {
-namespace {
 
 using Clock = std::chrono::steady_clock;
 
 template <typename Function>
-void bind(void* library, const std::string& path, const char* symbol, Function& function) {
+static void bind(void* library, const std::string& path, const char* symbol, Function& function) {
   void* found = ::dlsym(library, symbol);
   if (found == nullptr)
     throw DriverError(path + " has no " + symbol + ": this CUDA driver is too old, 12.0 or later is needed", -1);
   function = reinterpret_cast<Function>(found);
 }
-
-}  // namespace
 
 uint32_t count_forks() {
   static std::atomic<uint32_t> forks{0};
@@ -128,21 +125,17 @@ void Driver::record(Event event, Stream stream) const {
   check(functions_->cuEventRecord(event, stream), "cuEventRecord");
 }
 
-bool Driver::done(Event event) const {
+template <typename Handle>
+bool Driver::ready(int (*query)(Handle), Handle handle, const char* call) const {
   const IgnoringCaptures ignoring(*this);
-  const int code = functions_->cuEventQuery(event);
-  if (code == kErrorNotReady) return false;
-  check(code, "cuEventQuery");
-  return true;
+  const int code = query(handle);
+  if (code != kErrorNotReady) check(code, call);
+  return code != kErrorNotReady;
 }
 
-bool Driver::idle(Stream stream) const {
-  const IgnoringCaptures ignoring(*this);
-  const int code = functions_->cuStreamQuery(stream);
-  if (code == kErrorNotReady) return false;
-  check(code, "cuStreamQuery");
-  return true;
-}
+bool Driver::done(Event event) const { return ready(functions_->cuEventQuery, event, "cuEventQuery"); }
+
+bool Driver::idle(Stream stream) const { return ready(functions_->cuStreamQuery, stream, "cuStreamQuery"); }
 
 void Driver::wait(Stream stream, Event event) const {
   check(functions_->cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
@@ -185,61 +178,49 @@ void Driver::ignore_captures() const {
   check(functions_->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
 }
 
+template <typename Handle>
+Owned<Handle>::Owned(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy)
+    : driver_(std::move(driver)), device_(device), destroy_(destroy) {}
+
+template <typename Handle>
+Owned<Handle>::~Owned() {
+  if (driver_->forked() || handle_ == nullptr) return;
+  try {
+    Driver::Device guard(*driver_, device_);
+    (driver_->functions().*destroy_)(handle_);
+  } catch (const DriverError&) {
+  }
+}
+
+template class Owned<Stream>;
+template class Owned<Event>;
+template class Owned<void*>;
+
 OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority)
-    : driver_(std::move(driver)), device_(device) {
+    : Owned(std::move(driver), device, &Functions::cuStreamDestroy) {
   Driver::Device guard(*driver_, device_);
   const Functions& f = driver_->functions();
   int least = 0;
   int greatest = 0;
   driver_->check(f.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  driver_->check(f.cuStreamCreateWithPriority(&stream_, kStreamNonBlocking, high_priority ? greatest : least),
+  driver_->check(f.cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, high_priority ? greatest : least),
                  "cuStreamCreateWithPriority");
 }
 
-// The three below ignore errors: at the end of the process the driver may be gone already, and takes them with it.
-OwnStream::~OwnStream() {
-  if (driver_->forked()) return;
-  try {
-    Driver::Device guard(*driver_, device_);
-    driver_->functions().cuStreamDestroy(stream_);
-  } catch (const DriverError&) {
-  }
-}
-
-OwnEvent::OwnEvent(std::shared_ptr<const Driver> driver, int device) : driver_(std::move(driver)), device_(device) {
+OwnEvent::OwnEvent(std::shared_ptr<const Driver> driver, int device)
+    : Owned(std::move(driver), device, &Functions::cuEventDestroy) {
   Driver::Device guard(*driver_, device_);
-  driver_->check(driver_->functions().cuEventCreate(&event_, kEventDisableTiming), "cuEventCreate");
-}
-
-OwnEvent::~OwnEvent() {
-  if (driver_->forked()) return;
-  try {
-    Driver::Device guard(*driver_, device_);
-    driver_->functions().cuEventDestroy(event_);
-  } catch (const DriverError&) {
-  }
+  driver_->check(driver_->functions().cuEventCreate(&handle_, kEventDisableTiming), "cuEventCreate");
 }
 
 PinnedMemory::PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes)
-    : driver_(std::move(driver)), device_(device), bytes_(bytes) {
+    : Owned(std::move(driver), device, &Functions::cuMemFreeHost), bytes_(bytes) {
   Driver::Device guard(*driver_, device_);
   const Functions& f = driver_->functions();
-  driver_->check(f.cuMemHostAlloc(&data_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
-  std::memset(data_, 0, bytes);
-  const int code = f.cuMemHostGetDevicePointer(&device_address_, data_, 0);
-  if (code != kSuccess) {
-    f.cuMemFreeHost(data_);
-    driver_->check(code, "cuMemHostGetDevicePointer");
-  }
-}
-
-PinnedMemory::~PinnedMemory() {
-  if (driver_->forked()) return;
-  try {
-    Driver::Device guard(*driver_, device_);
-    driver_->functions().cuMemFreeHost(data_);
-  } catch (const DriverError&) {
-  }
+  driver_->check(f.cuMemHostAlloc(&handle_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
+  std::memset(handle_, 0, bytes);
+  // Where this throws, ~Owned frees the memory.
+  driver_->check(f.cuMemHostGetDevicePointer(&device_address_, handle_, 0), "cuMemHostGetDevicePointer");
 }
 
 struct EventPool::Free {

@@ -109,6 +109,8 @@ class Driver {
  private:
   explicit Driver(const std::string& path);
   Context primary_context(int device) const;
+  template <typename Handle>
+  bool ready(int (*query)(Handle), Handle handle, const char* call) const;
 
   std::string path_;
   uint32_t forks_;
@@ -118,34 +120,36 @@ class Driver {
   mutable std::vector<Context> contexts_;  // by device, null until asked for
 };
 
-// A stream that does not wait for the default stream. `high_priority`: its work goes first where both are ready.
-class OwnStream {
+// Something of the driver's that this object owns. Its end ignores errors: at the end of the process the driver may be
+// gone already, and takes it along. In a forked child it is left alone.
+template <typename Handle>
+class Owned {
  public:
-  OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority);
-  ~OwnStream();
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-  Stream get() const { return stream_; }
+  ~Owned();
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  Handle get() const { return handle_; }
 
- private:
+ protected:
+  using Destroy = int (*)(Handle);
+  Owned(std::shared_ptr<const Driver> driver, int device, Destroy Functions::* destroy);
+
   std::shared_ptr<const Driver> driver_;
   int device_;
-  Stream stream_ = nullptr;
+  Destroy Functions::* destroy_;
+  Handle handle_ = nullptr;
+};
+
+// A stream that does not wait for the default stream. `high_priority`: its work goes first where both are ready.
+class OwnStream : public Owned<Stream> {
+ public:
+  OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority);
 };
 
 // An event without timing.
-class OwnEvent {
+class OwnEvent : public Owned<Event> {
  public:
   OwnEvent(std::shared_ptr<const Driver> driver, int device);
-  ~OwnEvent();
-  OwnEvent(const OwnEvent&) = delete;
-  OwnEvent& operator=(const OwnEvent&) = delete;
-  Event get() const { return event_; }
-
- private:
-  std::shared_ptr<const Driver> driver_;
-  int device_;
-  Event event_ = nullptr;
 };
 
 using SharedEvent = std::shared_ptr<const OwnEvent>;
@@ -165,21 +169,15 @@ class EventPool {
 };
 
 // Zeroed memory of the host that the device reads and writes in place.
-class PinnedMemory {
+class PinnedMemory : public Owned<void*> {
  public:
   PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes);
-  ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-  void* data() const { return data_; }
+  void* data() const { return get(); }
   DeviceAddress device_address() const { return device_address_; }
   size_t bytes() const { return bytes_; }
 
  private:
-  std::shared_ptr<const Driver> driver_;
-  int device_;
   size_t bytes_;
-  void* data_ = nullptr;
   DeviceAddress device_address_ = 0;
 };
 

@@ -138,5 +138,4 @@ class DeviceSchedule(KernelSchedule):
 
     def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         with span("all_reduce_rms_norm", partial, self._normed_by):
-            done = self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)
-        return done.normed, done.new_residual
+            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)

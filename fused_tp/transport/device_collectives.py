@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,16 +41,7 @@ from fused_tp.transport.workspace import Workspaces
 
 MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
 
-_SAME_DTYPE, _FP8_STATIC_SCALE, _FP8_ROW_SCALE = range(3)  # NormOutput of csrc/cuda/launchers.h
 _NOTHING = nullcontext()
-
-
-class NormedSum(NamedTuple):
-    """normed and new_residual, [..., n]; the scale of each row, float32 [..., 1], where normed has one."""
-
-    normed: Tensor
-    new_residual: Tensor
-    scale: Tensor | None
 
 
 class DeviceCollectives:
@@ -127,7 +118,7 @@ class DeviceCollectives:
                     out.data_ptr(),
                     plan.count,
                     plan.dtype,
-                    *_bias(bias),
+                    _bias(bias),
                     plan.blocks,
                     self._stream(),
                 )
@@ -165,7 +156,7 @@ class DeviceCollectives:
                     plan.count,
                     plan.chunk,
                     plan.dtype,
-                    *_bias(bias),
+                    _bias(bias),
                     plan.blocks,
                     self._stream(),
                 )
@@ -178,9 +169,8 @@ class DeviceCollectives:
         norm_weight: Tensor,
         eps: float,
         algorithm: str = "one_shot",
-        fp8: Tensor | Literal["row"] | None = None,
-    ) -> NormedSum:
-        """RMS norm of new_residual = residual + sum of `partial` over ranks.
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` over ranks.
 
         The norm is taken of the rounded new_residual, in float32, and rounded once.
         Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
@@ -191,42 +181,29 @@ class DeviceCollectives:
             norm_weight: [n].
             eps: is added to the mean of squares.
             algorithm: "one_shot" or "two_shot".
-            fp8: None: normed has the dtype of `partial`. A float32 tensor of one element: normed is float8_e4m3fn, of
-                normed / fp8, saturated. "row": normed is float8_e4m3fn, of normed / scale, where the scale of a row is
-                max |normed| / 448.
 
         Example:
-            normed, residual, _ = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
+            normed, residual = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
         """
         plan = self._plans.all_reduce_rms_norm(partial, algorithm)
         check_like("residual", residual, partial.shape, partial)
         check_like("norm_weight", norm_weight, partial.shape[-1:], partial)
-        output, scale = _norm_output(fp8, partial)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
         new_residual = torch.empty_like(partial)
-        normed = torch.empty_like(partial, dtype=None if fp8 is None else torch.float8_e4m3fn)
+        normed = torch.empty_like(partial)
         if plan.count:
             with self._workspaces.use("device", plan.nbytes, "all_reduce_rms_norm") as workspace:
+                operands = (residual, norm_weight, normed, new_residual)
                 self._kernels.all_reduce_rms_norm(
                     workspace.native,
                     ALGORITHMS[algorithm],
                     partial.data_ptr(),
-                    residual.data_ptr(),
-                    norm_weight.data_ptr(),
-                    normed.data_ptr(),
-                    new_residual.data_ptr(),
-                    0 if scale is None else scale.data_ptr(),
-                    plan.count // plan.chunk,
-                    plan.chunk,
-                    eps,
-                    output,
+                    (*(tensor.data_ptr() for tensor in operands), plan.count // plan.chunk, plan.chunk, eps),
                     plan.dtype,
                     plan.blocks,
                     self._stream(),
                 )
-        elif output == _FP8_ROW_SCALE and scale is not None:
-            scale.fill_(1.0)  # of rows without elements, as of those of zeros
-        return NormedSum(normed, new_residual, scale if output == _FP8_ROW_SCALE else None)
+        return normed, new_residual
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
@@ -362,22 +339,6 @@ def _check_out(out: Tensor, x: Tensor) -> None:
         raise ValueError(f"out must be contiguous; its strides are {out.stride()}.")
 
 
-def _norm_output(fp8: Tensor | str | None, partial: Tensor) -> tuple[int, Tensor | None]:
-    """The number of what normed is to be, and its scale: given, or to be filled in."""
-    if fp8 is None:
-        return _SAME_DTYPE, None
-    if isinstance(fp8, Tensor):
-        if fp8.dtype != torch.float32 or fp8.numel() != 1 or fp8.device != partial.device:
-            raise ValueError(
-                f"fp8 must be a float32 tensor of one element on {partial.device}; it is {tuple(fp8.shape)} of "
-                f"{fp8.dtype} on {fp8.device}."
-            )
-        return _FP8_STATIC_SCALE, fp8
-    if fp8 != "row":
-        raise ValueError(f"fp8 is {fp8!r}; it must be None, a float32 tensor of one element, or 'row'.")
-    return _FP8_ROW_SCALE, partial.new_empty((*partial.shape[:-1], 1), dtype=torch.float32)
-
-
 @cache
 def _workspace_class() -> Any:
     """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
@@ -458,7 +419,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
                 out.data_ptr(),
                 out.numel(),
                 dtype_number(out.dtype),
-                *_bias(bias),
+                _bias(bias),
                 torch._C._cuda_getCurrentRawStream(out.device.index),
             )
         return

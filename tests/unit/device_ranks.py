@@ -19,7 +19,6 @@ from tests.native_build import cpu_device_library
 _core = pytest.importorskip("fused_tp._core")
 
 ONE_SHOT, TWO_SHOT, MULTIMEM = range(3)
-SAME_DTYPE, FP8_STATIC_SCALE, FP8_ROW_SCALE = range(3)
 PAD = 16  # elements around what `placed` gives
 
 
@@ -50,13 +49,13 @@ class Rank:
     def all_reduce(
         self, x: Tensor, out: Tensor, *, algorithm: int = ONE_SHOT, bias: Tensor | None = None, blocks: int = 2
     ) -> None:
-        sizes = x.numel(), dtype_number(x.dtype), *_bias(bias)
+        sizes = x.numel(), dtype_number(x.dtype), _bias(bias)
         kernels().all_reduce(self.workspace, algorithm, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, chunk: int, *, bias: Tensor | None = None, blocks: int = 2
     ) -> None:
-        sizes = x.numel(), chunk, dtype_number(x.dtype), *_bias(bias)
+        sizes = x.numel(), chunk, dtype_number(x.dtype), _bias(bias)
         kernels().reduce_scatter(self.workspace, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
     def all_gather(self, x: Tensor, out: Tensor, chunk: int, *, blocks: int = 2) -> None:
@@ -76,16 +75,13 @@ class Rank:
         new_residual: Tensor,
         *,
         eps: float,
-        scale: Tensor | None = None,
         algorithm: int = ONE_SHOT,
-        output: int = SAME_DTYPE,
         blocks: int = 2,
     ) -> None:
-        tensors = [tensor.data_ptr() for tensor in (partial, residual, weight, normed, new_residual)]
-        sizes = *partial.shape, eps, output, dtype_number(partial.dtype)
-        kernels().all_reduce_rms_norm(
-            self.workspace, algorithm, *tensors, 0 if scale is None else scale.data_ptr(), *sizes, blocks, 0
-        )
+        addresses = [tensor.data_ptr() for tensor in (residual, weight, normed, new_residual)]
+        norm = (*addresses, *partial.shape, eps)
+        dtype = dtype_number(partial.dtype)
+        kernels().all_reduce_rms_norm(self.workspace, algorithm, partial.data_ptr(), norm, dtype, blocks, 0)
 
 
 class Ranks:

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.full
 
 ALL_REDUCE, EXCHANGE, RMS_NORM = range(3)
 ONE_SHOT, TWO_SHOT, MULTIMEM = range(3)
-FP8_ROW_SCALE = 2
 
 
 class Case(NamedTuple):
@@ -31,7 +30,6 @@ class Case(NamedTuple):
     size: int
     chunk: int
     element_bytes: int
-    output: int
     world: int
     blocks: int
 
@@ -74,7 +72,7 @@ def cases() -> list[Case]:
         chunk = -(-count // world) if op == EXCHANGE else draw.choice((1, 8, 100, 8192))
         algorithm = draw.randrange(2 if op == RMS_NORM else 3)
         blocks = draw.choice((1, 2, 5, 33, 132))
-        found.append(Case(op, algorithm, count, chunk, draw.choice((1, 2, 4)), draw.randrange(3), world, blocks))
+        found.append(Case(op, algorithm, count, chunk, draw.choice((1, 2, 4)), world, blocks))
     return [case._replace(element_bytes=max(case.element_bytes, 1 + (case.op != EXCHANGE))) for case in found]
 
 
@@ -93,7 +91,7 @@ def wanted_slots(case: Case) -> list[int]:
     if case.algorithm == ONE_SHOT:
         return [count * case.chunk * size] * world
     rows = -(-count // world)
-    result = rows * case.chunk * (size + (1 if case.output else size)) + rows * 4 * (case.output == FP8_ROW_SCALE)
+    result = 2 * rows * case.chunk * size
     return [rows * case.chunk * size] * world + [result] * world
 
 

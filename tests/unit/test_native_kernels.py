@@ -91,17 +91,17 @@ def test_every_argument_arrives_at_its_place(kernels: Any) -> None:
     space.timeout_ns = 77
     kernels.barrier(space, 0)
     wrote(101, 102, 4096, 77, 103, 2, 3)
-    kernels.all_reduce(space, 1, 11, place, 12, 2, 13, 14, 15, 16)
+    kernels.all_reduce(space, 1, 11, place, 12, 2, (13, 14), 15, 16)
     wrote(2, 1, 11, 12, 2, 13, 14, 15, 16)
-    kernels.reduce_scatter(space, 11, place, 12, 6, 2, 13, 14, 15, 16)
+    kernels.reduce_scatter(space, 11, place, 12, 6, 2, (13, 14), 15, 16)
     wrote(2, 11, 12, 6, 2, 13, 14, 15, 16)
     kernels.all_gather(space, 11, place, 12, 6, 15, 16)
     wrote(2, 11, 12, 6, 15, 16)
     kernels.all_to_all(space, 11, place, tuple(range(21, 30)), 15, 16)
     wrote(2, 11, *range(21, 30), 15, 16)
-    kernels.all_reduce_rms_norm(space, 2, 11, 12, 13, place, 14, 15, 16, 17, 1e-5, 1, 2, 18, 19)
-    wrote(2, 2, 11, 12, 13, 14, 15, 16, 17, 10, 1, 2, 18, 19)
-    kernels.sum_terms(11, 3, 12, place, 13, 2, 14, 15, 16)
+    kernels.all_reduce_rms_norm(space, 2, 11, (12, 13, place, 14, 16, 17, 1e-5), 2, 18, 19)
+    wrote(2, 2, 11, 12, 13, 14, 16, 17, 10, 2, 18, 19)
+    kernels.sum_terms(11, 3, 12, place, 13, 2, (14, 15), 16)
     wrote(11, 3, 12, 13, 2, 14, 15, 16)
 
 
@@ -113,9 +113,7 @@ def test_what_cuda_says_names_the_op(kernels: Any) -> None:
 def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
     space = workspace(words())
     with pytest.raises(ValueError, match="algorithm number 3"):
-        kernels.all_reduce(space, 3, 0, 0, 0, 0, 0, 0, 1, 0)
-    with pytest.raises(ValueError, match="norm output number -1"):
-        kernels.all_reduce_rms_norm(space, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1e-5, -1, 0, 1, 0)
+        kernels.all_reduce(space, 3, 0, 0, 0, 0, (0, 0), 1, 0)
     with pytest.raises(ValueError, match="63 ranks"):
         _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)
     with pytest.raises(ValueError, match="op is none"):

@@ -44,9 +44,9 @@ int32_t all_to_all(const Workspace* w, const void* in, void* out, const AllToAll
 }
 int32_t all_reduce_rms_norm(const Workspace* w, Algorithm a, const void* partial, const RmsNorm* n, int32_t dtype,
                             int32_t blocks, void* stream) {
-  return write(n->normed, {w->rank, number(a), number(partial), number(n->residual), number(n->weight),
-                           number(n->new_residual), number(n->scale), n->rows, n->columns, number(n->eps * 1e6),
-                           number(n->output), dtype, blocks, number(stream)});
+  return write(n->normed,
+               {w->rank, number(a), number(partial), number(n->residual), number(n->weight), number(n->new_residual),
+                n->rows, n->columns, number(n->eps * 1e6), dtype, blocks, number(stream)});
 }
 int32_t sum_terms(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count, int32_t dtype,
                   Bias bias, void* stream) {

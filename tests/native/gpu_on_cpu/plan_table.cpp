@@ -1,4 +1,4 @@
-// Plans of csrc/cuda/plan.h, for a test in Python: reads lines of eight numbers and prints what plan.h makes of them.
+// Plans of csrc/cuda/plan.h, for a test in Python: reads lines of seven numbers and prints what plan.h makes of them.
 #include <cstdio>
 
 #include "cuda/plan.h"
@@ -7,7 +7,7 @@ using namespace fused_tp::cuda;
 
 namespace {
 
-Plan plan_of(int op, int way, long long count, long long chunk, int bytes, int output, int world, int blocks) {
+Plan plan_of(int op, int way, long long count, long long chunk, int bytes, int world, int blocks) {
   const auto algorithm = static_cast<Algorithm>(way);
   switch (op) {
     case 0:
@@ -15,7 +15,7 @@ Plan plan_of(int op, int way, long long count, long long chunk, int bytes, int o
     case 1:
       return exchange_plan(chunk * bytes, world, blocks);
     default:
-      return all_reduce_rms_norm_plan(algorithm, count, chunk, bytes, static_cast<NormOutput>(output), world, blocks);
+      return all_reduce_rms_norm_plan(algorithm, count, chunk, bytes, world, blocks);
   }
 }
 
@@ -23,9 +23,9 @@ Plan plan_of(int op, int way, long long count, long long chunk, int bytes, int o
 
 int main() {
   long long count, chunk;
-  int op, way, bytes, output, world, blocks;
-  while (std::scanf("%d %d %lld %lld %d %d %d %d", &op, &way, &count, &chunk, &bytes, &output, &world, &blocks) == 8) {
-    const Plan plan = plan_of(op, way, count, chunk, bytes, output, world, blocks);
+  int op, way, bytes, world, blocks;
+  while (std::scanf("%d %d %lld %lld %d %d %d", &op, &way, &count, &chunk, &bytes, &world, &blocks) == 7) {
+    const Plan plan = plan_of(op, way, count, chunk, bytes, world, blocks);
     const long long half = plan.workspace_bytes() / 2;
     // Where data begins, the whole; then slots as (offset, bytes); then flags by (phase, block, source).
     std::printf("%lld %lld %lld %lld ;", half, static_cast<long long>(flag_bytes(half)),
