@@ -16,15 +16,18 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -44,6 +47,16 @@ GPU_ON_CPU_FLAGS = (
     "-fno-strict-aliasing",
     "-Wno-unknown-pragmas",
 )
+
+
+@functools.cache
+def native_build() -> ModuleType:
+    """csrc/native_build.py, with which setup.py builds."""
+    spec = importlib.util.spec_from_file_location("native_build", REPOSITORY / "csrc" / "native_build.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["native_build"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compiler() -> str:

@@ -1,7 +1,7 @@
 """Compiling every kernel takes minutes of CPU time, and many other tests wait: so it starts with the session.
 
 It runs at the lowest priority, takes what the others leave, and its tests come last. What came out is kept: the next
-session compiles what has changed.
+session compiles what has changed. Some of sm_90 in `make test`, all in `make test-all`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from tests.workers import REPOSITORY
 _MEASURE = """
 import pickle, sys
 from pathlib import Path
-from benchmarks.kernel_resources import measure_all
-results = measure_all(kept=Path(sys.argv[2]))
-with open(sys.argv[1], "wb") as file:
-    pickle.dump(results, file)
+from tests.compile.resources import measure_all
+if __name__ == "__main__":
+    results = measure_all(tuple(map(int, sys.argv[3:])), Path(sys.argv[2]))
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(results, file)
 """
 _WAIT_SECONDS = 550  # below faulthandler_timeout, which bounds the test
 _running: list[tuple[subprocess.Popen[bytes], Path]] = []
@@ -42,8 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.config.option.collectonly and any("kernel_resources" in _fixtures(item) for item in session.items):
-        _start()
+    wanted = {item.callspec.params["arch"] for item in session.items if "kernel_resources" in _fixtures(item)}  # type: ignore[attr-defined]
+    if wanted and not session.config.option.collectonly:
+        path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
+        command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path), str(cache() / "kernel_resources")]
+        command += map(str, sorted(wanted))
+        _running.append((subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True), path))
 
 
 def pytest_sessionfinish() -> None:
@@ -56,9 +61,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def kernel_resources() -> Iterator[list[Any]]:
-    """`benchmarks.kernel_resources.measure_all()`, of another process that is under way since the session began."""
-    if not _running:
-        _start()
+    """`measure_all()` for the architectures of the selected tests, by a process that runs since the session began."""
     process, path = _running[0]
     process.wait(_WAIT_SECONDS)
     assert process.returncode == 0, "see above for what it has written to stderr"
@@ -68,10 +71,3 @@ def kernel_resources() -> Iterator[list[Any]]:
 
 def _fixtures(item: pytest.Item) -> list[str]:
     return getattr(item, "fixturenames", [])
-
-
-def _start() -> None:
-    path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path), str(cache() / "kernel_resources")]
-    _running.append((subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True), path))

@@ -1,8 +1,8 @@
 """csrc/cuda compiles for sm_80, sm_90a and sm_100a as setup.py builds it, where there is nvcc and no GPU.
 
 And nothing spills, no compiler warns, and the library shows one symbol. It is built in the folder that an installation
-from this tree builds in, so that what is up to date is not compiled again. `python -m benchmarks.cuda_resources`
-writes what is checked here to a table.
+from this tree builds in, so that what is up to date is not compiled again. `python -m tests.compile.resources` writes
+what is checked here to a table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cuda_resources import Measured, Resources, measure_all, native_build, parse, short, table
+from tests.compile.resources import CudaMeasured, CudaResources, cuda_table, measure_cuda, parse, short
+from tests.native_build import native_build
 
 pytestmark = pytest.mark.full
 
@@ -22,16 +23,16 @@ native = native_build()
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> CudaMeasured:
     try:
         native.find_nvcc()
         native.find_compiler()
     except native.NotBuiltError as error:
         pytest.skip(str(error))
-    return measure_all(tmp_path_factory.mktemp("cuda") / "_cuda.so")
+    return measure_cuda(tmp_path_factory.mktemp("cuda") / "_cuda.so")
 
 
-def test_every_source_compiles_for_every_architecture(measured: Measured) -> None:
+def test_every_source_compiles_for_every_architecture(measured: CudaMeasured) -> None:
     known = {f"sm_{arch.name}" for arch in native.CudaBuild().archs}
     by_arch = {arch: {one.kernel for one in measured.resources if one.arch == arch} for arch in known}
     assert {one.arch for one in measured.resources} == known
@@ -45,17 +46,17 @@ def test_every_source_compiles_for_every_architecture(measured: Measured) -> Non
         assert kernels == every, f"{arch} lacks {sorted(every - kernels)}"
 
 
-def test_nothing_spills(measured: Measured) -> None:
+def test_nothing_spills(measured: CudaMeasured) -> None:
     complaints = [one.complaint for one in measured.resources if one.complaint]
     assert not complaints, "\n".join(complaints)
 
 
-def test_no_compiler_warns(measured: Measured) -> None:
+def test_no_compiler_warns(measured: CudaMeasured) -> None:
     assert not measured.warnings, "\n".join(measured.warnings)
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
-def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: Measured) -> None:
+def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: CudaMeasured) -> None:
     command = ["nm", "-D", "--defined-only", str(measured.library)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert [line.split()[-1] for line in done.stdout.splitlines()] == ["fused_tp_launchers"]
@@ -63,7 +64,7 @@ def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: Measured
     assert not re.search(r"NEEDED.*(cudart|libcuda|libtorch|libnccl)", needed), "CUDA's runtime belongs inside"
 
 
-def test_it_can_be_loaded_without_a_driver(measured: Measured) -> None:
+def test_it_can_be_loaded_without_a_driver(measured: CudaMeasured) -> None:
     core = pytest.importorskip("fused_tp._core")
     from fused_tp.transport.native_kernels import built_for
 
@@ -81,12 +82,12 @@ def test_it_can_be_loaded_without_a_driver(measured: Measured) -> None:
 
 LOG = """\
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z1kPKfPfi' for 'sm_80'
-ptxas info    : Function properties for _Z1kPKfPfi
+ptxas info    : Compiling entry function 'kernel' for 'sm_80'
+ptxas info    : Function properties for kernel
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 10 registers, used 0 barriers, 4096 bytes smem, 372 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z1kPKfPfi' for 'sm_90a'
-ptxas info    : Function properties for _Z1kPKfPfi
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
     64 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers
 """
@@ -94,11 +95,11 @@ ptxas info    : Used 255 registers, used 1 barriers
 
 def test_what_ptxas_says_is_read() -> None:
     clean, spilling = parse("sum", LOG)
-    assert clean == Resources("sum", "_Z1kPKfPfi", "sm_80", 10, 4096, 0, 0) and not clean.complaint
-    assert spilling == Resources("sum", "_Z1kPKfPfi", "sm_90a", 255, 0, 64, 196)
-    assert spilling.complaint == "_Z1kPKfPfi for sm_90a: 64 bytes of stack, 196 bytes spilled"
-    written = table(Measured("13.0.88", Path("_cuda.so"), [clean, spilling], []))
-    assert "| `_Z1kPKfPfi` | 10 | 255 | 4096 | 196 |" in written and "1 of 2 spill" in written
+    assert clean == CudaResources("sum", "kernel", "sm_80", 10, 4096, 0, 0) and not clean.complaint
+    assert spilling == CudaResources("sum", "kernel", "sm_90a", 255, 0, 64, 196)
+    assert spilling.complaint == "kernel for sm_90a: 64 bytes of stack, 196 bytes spilled"
+    written = cuda_table(CudaMeasured("13.0.88", Path("_cuda.so"), [clean, spilling], []))
+    assert "| `kernel` | 10 | 255 | 4096 | 196 |" in written and "1 of 2 spill" in written
 
 
 def test_names_are_short() -> None:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cuda_resources import native_build
 from fused_tp.attention.kernels.base import KernelQuery, Saved, Sums
 from fused_tp.attention.kernels.native import NativeCpu
 from fused_tp.attention.layout import Tokens, all_tokens
@@ -27,7 +26,7 @@ from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.transport.base import accumulate_dtype
-from tests.native_build import REPOSITORY, build_program, require_sanitizer
+from tests.native_build import REPOSITORY, build_program, native_build, require_sanitizer
 from tests.reference import assert_within_dtype_error, seeded
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")

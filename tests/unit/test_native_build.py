@@ -10,37 +10,33 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cuda_resources import native_build
 from fused_tp.runtime import settings
+from tests.native_build import native_build
 
 pytestmark = pytest.mark.full
 
 native = native_build()
 
 
-@pytest.mark.parametrize(
-    ("text", "flags"),
-    [
-        ("90a", ["arch=compute_90a,code=sm_90a"]),
-        ("9.0", ["arch=compute_90,code=sm_90"]),
-        ("80;sm_100a+PTX", [f"arch=compute_{a},code={b}" for a, b in (("80", "sm_80"), ("100a", "sm_100a"))]),
-        ("90A", ["arch=compute_90a,code=sm_90a"]),
-        ("80;90a;90a;", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "90a")]),
-        ("80, 86 89", [f"arch=compute_{a},code=sm_{a}" for a in ("80", "86", "89")]),
-    ],
-)
-def test_architectures_from_the_environment(text: str, flags: list[str]) -> None:
-    found = [flag for arch in native.parse_archs(text) for flag in arch.flags[1::2]]
-    assert found == flags + ["arch=compute_100,code=compute_100"] * ("PTX" in text)
+def test_architectures_from_the_environment() -> None:
+    for text, archs in {
+        "90a": "90a",
+        "90A": "90a",
+        "9.0": "90",
+        "80;sm_100a+PTX": "80 100a",
+        "80;90a;90a;": "80 90a",
+        "80, 86 89": "80 86 89",
+    }.items():
+        flags = [flag for arch in native.parse_archs(text) for flag in arch.flags[1::2]]
+        wanted = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs.split()]
+        assert flags == wanted + ["arch=compute_100,code=compute_100"] * ("PTX" in text), text
+    for text in ("hopper", "8", "80;;x", "90b", " ", ";"):
+        with pytest.raises(native.SettingError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
+            native.CudaBuild(text)
 
 
-@pytest.mark.parametrize("text", ["hopper", "8", "80;;x", "90b", " ", ";"])
-def test_architectures_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(native.SettingError, match=r"FUSED_TP_CUDA_ARCHS is .* set it to architectures like 80;90a"):
-        native.CudaBuild(text)
-
-
-def test_switches_take_the_words_of_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Switches take the words that all settings take."""
     for text, on in (("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)):
         monkeypatch.setenv("FUSED_TP_CUDA", text)
         assert native.switch("FUSED_TP_CUDA") is on
@@ -49,13 +45,10 @@ def test_switches_take_the_words_of_all_settings(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FUSED_TP_CUDA", "maybe")
     with pytest.raises(native.SettingError, match="FUSED_TP_CUDA is 'maybe'; set it to 1 or 0"):
         native.switch("FUSED_TP_CUDA")
-
-
-@pytest.mark.parametrize("text", ["0", "-2", "many", "1.5"])
-def test_max_jobs_that_is_no_number_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-    monkeypatch.setenv("MAX_JOBS", text)
-    with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to how many files"):
-        native.run_steps([], tmp_path)
+    for text in ("0", "-2", "many", "1.5"):
+        monkeypatch.setenv("MAX_JOBS", text)
+        with pytest.raises(native.SettingError, match=f"MAX_JOBS is '{text}'; set it to how many files"):
+            native.run_steps([], tmp_path)
 
 
 def fake_nvcc(folder: Path, *known: str, release: str = "12.4") -> Path:
@@ -87,12 +80,14 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (
             {"CUDA_HOME": "/nowhere", "CUDA_PATH": "HERE"},
             "12.4",
-            "no nvcc that runs was found in /nowhere/bin: CUDA_HOME",
+            "no nvcc that runs was found in /nowhere/bin: CUDA_HOM",
         ),
         ({"CUDA_HOME": "HERE"}, "11.8", r"nvcc 11\.8\.131 .* is too old"),
+        ({"CUDA_HOME": "HERE"}, "12.4", ""),
+        ({"CUDA_PATH": "HERE"}, "12.4", ""),
     ],
 )
-def test_missing_toolkits(
+def test_toolkits(
     no_toolkit: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -100,26 +95,19 @@ def test_missing_toolkits(
     release: str,
     said: str,
 ) -> None:
-    if release:
-        fake_nvcc(tmp_path, "80", release=release)
+    nvcc = fake_nvcc(tmp_path, "80", release=release) if release else None
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("HERE", str(tmp_path / "cuda")))
-    with pytest.raises(native.NotBuiltError, match=said) as error:
-        native.find_nvcc()
-    assert error.value.needs.startswith("the CUDA toolkit (12.0 or later")
-
-
-@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_nvcc_is_found_by_its_home(
-    no_toolkit: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
-) -> None:
-    nvcc = fake_nvcc(tmp_path, "80")
-    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    if said:
+        with pytest.raises(native.NotBuiltError, match=said) as error:
+            native.find_nvcc()
+        assert error.value.needs.startswith("the CUDA toolkit (12.0 or later")
+        return
     assert native.find_nvcc() == nvcc and native.nvcc_version(nvcc) == "12.4.131"
     monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(native.NotBuiltError) as none:
+    with pytest.raises(native.NotBuiltError) as error:
         native.CudaBuild()
-    assert "apt-get install g++" in none.value.needs and "CUDA" not in none.value.needs
+    assert "apt-get install g++" in error.value.needs and "CUDA" not in error.value.needs
 
 
 def test_default_architectures_are_those_that_nvcc_knows(
@@ -134,12 +122,7 @@ def test_default_architectures_are_those_that_nvcc_knows(
         native.CudaBuild("90a;100a")
 
 
-@pytest.mark.parametrize(
-    ("devices", "archs"), [([], ""), ([(8, 0)], "80"), ([(9, 0)] * 8, "90a"), ([(12, 0), (8, 6)], "86;120a")]
-)
-def test_gpus_are_found_by_the_driver(
-    monkeypatch: pytest.MonkeyPatch, devices: list[tuple[int, int]], archs: str
-) -> None:
+def test_gpus_are_found_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
         def cuInit(self, flags: int) -> int:
             return 0 if devices else 100  # CUDA_ERROR_NO_DEVICE
@@ -153,10 +136,9 @@ def test_gpus_are_found_by_the_driver(
             return 0
 
     monkeypatch.setattr(native.ctypes, "CDLL", lambda name: Driver())
-    assert native.visible_archs() == archs
+    for devices, archs in (([], ""), ([(8, 0)], "80"), ([(9, 0)] * 8, "90a"), ([(12, 0), (8, 6)], "86;120a")):  # noqa: B007
+        assert native.visible_archs() == archs
 
-
-def test_without_a_driver_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -175,10 +157,7 @@ def test_how_many_compile_at_once_is_no_part_of_what_is_built(
     for threads in (1, 2):
         native.CudaBuild().run(tmp_path / "_cuda.so", tmp_path, threads)
     assert ran[0][0] == ran[1][0]
-    assert [environment["NVCC_PREPEND_FLAGS"].split()[:2] for _, environment in ran] == [
-        ["--threads", "1"],
-        ["--threads", "2"],
-    ]
+    assert [environment["NVCC_PREPEND_FLAGS"].split()[:2] for _, environment in ran] == [["--threads", n] for n in "12"]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Every compilation of a Triton kernel that launches may ask for: kernels x dtypes x configs x architectures, W = 8.
 
-    for variant in all_variants(("gemm",), (90,)): ...
-
 fp16 and bf16 differ in the name of a type, so fp16 is compiled the way that its architecture loads best, once per
 kernel and config. By pointers K is odd, since masks along K take registers; by TMA there are none. Layouts as BLAS
 names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn` both (dW).
@@ -9,6 +7,7 @@ names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,8 @@ from fused_tp.triton_kernels.gemm.launch import OPERANDS, Launch, LoadPlan, by_p
 from fused_tp.triton_kernels.gemm.tiles import Matrix, Sizes
 
 WORLD = 8
+ARCHS = (80, 90, 100)
+SAMPLE = 0  # in the place of an architecture: some of sm_90, which take half a minute
 WS = {"ws": WorkspaceArguments("*i64", "*i64", "*i64", "i64", "i64"), "rank": "i32", "WORLD": WORLD}
 
 
@@ -351,18 +352,12 @@ def _flash_decode(arch: int) -> Iterator[Variant]:
     yield Variant("attention decode merge", "64x128", arch, decode.merge_kernel, arguments, {"num_warps": 8}, False)
 
 
-FAMILIES: dict[str, Callable[[int], Iterator[Variant]]] = {
-    "gemm": _gemm,
-    "all_gather_gemm": _all_gather_gemm,
-    "gemm_reduce_scatter": _gemm_reduce_scatter,
-    "gemm_all_reduce": _gemm_all_reduce,
-    "flash_forward": _flash_forward,
-    "flash_backward": _flash_backward,
-    "ring": _ring,
-    "flash_decode": _flash_decode,
-}
-
-
-def all_variants(families: Sequence[str] = tuple(FAMILIES), archs: Sequence[int] = (80, 90, 100)) -> list[Variant]:
-    """What these families of kernels ship, for each architecture."""
-    return [variant for family in families for arch in archs for variant in FAMILIES[family](arch)]
+@functools.cache
+def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
+    """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype."""
+    if SAMPLE in archs:
+        hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
+        return [*hopper.values(), *(all_variants(rest) if (rest := tuple(a for a in archs if a != SAMPLE)) else ())]
+    families = (_gemm, _all_gather_gemm, _gemm_reduce_scatter, _gemm_all_reduce)
+    families += (_flash_forward, _flash_backward, _ring, _flash_decode)
+    return [variant for family in families for arch in archs for variant in family(arch)]

@@ -1,0 +1,376 @@
+"""Registers, shared memory, spills and matrix instructions of all kernels, for GPUs that need not be there.
+
+    python -m tests.compile.resources --out benchmarks/results
+
+writes kernel_resources.md (Triton) and cuda_resources.md (csrc/cuda, which needs nvcc), and the same as JSON lines
+(.jsonl). It compiles, it does not run: times are measured by `benchmarks.gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import datetime
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.native_build import native_build
+
+from .variants import ARCHS, Variant, all_variants
+
+# What multiplies matrices on each architecture, in PTX.
+MATRIX_INSTRUCTIONS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+SHARED_KIB = {80: 163, 90: 227, 100: 227}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one variant needs; registers are per thread, bytes of shared memory per program, stack bytes per thread."""
+
+    kernel: str
+    name: str
+    arch: int
+    registers: int
+    shared_bytes: int
+    stack_bytes: int  # where spilled registers go
+    tensor_memory_columns: int
+    warps: int  # those of warp specialization included
+    instruction: str  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
+    needs_matrix_instruction: bool
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it, or ""."""
+        wrong = []
+        if self.stack_bytes:
+            wrong.append(f"spills {self.stack_bytes} bytes a thread")
+        if self.needs_matrix_instruction and not self.instruction.startswith(MATRIX_INSTRUCTIONS[self.arch]):
+            wrong.append(f"multiplies by {self.instruction or 'fma'}, not by {MATRIX_INSTRUCTIONS[self.arch]}")
+        limit = SHARED_KIB[self.arch] * 1024
+        if self.shared_bytes > limit:
+            wrong.append(f"needs {self.shared_bytes} bytes of shared memory, of which there are {limit}")
+        return f"{self.kernel} {self.name} on sm_{self.arch} " + " and ".join(wrong) if wrong else ""
+
+
+def compiled(variant: Variant) -> Any:
+    """Triton's compiled kernel of a variant, with its code in `asm`. Raises what Triton raises, with the variant named.
+
+    A process that interprets kernels cannot do it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = _source(variant)
+    try:
+        with _silence():
+            return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
+    except Exception as error:
+        raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
+
+
+def _source(variant: Variant) -> Any:
+    from triton.compiler import ASTSource
+
+    names: list[str] = variant.function.arg_names
+    wrong = set(names) ^ set(variant.arguments)
+    if wrong:
+        raise ValueError(f"{variant.kernel} {variant.name}: arguments {sorted(wrong)} are not those of the kernel.")
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def typed(path: tuple[int, ...], given: Any, constant: bool, odd: bool) -> Any:
+        """The argument's part of the signature; tuples have parts of their own."""
+        if not constant and isinstance(given, tuple):
+            parts = [typed((*path, index), part, False, False) for index, part in enumerate(given)]
+            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+        if constant or not isinstance(given, str):
+            constants[path] = given
+            return "constexpr"
+        if given[0] in "*i" and not odd:
+            attributes[path] = [["tt.divisibility", 16]]
+        return given
+
+    for index, parameter in enumerate(variant.function.params):
+        odd = bool(parameter.do_not_specialize)
+        name = parameter.name
+        signature[name] = typed((index,), variant.arguments[name], parameter.is_constexpr, odd)
+    return ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def measure(variant: Variant, kept: Path) -> Resources:
+    """Resources of a variant, compiled unless `kept`, a folder, has those of the same source and settings."""
+    file = kept / f"{_digest(variant)}.json"
+    if file.exists():
+        return Resources(**json.loads(file.read_text()))
+    found = _measured(variant)
+    kept.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(found)))
+    unfinished.replace(file)
+    return found
+
+
+def _digest(variant: Variant) -> str:
+    """Of all that a compilation depends on."""
+    import triton
+
+    settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    settings.pop("TRITON_CACHE_DIR", None)
+    whole = (triton.__version__, _source(variant).hash(), variant.kernel, variant.name, variant.arch)
+    more = (sorted(variant.options.items()), variant.matrix_instruction, sorted(settings.items()))
+    return hashlib.sha256(repr((whole, more)).encode()).hexdigest()
+
+
+def _measured(variant: Variant) -> Resources:
+    kernel = compiled(variant)
+    registers, stack = _registers_and_stack(kernel.asm["cubin"])
+    found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", kernel.asm["ptx"])
+    return Resources(
+        variant.kernel,
+        variant.name,
+        variant.arch,
+        registers,
+        kernel.metadata.shared,
+        stack,
+        getattr(kernel.metadata, "tmem_size", None) or 0,
+        kernel.metadata.num_warps,
+        found.group(0) if found else "",
+        variant.matrix_instruction,
+    )
+
+
+def measure_all(archs: Sequence[int], kept: Path) -> list[Resources | str]:
+    """Resources of all variants, in order; the error's text where one did not compile. `kept`: as for `measure`.
+
+    In new processes, as many as there are cores: a process that interprets kernels cannot compile them, and ptxas
+    takes one core. Compiled code goes to a temporary folder, since it is large and nobody runs it.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)
+    count, context = len(all_variants(archs)), multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+        concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool,
+    ):
+        return list(pool.map(_measure_one, range(count), itertools.repeat(archs), itertools.repeat(kept), chunksize=4))
+
+
+def _measure_one(index: int, archs: Sequence[int], kept: Path) -> Resources | str:
+    try:
+        return measure(all_variants(archs)[index], kept)
+    except RuntimeError as error:
+        return f"{error}: {str(error.__cause__)[:500]}"
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        command = [tool, "--dump-resource-usage", str(file)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing about registers: {usage[:200]}")
+    registers, stack, local = (int(number) for number in found.groups())
+    return registers, stack + local
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """A pass that fails prints all of its code to stderr, from C++; what it raises says enough."""
+    with open(os.devnull, "wb") as nothing, contextlib.redirect_stdout(io.StringIO()):
+        stderr = os.dup(2)
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def table(found: Sequence[Resources]) -> str:
+    """Markdown, a section for each kernel and architecture."""
+    import triton
+
+    lines = [
+        "# What the Triton kernels need of a GPU",
+        "",
+        f"Compiled, not run, by Triton {triton.__version__} on {_today()}: `python -m tests.compile.resources`.",
+        "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
+        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn`",
+        "both (dW). `fma`: CUDA cores, which is what full fp32 precision takes.",
+    ]
+    header = ("variant", "registers", "warps", "shared memory, KiB", "tensor memory, columns", "spills, bytes")
+    for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
+        lines += ["", f"## {kernel}, sm_{arch}", "", _row((*header, "multiplies by")), "|---" + "|--:" * 5 + "|---|"]
+        for one in group:
+            # Shapes and types; ".sync.aligned" and the like are the same for all.
+            by = re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction) or "fma"
+            cells = (one.name, one.registers, one.warps, f"{one.shared_bytes / 1024:.1f}", one.tensor_memory_columns)
+            lines.append(_row((*cells, one.stack_bytes, f"`{by}`")))
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.timezone.utc).date()
+
+
+# -- csrc/cuda ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaResources:
+    """What ptxas says about one function for one architecture. Registers are per thread, shared memory per block."""
+
+    source: str
+    kernel: str
+    arch: str  # as sm_90a
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int  # stores and loads
+
+    @property
+    def complaint(self) -> str:
+        """Empty where everything is in registers."""
+        if not self.stack_bytes and not self.spill_bytes:
+            return ""
+        return f"{self.kernel} for {self.arch}: {self.stack_bytes} bytes of stack, {self.spill_bytes} bytes spilled"
+
+
+@dataclass(frozen=True)
+class CudaMeasured:
+    """All functions, and what the compilers said beyond that."""
+
+    toolkit: str
+    library: Path
+    resources: list[CudaResources]
+    warnings: list[str]
+
+
+def measure_cuda(library: Path) -> CudaMeasured:
+    """Compiles csrc/cuda into `library`, as setup.py does and with the same objects, or takes what is up to date.
+
+    Raises:
+        NotBuiltError: there is no nvcc, or something does not compile.
+    """
+    builder = native_build()
+    build = builder.CudaBuild()
+    build.run(library, builder.cuda_folder(), threads=1)
+    resources, warnings = [], []
+    for log in build.logs(builder.cuda_folder()):
+        text = log.read_text()
+        resources += parse(log.name.removesuffix(".o.log"), text)
+        warnings += [line for line in text.splitlines() if re.search(r"\bwarning\b", line, re.I)]
+    return CudaMeasured(build.version, library, resources, warnings)
+
+
+def parse(source: str, log: str) -> list[CudaResources]:
+    """What `ptxas -v` said: each function's architecture, frame, and registers, in lines of their own."""
+    found = []
+    arch, name, stack, spill = "", "", 0, 0
+    if shutil.which("c++filt"):
+        log = subprocess.run(["c++filt"], input=log, capture_output=True, text=True, check=True).stdout
+    for line in log.splitlines():
+        if entry := re.search(r"Compiling entry function '.*' for '(\w+)'", line):
+            arch = entry[1]
+        elif properties := re.search(r"Function properties for '?([^']+)", line):
+            name = short(properties[1])
+        elif frame := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, spill = int(frame[1]), int(frame[2]) + int(frame[3])
+        elif used := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            found.append(CudaResources(source, name, arch, int(used[1]), int(shared[1]) if shared else 0, stack, spill))
+    return found
+
+
+def short(name: str) -> str:
+    """`void ns::kernel<ns::F32, (ns::Way)1>(ns::Args)` as `kernel<F32, 1>`."""
+    name = re.sub(r"^void |\b\w+::|\((?:\w+::)*\w+\)(?=\d)|\(anonymous namespace\)::", "", name)
+    depth = 0
+    for index, letter in enumerate(name):
+        if letter == "(" and depth == 0:
+            return name[:index]
+        depth += (letter == "<") - (letter == ">")
+    return name
+
+
+def cuda_table(measured: CudaMeasured) -> str:
+    """Markdown: a section for each source, a row for each kernel."""
+    archs = sorted({one.arch for one in measured.resources}, key=lambda arch: int(re.sub(r"\D", "", arch)))
+    spilled = sum(bool(one.complaint) for one in measured.resources)
+    lines = [
+        "# What the device kernels of csrc/cuda need of a GPU",
+        "",
+        f"Compiled, not run, by nvcc {measured.toolkit} on {_today()}: `python -m tests.compile.resources`.",
+        "Registers are per thread (of 255), shared memory per block, in bytes. "
+        + (f"{spilled} of {len(measured.resources)} spill." if spilled else "Nothing spills, no kernel has a stack."),
+    ]
+    by_source = sorted(measured.resources, key=lambda one: (one.source, one.kernel))
+    for source, group in itertools.groupby(by_source, key=lambda one: one.source):
+        header = [f"registers, {arch}" for arch in archs] + ["shared memory"] + ["spills, bytes"] * bool(spilled)
+        lines += ["", f"## {source}.cu", "", _row(("kernel", *header)), "|---" + "|--:" * len(header) + "|"]
+        for kernel, of_kernel in itertools.groupby(group, key=lambda one: one.kernel):
+            found = {one.arch: one for one in of_kernel}
+            cells: list[object] = [f"`{kernel}`", *(found[arch].registers if arch in found else "" for arch in archs)]
+            cells.append(max(one.shared_bytes for one in found.values()))
+            cells += [max(one.spill_bytes for one in found.values())] * bool(spilled)
+            lines.append(_row(cells))
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exits with 1 where something spills, does not compile or is not as it should be, and says what."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compile.resources", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    out = parser.parse_args(arguments).out
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure_all(ARCHS, Path(folder))
+        complaints = [one if isinstance(one, str) else one.complaint for one in results]
+        found = [one for one in results if isinstance(one, Resources)]
+        _write(out / "kernel_resources.md", table(found), found)
+        try:
+            measured = measure_cuda(Path(folder, "_cuda.so"))
+        except native_build().NotBuiltError as error:
+            complaints.append(str(error))
+        else:
+            complaints += [*measured.warnings, *(one.complaint for one in measured.resources)]
+            _write(out / "cuda_resources.md", cuda_table(measured), measured.resources)
+    complaints = [complaint for complaint in complaints if complaint]
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    print(f"{len(found)} of {len(results)} variants compiled, {len(complaints)} complaints; {out}")
+    return int(any(complaints))
+
+
+def _write(path: Path, text: str, found: Sequence[Resources] | Sequence[CudaResources]) -> None:
+    path.write_text(text)
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
