@@ -156,9 +156,9 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
 def stored(path: Path, source: Mapping[str, Any]) -> list[Peak]:
     """The figures of the file that are of such a machine, versions and setting."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    own = {field.name for field in fields(Peak)}
+    own = [field.name for field in fields(Peak)]
     return [
-        Peak(**{name: value for name, value in line.items() if name in own})
+        Peak(**{name: line[name] for name in own})
         for line in lines
         if all(line.get(name) == value for name, value in source.items())
     ]
@@ -177,24 +177,21 @@ def picture(found: Sequence[Peak], setting: Setting, path: Path) -> None:
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axis = figure.subplots()
-    most = max(peak.ranks for peak in found)
     for way, ranks in dict.fromkeys((peak.way, peak.ranks) for peak in found):
         line = [peak for peak in found if (peak.way, peak.ranks) == (way, ranks)]
         style = "--" if way in TORCH else "-" if way.endswith("messages") else ":"
         label = f"{way}, whole" if way in TORCH else f"{way}, W = {ranks}"
         axis.plot([p.tokens for p in line], [p.mib for p in line], style, marker="o", markersize=3, label=label)
-        limits = [(p.tokens, bar) for p in line if (bar := limit(found, p, setting)) is not None]
-        if ranks == most and limits and way.endswith("messages"):
-            axis.plot(
-                *zip(*limits, strict=True), "_", color="black", markersize=14, label="W = 1 and two chunks of K/V"
-            )
+    most = max(peak.ranks for peak in found)
+    bars = [(p.tokens, limit(found, p, setting)) for p in found if p.ranks == most and p.way.endswith("messages")]
+    if any(bar for _, bar in bars):
+        axis.plot(*zip(*bars, strict=True), "_", color="black", markersize=14, label="W = 1 and two chunks of K/V")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set_xlabel("tokens of the whole sequence")
     axis.set_ylabel("MiB on each rank, peak")
-    axis.set_title(
-        f"Causal attention, forward and backward, bf16, heads: {setting.heads} of {setting.head_dim}", fontsize=10
-    )
+    what = f"Causal attention, forward and backward, bf16, heads: {setting.heads} of {setting.head_dim}"
+    axis.set_title(what, fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)

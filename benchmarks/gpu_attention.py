@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
@@ -29,7 +28,7 @@ from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
 
 from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
-from .gpu_ranks import RankMemory, normal, prepare
+from .gpu_ranks import KernelRanks, normal
 from .gpu_timing import GpuContext, assert_near, each
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBackend.FLASH_ATTENTION}
@@ -209,20 +208,10 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
     q, k, v, grad = ([x[:, tokens] for tokens in where] for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
 
     def forward() -> list[tuple[Tensor, Tensor]]:
-        results = []
-        for rank, call in enumerate(calls):
-            state = Forward(call, q[rank], v[rank])
-            for t in range(ranks):
-                source = call.plan.source(rank, t)
-                state.attend(t, k[source], v[source])
-            results.append(state.result())
-        return results
+        return [_steps(call, q[rank], k, v) for rank, call in enumerate(calls)]
 
     def whole(parts: Sequence[Tensor]) -> Tensor:
-        result = torch.empty_like(inputs.q)
-        for tokens, part in zip(where, parts, strict=True):
-            result[:, tokens] = part
-        return result
+        return _joined(inputs.q, where, parts)
 
     if not backward:
         return lambda: [whole([out for out, _ in forward()])]
@@ -240,6 +229,23 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
         return [whole(dq), *(whole([x.to(DTYPE) for x in parts]) for parts in (dk, dv))]
 
     return gradients
+
+
+def _steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All steps of one rank, which reads other ranks' keys where they lie."""
+    state = Forward(call, q, v[call.rank])
+    for t in range(len(k)):
+        source = call.plan.source(call.rank, t)
+        state.attend(t, k[source], v[source])
+    return state.result()
+
+
+def _joined(like: Tensor, where: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """The ranks' parts as one sequence."""
+    result = torch.empty_like(like)
+    for tokens, part in zip(where, parts, strict=True):
+        result[:, tokens] = part
+    return result
 
 
 def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
@@ -271,87 +277,55 @@ def rank_cases(quick: bool) -> Iterator[Case]:
 
 
 class Ring:
-    """The ranks of one sequence: their parts of it and, made by threads, their workspaces."""
+    """The ranks of one sequence, and their parts of it."""
 
     def __init__(self, context: GpuContext, inputs: Inputs, world_size: int) -> None:
-        self.inputs, self.world_size = inputs, world_size
-        self.programs = max(1, context.sms // world_size - RELAYS)
-        seq = inputs.q.shape[1]
-        self.plan = ring_plan(AttentionMask(seq, seq, causal=True), world_size, TokenLayout("zigzag"))
-        self.scores = Scores(inputs.q.shape[3] ** -0.5)
-        self.where = [torch.from_numpy(tokens.indices).to(context.device) for tokens in self.plan.queries]
-        self.q, self.k, self.v = ([x[:, tokens] for tokens in self.where] for x in (inputs.q, inputs.k, inputs.v))
-        self.layouts = [keys_layout(self.plan, rank, self.k[rank], self.v[rank]) for rank in range(world_size)]
-        self.memories: list[RankMemory] = run_local(world_size, self._prepare, device=context.device, timeout=300)
-        self.streams = context.streams(world_size)
-        each(self.streams, self._results)
-
-    def _results(self, rank: int) -> None:
-        """Leaves memory for results in the pool of this stream: to ask the driver for some may wait for a kernel."""
-        q = self.q[rank]
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        kept = [torch.empty_like(x) for x in (q, lse) for _ in range(2)]
-        del kept
-
-    def _prepare(self, rank: LocalRank) -> RankMemory:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
 
-        return prepare(
-            rank,
-            self.layouts[rank.rank].nbytes(self.world_size),
-            lambda workspace: self.one_launch(rank.rank, workspace),
-            timeout_seconds=10.0,
-            kind=RingWorkspace,
+        self.inputs = inputs
+        self.programs = max(1, context.sms // world_size - RELAYS)
+        self.calls = [_call(inputs, world_size, rank, True) for rank in range(world_size)]
+        self.where = [torch.from_numpy(tokens.indices).to(context.device) for tokens in self.calls[0].plan.queries]
+        self.q, self.k, self.v = ([x[:, tokens] for tokens in self.where] for x in (inputs.q, inputs.k, inputs.v))
+        self.layouts = [keys_layout(call.plan, call.rank, self.k[call.rank], self.v[call.rank]) for call in self.calls]
+        sums = torch.empty(self.q[0].shape[:3], dtype=torch.float32, device=context.device)
+        self.ranks = KernelRanks(
+            context,
+            world_size,
+            lambda rank: self.layouts[rank].nbytes(world_size),
+            self._one_launch,
+            lambda rank: [torch.empty_like(like) for like in (self.q[rank], sums) for _ in range(2)],
+            RingWorkspace,
         )
 
-    def one_launch(self, rank: int, workspace: Any = None) -> Tensor:
+    def _one_launch(self, rank: int, number: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
+        plan, scores = self.calls[rank].plan, self.calls[rank].scores
+        shards = self.q[rank], self.k[rank], self.v[rank]
+        chunks, layout = kv_chunks(plan, rank), self.layouts[rank]
         out: Tensor = ring_forward(
-            self.q[rank],
-            self.k[rank],
-            self.v[rank],
-            kv_chunks(self.plan, rank),
-            terms_of(self.scores),
-            self.layouts[rank],
-            workspace=workspace or self.memories[rank].workspace,
-            programs=self.programs,
+            *shards, chunks, terms_of(scores), layout, workspace=workspace, programs=self.programs
         )[0]
         return out
 
     def steps(self, rank: int) -> Tensor:
-        state = Forward(RingCall(self.plan, rank, TRITON, self.scores), self.q[rank], self.v[rank])
-        for t in range(self.world_size):
-            source = self.plan.source(rank, t)
-            state.attend(t, self.k[source], self.v[source])
-        return state.result()[0]
+        return _steps(self.calls[rank], self.q[rank], self.k, self.v)[0]
 
     def check(self, parts: Sequence[Tensor]) -> None:
-        for memory in self.memories:
-            memory.assert_in_time()
-        out = torch.empty_like(self.inputs.q)
-        for tokens, part in zip(self.where, parts, strict=True):
-            out[:, tokens] = part
-        self.inputs.check([out], causal=True)
+        self.ranks.assert_in_time()
+        self.inputs.check([_joined(self.inputs.q, self.where, parts)], causal=True)
 
 
 def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:
     inputs = Inputs(context, seq, head_dim, 1)
     ring = Ring(context, inputs, world_size)
 
-    def on_ranks(compute: Callable[[int], Tensor], note: str) -> Contestant:
-        def run() -> list[Tensor]:
-            return each(ring.streams, compute)
-
-        def check() -> None:
-            parts = run()
-            torch.cuda.synchronize(context.device)
-            ring.check(parts)
-
-        return Contestant(run, check, note)
+    def on_ranks(run: Callable[[], list[Tensor]], note: str) -> Contestant:
+        return Contestant(run, lambda: ring.check(run()), note)
 
     return {
-        OURS: lambda: on_ranks(ring.one_launch, f"{ring.programs} programs on each rank"),
-        STEPS: lambda: on_ranks(ring.steps, ""),
+        OURS: lambda: on_ranks(ring.ranks.run_set, f"{ring.programs} programs on each rank"),
+        STEPS: lambda: on_ranks(lambda: each(ring.ranks.streams, ring.steps), ""),
         WHOLE: lambda: _contestant(context, inputs, True, lambda: _whole_by_ours(inputs, True, False)),
     }

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.local_ranks import LocalRank
+from .gpu_timing import GpuContext, each
+from .local_ranks import LocalRank, run_local
 
 # Above the number of any call, so a flag that holds it is set for ever.
 ALWAYS = 1 << 62
@@ -43,7 +44,7 @@ def prepare(
     from fused_tp.triton_kernels.comm.workspace import Workspace
 
     kind = kind or Workspace
-    buffer, handle = rank.symmetric_empty(nbytes)
+    buffer, handle = rank.allocate(nbytes)
     workspace = kind(buffer, handle, timeout_seconds=timeout_seconds)
     with rank.in_turn():
         workspace.stop_waiting()
@@ -52,6 +53,53 @@ def prepare(
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
     return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
+
+
+class KernelRanks:
+    """The ranks of a fused kernel: made and rehearsed by threads, then driven from one.
+
+    Args:
+        call: of a rank, `call(rank, number of a set of inputs, its workspace)`.
+        results: makes tensors like those of a rank's call, twice at once, as later calls overlap. They leave memory in
+            the pool of its stream: to ask the driver for some may wait for a kernel.
+    """
+
+    def __init__(
+        self,
+        context: GpuContext,
+        world_size: int,
+        nbytes: Callable[[int], int],
+        call: Callable[[int, int, Any], Tensor],
+        results: Callable[[int], object],
+        kind: Any = None,
+    ) -> None:
+        self._context, self._call = context, call
+        self.streams = context.streams(world_size)
+
+        def make(rank: LocalRank) -> RankMemory:
+            def rehearse(workspace: Any) -> None:
+                for _ in range(2):
+                    call(rank.rank, 0, workspace)
+
+            return prepare(rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, kind=kind)
+
+        context.synchronize()
+        self.memories = run_local(world_size, make, device=context.device, timeout=300)
+        each(self.streams, results)
+
+    def one(self, rank: int, number: int) -> Tensor:
+        """The call of one rank, in whichever stream is current."""
+        return self._call(rank, number, self.memories[rank].workspace)
+
+    def run_set(self, number: int = 0) -> list[Tensor]:
+        """One call of every rank, in its stream."""
+        return each(self.streams, lambda rank: self.one(rank, number))
+
+    def assert_in_time(self) -> None:
+        """Raises AssertionError where a wait has expired, once all has ended."""
+        self._context.synchronize()
+        for memory in self.memories:
+            memory.assert_in_time()
 
 
 def set_flags(workspace: Any) -> None:

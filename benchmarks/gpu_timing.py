@@ -36,11 +36,8 @@ class Budget:
     """The minutes that a run may take, and whether what is next fits."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._begun = now()
-        self._seconds = seconds
-        self._planned = 0.0
-        self._taken = 0.0
+        self._now, self._begun, self._seconds = now, now(), seconds
+        self._planned = self._taken = 0.0
 
     def spent(self) -> float:
         return self._now() - self._begun
@@ -139,9 +136,7 @@ class Stopwatch:
             self._hold = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
             if in_time:
                 return seconds / calls
-        raise RuntimeError(
-            f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times in a row."
-        )
+        raise RuntimeError(f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times over.")
 
     def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
         """Seconds on the GPU, seconds of the host, and whether the gate stayed closed until all was queued."""
@@ -203,18 +198,21 @@ def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, 
 
 
 CLOCKS_SECONDS = 10.0  # clocks are read at most so often
+CLOCKS = {
+    "driver": "driver_version",
+    "SM clock": "clocks.sm",
+    "highest SM clock": "clocks.max.sm",
+    "memory clock": "clocks.mem",
+    "power limit": "power.limit",
+}
 
 
 def gpu_machine(device: torch.device) -> Machine:
     """The GPU and the processor that launches."""
-    properties = torch.cuda.get_device_properties(device)
-    l2 = getattr(properties, "L2_cache_size", 0) >> 20
-    memory = properties.total_memory >> 30
-    gpu = (
-        f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, "
-        f"{l2} MiB of L2, {memory} GiB"
-    )
-    return replace(this_machine(), gpu=gpu)
+    gpu = torch.cuda.get_device_properties(device)
+    memory = f"{getattr(gpu, 'L2_cache_size', 0) >> 20} MiB of L2, {gpu.total_memory >> 30} GiB"
+    name = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}"
+    return replace(this_machine(), gpu=name)
 
 
 def gpu_versions(device: torch.device) -> dict[str, str]:
@@ -222,39 +220,26 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
     import triton
 
     found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    found |= _clocks(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS))
-    return found | ({"commit": commit} if (commit := _commit()) else {})
+    return found | nvidia_smi(device.index or 0, int(time.monotonic() // CLOCKS_SECONDS)) | _commit()
 
 
 @lru_cache(1)
-def _clocks(index: int, moment: int) -> dict[str, str]:
-    """Once in a moment: short cases take less time than the program that is asked."""
-    return nvidia_smi(index)
+def nvidia_smi(index: int, moment: int) -> dict[str, str]:
+    """Driver, clocks and power, asked once in a moment: short cases take less time than the program; {} without it."""
+    line = _run(["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader"])
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(CLOCKS):
+        return {}
+    return {name: value for name, value in zip(CLOCKS, values, strict=True) if value and "N/A" not in value}
 
 
 @cache
-def _commit() -> str:
-    """Of this checkout, and whether it has changes; '' if it is none."""
+def _commit() -> dict[str, str]:
+    """Of this checkout, and whether it has changes; nothing if it is none."""
     here = ["git", "-C", str(Path(__file__).parent)]
     commit = _run([*here, "rev-parse", "--short", "HEAD"])
     changed = commit and _run([*here, "status", "--porcelain", "--untracked-files=no"])
-    return commit + (" and changes" if changed else "")
-
-
-def nvidia_smi(index: int) -> dict[str, str]:
-    """Driver, clocks and power; nothing where the program is not there."""
-    wanted = {
-        "driver": "driver_version",
-        "SM clock": "clocks.sm",
-        "highest SM clock": "clocks.max.sm",
-        "memory clock": "clocks.mem",
-        "power limit": "power.limit",
-    }
-    line = _run(["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(wanted.values())}", "--format=csv,noheader"])
-    values = [value.strip() for value in line.split(",")]
-    if len(values) != len(wanted):
-        return {}
-    return {name: value for name, value in zip(wanted, values, strict=True) if value and "N/A" not in value}
+    return {"commit": commit + (" and changes" if changed else "")} if commit else {}
 
 
 def _run(command: list[str]) -> str:

@@ -20,7 +20,6 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
-from fused_tp.transport.symm_mem import CHANNELS
 
 T = TypeVar("T")
 
@@ -40,20 +38,19 @@ TURN_SECONDS = 300.0
 
 
 class LocalGroup:
-    """What the ranks of one process share: who has come where, and who will not come any more."""
+    """What the ranks of one process share: who has come to which meeting, and who will not come any more."""
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least 1 rank.")
         self.world_size = world_size
         self.device = _device(device)
+        self.finished: set[int] = set()
+        self.failures: dict[int, BaseException] = {}  # in the order in which they happened
         self._changed = threading.Condition()
         self._meetings: dict[int, dict[int, Any]] = {}
         self._left: dict[int, int] = {}
-        self._signals: dict[object, deque[torch.cuda.Event | None]] = {}
-        self._finished: set[int] = set()
-        self._failures: dict[int, BaseException] = {}  # in the order in which they happened
-        self._closed = ""
+        self._over = False
 
     def rank(self, rank: int) -> LocalRank:
         """The view of one rank; its thread is the only one to use it."""
@@ -65,63 +62,41 @@ class LocalGroup:
             values = self._meetings.setdefault(number, {})
             values[rank] = value
             self._changed.notify_all()
-            self._wait(rank, what, seconds, lambda: set(range(self.world_size)) - set(values))
+            self._wait(rank, what, seconds, values)
             self._left[number] = self._left.get(number, 0) + 1
             if self._left[number] == self.world_size:
                 del self._meetings[number], self._left[number]
         return [values[r] for r in range(self.world_size)]
 
-    def put(self, key: object, event: torch.cuda.Event | None) -> None:
+    def end(self, rank: int, error: BaseException | None = None) -> None:
+        """The rank has returned or, with an error, failed, which releases everybody who waits and who is going to."""
         with self._changed:
-            self._signals.setdefault(key, deque()).append(event)
+            if error is None:
+                self.finished.add(rank)
+            else:
+                self.failures[rank] = error
             self._changed.notify_all()
 
-    def take(self, rank: int, key: object, source: int, what: str, seconds: float) -> torch.cuda.Event | None:
-        """What `source` has put first, once it has."""
+    def close(self) -> list[int]:
+        """Releases everybody; ranks that have neither returned nor failed."""
         with self._changed:
-            queue = self._signals.setdefault(key, deque())
-            self._wait(rank, what, seconds, lambda: set() if queue else {source})
-            return queue.popleft()
-
-    def finish(self, rank: int) -> None:
-        with self._changed:
-            self._finished.add(rank)
+            self._over = True
             self._changed.notify_all()
+            return sorted(set(range(self.world_size)) - self.finished - set(self.failures))
 
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Releases everybody who waits, and who is going to."""
-        with self._changed:
-            self._failures[rank] = error
-            self._changed.notify_all()
-
-    def close(self, why: str) -> None:
-        """The same, where no rank is to blame."""
-        with self._changed:
-            self._closed = why
-            self._changed.notify_all()
-
-    def failures(self) -> dict[int, BaseException]:
-        with self._changed:
-            return dict(self._failures)
-
-    def unfinished(self) -> list[int]:
-        """Ranks that have neither returned nor failed."""
-        with self._changed:
-            return sorted(set(range(self.world_size)) - self._finished - set(self._failures))
-
-    def _wait(self, rank: int, what: str, seconds: float, missing: Callable[[], set[int]]) -> None:
-        """Returns once nobody is missing. The lock is held."""
+    def _wait(self, rank: int, what: str, seconds: float, come: Mapping[int, object]) -> None:
+        """Returns once all have come. The lock is held."""
         deadline = time.monotonic() + seconds
-        while absent := missing():
-            if self._failures:
-                failed, error = next(iter(self._failures.items()))
+        while absent := set(range(self.world_size)) - set(come):
+            if self.failures:
+                failed, error = next(iter(self.failures.items()))
                 raise PeerLostError(
                     f"{what}: rank {rank} will not go on, because rank {failed} failed with "
                     f"{type(error).__name__}: {error}"
                 )
-            if self._closed:
-                raise PeerLostError(f"{what}: rank {rank} will not go on, because {self._closed}.")
-            if gone := absent & self._finished:
+            if self._over:
+                raise PeerLostError(f"{what}: rank {rank} will not go on, because the run is over.")
+            if gone := absent & self.finished:
                 raise PeerLostError(f"{what}: rank {rank} waited for {_named(gone)}, which returned without coming.")
             left = deadline - time.monotonic()
             if left <= 0:
@@ -133,7 +108,7 @@ class LocalGroup:
 
 
 class LocalRank:
-    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike.
+    """One rank of a `LocalGroup`, as its thread sees it; a `symm_mem.KernelMemory`. All ranks call its methods alike.
 
     Attributes:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.
@@ -145,7 +120,6 @@ class LocalRank:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self._meetings = 0
-        self._memories = 0
         self.serialized_by = self
         self.rank = rank
         self.world_size = group.world_size
@@ -158,61 +132,42 @@ class LocalRank:
             self.sms = max(1, properties.multi_processor_count // self.world_size)
 
     def allocate(self, nbytes: int) -> tuple[Tensor, LocalSymmetricMemory]:
-        """`symmetric_empty` of uint8 [nbytes], which is what makes this a `symm_mem.KernelMemory`."""
-        return self.symmetric_empty(nbytes)
-
-    def symmetric_empty(
-        self, sizes: Sequence[int] | int, dtype: torch.dtype = torch.uint8
-    ) -> tuple[Tensor, LocalSymmetricMemory]:
-        """A tensor that every rank can reach, of the same shape on all, and the handle to reach the others'.
+        """A uint8 tensor [nbytes] that every rank can reach, and the handle to reach the others'.
 
         Raises:
-            RankMismatchError: the ranks ask for different shapes or dtypes.
+            RankMismatchError: the ranks ask for different sizes.
 
         Example:
-            mine, memory = rank.symmetric_empty((4096,), torch.float32)
+            mine, memory = rank.allocate(4096)
             mine.fill_(memory.rank)
             memory.barrier()
-            theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (4096,), torch.float32)
+            theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (1024,), torch.float32)
         """
-        shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-        nbytes = math.prod(shape) * dtype.itemsize
         own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        pad = torch.zeros(CHANNELS * self.world_size, dtype=torch.int32, device=self.device)
-        self.synchronize()  # the pad is zero before anybody writes to it
-        answers = self.exchange((shape, dtype, own, pad), "symmetric_empty")
-        for peer, (its_shape, its_dtype, _, _) in enumerate(answers):
-            if (its_shape, its_dtype) != (shape, dtype):
+        buffers = self.exchange(own, "allocate")
+        for peer, buffer in enumerate(buffers):
+            if buffer.nbytes != nbytes:
                 raise RankMismatchError(
-                    f"symmetric_empty: rank {self.rank} asked for {shape} of {dtype}, rank {peer} for {its_shape} of "
-                    f"{its_dtype}; all must ask for the same."
+                    f"allocate: rank {self.rank} asked for {nbytes} bytes, rank {peer} for {buffer.nbytes}; all must "
+                    "ask for the same."
                 )
-        self._memories += 1
-        memory = LocalSymmetricMemory(
-            self._group, self.rank, self._memories, [answer[2] for answer in answers], [answer[3] for answer in answers]
-        )
-        return memory.get_buffer(self.rank, shape, dtype), memory
+        return own, LocalSymmetricMemory(self, buffers)
 
-    def exchange(self, value: T, what: str = "exchange", least_seconds: float = 0.0) -> list[T]:
-        """The values of all ranks, in their order. Bounded by `FUSED_TP_TIMEOUT`, or by `least_seconds`, if longer."""
+    def exchange(self, value: T, what: str = "exchange", seconds: float = 0.0) -> list[T]:
+        """The values of all ranks, in their order. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
         self._meetings += 1
-        return self._group.meet(
-            self.rank,
-            self._meetings,
-            f"{what} (meeting {self._meetings})",
-            value,
-            max(timeout_seconds(), least_seconds),
-        )
+        what = f"{what} (meeting {self._meetings})"
+        return self._group.meet(self.rank, self._meetings, what, value, seconds or timeout_seconds())
 
     def synchronize(self) -> None:
         """Returns once what is in this rank's stream has run."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def barrier(self) -> None:
+    def barrier(self, seconds: float = 0.0) -> None:
         """Returns once all ranks have come and what was in their streams has run."""
         self.synchronize()
-        self.exchange(None, "barrier")
+        self.exchange(None, "barrier", seconds)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -226,93 +181,38 @@ class LocalRank:
             if turn == self.rank:
                 yield
                 self.synchronize()
-            self.exchange(None, f"turn of rank {turn}", TURN_SECONDS)
+            self.exchange(None, f"turn of rank {turn}", max(TURN_SECONDS, timeout_seconds()))
 
 
 class LocalSymmetricMemory:
-    """A tensor of equal size for every rank of this process, and signals between them.
-
-    Signals order streams: what `put_signal` follows in the sender's stream has run before anything that follows
-    `wait_signal` in the receiver's. The host waits only until the sender has put it. On CPU it is all the host.
-    """
+    """Memory of equal size of every rank of this process."""
 
     multicast_ptr = 0  # one device has no multicast
 
-    def __init__(
-        self, group: LocalGroup, rank: int, number: int, buffers: Sequence[Tensor], pads: Sequence[Tensor]
-    ) -> None:
-        self._group = group
-        self._number = number
+    def __init__(self, owner: LocalRank, buffers: Sequence[Tensor]) -> None:
+        self._owner = owner
         self._buffers = list(buffers)
-        self._pads = list(pads)
-        self.rank = rank
-        self.world_size = group.world_size
-        self.device = group.device
-        self.buffer_size = self._buffers[rank].nbytes
-        self.signal_pad_size = self._pads[rank].nbytes
+        self.rank = owner.rank
+        self.world_size = owner.world_size
+        self.device = owner.device
+        self.buffer_size = self._buffers[self.rank].nbytes
         self.buffer_ptrs = [buffer.data_ptr() for buffer in buffers]
-        self.signal_pad_ptrs = [pad.data_ptr() for pad in pads]
-        self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64).to(self.device)
-        self._pad_table = torch.tensor(self.signal_pad_ptrs, dtype=torch.int64).to(self.device)
-
-    @property
-    def buffer_ptrs_dev(self) -> int:
-        """Address, on the device, of an array of the ranks' buffer addresses."""
-        return self._buffer_table.data_ptr()
-
-    @property
-    def signal_pad_ptrs_dev(self) -> int:
-        """Address, on the device, of an array of the ranks' signal pad addresses; a pad is int32[CHANNELS, W]."""
-        return self._pad_table.data_ptr()
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
-        return _view(self._buffers[_checked_rank(rank, self.world_size)], sizes, dtype, storage_offset or 0)
-
-    def get_signal_pad(
-        self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype = torch.int32, storage_offset: int = 0
-    ) -> Tensor:
-        """A view of `rank`'s signal pad, which kernels may use as they like; without sizes all of it, [CHANNELS, W]."""
-        pad = self._pads[_checked_rank(rank, self.world_size)]
-        return _view(pad.view(torch.uint8), sizes or (CHANNELS, self.world_size), dtype, storage_offset)
-
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Tells `dst_rank` that this rank's stream has come here.
-
-        Never blocks (signals count), so `timeout_ms` has nothing to bound.
-        """
-        event = None
-        if self.device.type == "cuda":
-            _refuse_capture()
-            event = torch.cuda.Event()
-            event.record()
-        self._group.put(self._key(self.rank, _checked_rank(dst_rank, self.world_size), channel), event)
-
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """This rank's stream goes on once `src_rank`'s has come to its put_signal.
-
-        `timeout_ms` bounds how long the host waits for the put; 0 means `FUSED_TP_TIMEOUT`.
-        """
-        key = self._key(_checked_rank(src_rank, self.world_size), self.rank, channel)
-        if self.device.type == "cuda":
-            _refuse_capture()
-        seconds = timeout_ms / 1000 if timeout_ms else timeout_seconds()
-        event = self._group.take(self.rank, key, src_rank, f"wait_signal on channel {channel}", seconds)
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        memory = self._buffers[_checked_rank(rank, self.world_size)]
+        begin = (storage_offset or 0) * dtype.itemsize
+        end = begin + math.prod(sizes) * dtype.itemsize
+        if not 0 <= begin <= end <= memory.nbytes:
+            raise ValueError(
+                f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
+                f"the buffer has {memory.nbytes} bytes."
+            )
+        return memory[begin:end].view(dtype).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """This rank's stream goes on once all ranks' streams have come to this barrier."""
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for peer in peers:
-            self.put_signal(peer, channel)
-        for peer in peers:
-            self.wait_signal(peer, channel, timeout_ms)
-
-    def _key(self, source: int, target: int, channel: int) -> object:
-        if not 0 <= channel < CHANNELS:
-            raise ValueError(f"channel is {channel}; there are {CHANNELS}, numbered from 0.")
-        return self._number, source, target, channel
+        """Returns once all ranks have come and what was in their streams has run; there is one channel."""
+        self._owner.barrier(timeout_ms / 1000)
 
 
 def run_local(
@@ -349,9 +249,9 @@ def run_local(
                 with torch.cuda.device(group.device), torch.cuda.stream(stream):
                     results[rank] = fn(group.rank(rank), *args)
                     stream.synchronize()
-            group.finish(rank)
+            group.end(rank)
         except BaseException as error:
-            group.fail(rank, error)
+            group.end(rank, error)
 
     streams = _streams(group, run)  # until its last thread has ended
     # Daemons: a thread that never comes back must not keep the process from ending.
@@ -366,8 +266,7 @@ def run_local(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        failures, late = group.failures(), group.unfinished()
-        group.close("the run is over")
+        late, failures = group.close(), dict(group.failures)
     if failures:
         first = next(iter(failures.values()))
         texts = "\n".join(
@@ -411,22 +310,6 @@ def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(group.device))
     return streams
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError("Signals between local ranks go through the host, so a CUDA graph cannot capture them.")
-
-
-def _view(memory: Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> Tensor:
-    begin = storage_offset * dtype.itemsize
-    end = begin + math.prod(sizes) * dtype.itemsize
-    if not 0 <= begin <= end <= memory.nbytes:
-        raise ValueError(
-            f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
-            f"the buffer has {memory.nbytes} bytes."
-        )
-    return memory[begin:end].view(dtype).view(tuple(sizes))
 
 
 def _checked_rank(rank: int, world_size: int) -> int:

@@ -6,17 +6,22 @@ the device is the CPU nothing moves: that is how these tests themselves are trie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.base import Pending
+from fused_tp.schedules.base import GatherMatmul
+from fused_tp.transport.base import Pending, sum_in_rank_order
+from tests.reference import seeded
 
 OPS = (
     "all_gather_matmul",
@@ -177,3 +182,63 @@ def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
     if spec.devices and device.type not in spec.devices:
         return f"{schedule} is for {', '.join(spec.devices)}, not {device.type}"
     return spec.available(resolve_group(group), device).reason or None
+
+
+PATIENCE = "60"  # seconds, for a GPU and for NCCL to start
+
+
+def environment(world_size: int, **more: str) -> dict[str, str]:
+    """Of ranks that may have to share a GPU."""
+    return {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": PATIENCE, **more}
+
+
+def unwrapped(outcomes: Sequence[Any]) -> list[Any]:
+    """What ranks have returned; skips the test where that is why they cannot run it."""
+    results = [outcome.unwrap() for outcome in outcomes]
+    if isinstance(results[0], str) and results[0]:
+        pytest.skip(f"these ranks cannot run it: {results[0]}")
+    return results
+
+
+def in_graph(group: Any, schedule: Any, device: torch.device, raise_failure: Callable[[], None] = lambda: None) -> None:
+    """Gathers and sums in one graph, replayed on other inputs each time, with calls in between."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rows, columns = 6 * world_size, 16
+    eye = torch.eye(columns, dtype=torch.bfloat16, device=device)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+    def work() -> list[Tensor]:
+        (gathered,), _ = schedule.all_gather_matmul(GatherMatmul(x, [eye], [None], 0))
+        scattered = schedule.matmul_reduce_scatter([(x, eye)], None, scatter_dim=0)
+        return [gathered, scattered, schedule.matmul_all_reduce([(x, eye)], None)]
+
+    def check(run: Callable[[], list[Tensor]], seed: int) -> None:
+        terms = torch.stack([seeded(rows, columns, dtype=x.dtype, seed=100 * seed + r) for r in range(world_size)])
+        x.copy_(terms[rank])
+        gathered, scattered, summed = (result.cpu() for result in run())
+        raise_failure()
+        total = sum_in_rank_order(terms)
+        assert torch.equal(gathered, terms.flatten(0, 1)) and torch.equal(summed, total)
+        assert torch.equal(scattered, total.chunk(world_size)[rank])
+
+    for seed in range(2):
+        check(work, seed)
+    graph = Graph(device, work)
+    for seed in range(2, 8):
+        check(graph.replay, seed)
+        if seed % 2:
+            check(work, seed)
+
+
+def public_ops(group: Any, kind: str, schedule: str, dtype_name: str) -> str:
+    """'' or why not; forward and all gradients of the public ops on one schedule."""
+    from tests.distributed import test_tp_ops as ops
+
+    device = device_of(dist.get_rank(group), kind)
+    reason = why_not(group, schedule, device)
+    if reason is not None:
+        return reason
+    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
+        ops.all_cases(group, dtype_name, False)
+    dist.barrier(group)
+    return ""

@@ -118,7 +118,7 @@ def arrived(out: torch.Tensor, wanted: torch.Tensor, world_size: int, name: str)
 
 
 def made(rank: LocalRank, kind: Any, nbytes: int) -> Any:
-    buffer, handle = rank.symmetric_empty(nbytes)
+    buffer, handle = rank.allocate(nbytes)
     workspace = kind(buffer, handle, timeout_seconds=120)
     workspace.kept = handle
     rank.barrier()

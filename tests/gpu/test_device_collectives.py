@@ -27,8 +27,7 @@ from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed import test_device_faults as faults
 from tests.distributed import test_device_schedules as checks
-from tests.distributed import test_tp_ops as ops
-from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.gpu.on_device import Graph, OnDevice, device_of, environment, unwrapped, why_not
 from tests.native_build import use_library
 from tests.reference import seeded
 from tests.workers import fresh_ranks
@@ -110,18 +109,15 @@ def wide_norms(rank: LocalRank, rows: int, columns: int) -> list[Tensor]:
     def norm(device: Any) -> list[Tensor]:
         results = []
         for algorithm in ALGORITHMS:
-            normed, stream, _ = device.all_reduce_rms_norm(terms[rank.rank], residual, weight, 1e-6, algorithm)
-            eight, _, scale = device.all_reduce_rms_norm(terms[rank.rank], residual, weight, 1e-6, algorithm, fp8="row")
-            results += [normed, stream, eight, scale]
+            results += device.all_reduce_rms_norm(terms[rank.rank], residual, weight, 1e-6, algorithm)
         return results
 
     rehearse(rank, norm)
     results = norm(collectives_on(rank.device, DeviceCollectives(rank)))
-    for normed, stream, eight, scale in (results[:4], results[4:]):
+    for normed, stream in (results[:2], results[2:]):
         checks.assert_within_dtype_error(stream, summed, dtype, reduced_over=world_size + 1)
         normed64 = checks.rms_norm64(stream, weight, 1e-6)
         checks.assert_within_dtype_error(normed, normed64, dtype, reduced_over=columns)
-        checks.assert_is_fp8(eight, normed64, scale)
     return results
 
 
@@ -148,18 +144,17 @@ def in_graph(rank: LocalRank, replays: int) -> None:
     residual_here, weight_here = residual.to(rank.device), weight.to(rank.device)
 
     def work() -> list[Tensor]:
-        normed, stream, _ = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "two_shot")
-        eight, _, scale = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "one_shot", fp8="row")
-        assert scale is not None
+        normed, stream = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "two_shot")
+        again, _ = device.all_reduce_rms_norm(x, residual_here, weight_here, 1e-6, "one_shot")
         moved = device.sequence_to_heads(x.view(1, rows, world_size, 8))
         sums = [device.all_reduce(x, algorithm) for algorithm in ALGORITHMS]
-        return [*sums, device.reduce_scatter(x), device.all_gather(x), moved, stream, normed, eight, scale]
+        return [*sums, device.reduce_scatter(x), device.all_gather(x), moved, stream, normed, again]
 
     def check(results: list[Tensor], terms: list[Tensor]) -> None:
         rank.synchronize()
         device.raise_if_expired()
         total = checks.summed(terms)
-        one, two, scattered, gathered, moved, stream, normed, eight, scale = (t.cpu() for t in results)
+        one, two, scattered, gathered, moved, stream, normed, again = (t.cpu() for t in results)
         for actual in (one, two):
             checks.same_bits(actual, total)
         checks.same_bits(scattered, total.chunk(world_size)[r])
@@ -170,12 +165,12 @@ def in_graph(rank: LocalRank, replays: int) -> None:
         checks.assert_within_dtype_error(stream, summed, torch.bfloat16, reduced_over=world_size + 1)
         normed64 = checks.rms_norm64(stream, weight, 1e-6)
         checks.assert_within_dtype_error(normed, normed64, torch.bfloat16, reduced_over=columns)
-        checks.assert_is_fp8(eight, normed64, scale)
+        checks.same_bits(again, normed)
 
     with rank.in_turn():  # whatever torch loads and allocates
         _late(rank, 0)
         alone = DeviceCollectives(LocalGroup(1, rank.device).rank(0))
-        kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6, fp8="row")]
+        kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6)]
         x.copy_(inputs(0)[r])
         kept = [torch.empty(1 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
         del kept
@@ -236,8 +231,8 @@ def on_another_stream(group: Any, kind: str, library: str | None) -> str:
 
 
 def test_forward_and_backward_are_captured_on_another_stream() -> None:
-    env = {**gpu_sharing(2), "FUSED_TP_TIMEOUT": "60"}
-    _unwrapped(fresh_ranks(2, on_another_stream, "cuda", None, timeout=300, env=env))
+    env = environment(2)
+    unwrapped(fresh_ranks(2, on_another_stream, "cuda", None, timeout=300, env=env))
 
 
 def without_last(rank: LocalRank) -> str:
@@ -285,7 +280,7 @@ def test_a_rank_that_stays_away(world_size: int) -> None:
 )
 def test_multimem() -> None:
     outcomes = fresh_ranks(torch.cuda.device_count(), by_the_switch, "cuda", None, timeout=300)
-    results = _unwrapped(outcomes)
+    results = unwrapped(outcomes)
     assert all(result == results[0] for result in results)
 
 
@@ -346,38 +341,11 @@ def by_the_switch(group: Any, kind: str, library: str | None) -> str | list[byte
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
 
 
-def _unwrapped(outcomes: list[Any]) -> list[Any]:
-    results = [outcome.unwrap() for outcome in outcomes]
-    if isinstance(results[0], str) and results[0]:
-        pytest.skip(f"these ranks cannot share GPU memory: {results[0]}")
-    return results
-
-
 @pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "bfloat16"), (2, "float32"), (4, "float16")])
 def test_processes(world_size: int, dtype_name: str) -> None:
-    env = {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": "60"}
-    results = _unwrapped(fresh_ranks(world_size, in_process, "cuda", None, dtype_name, timeout=300, env=env))
+    env = environment(world_size)
+    results = unwrapped(fresh_ranks(world_size, in_process, "cuda", None, dtype_name, timeout=300, env=env))
     assert all(result == results[0] for result in results)
-
-
-def public_ops(group: Any, kind: str, library: str | None, schedule: str, dtype_name: str) -> str:
-    """'' or why not; forward and all gradients of the public ops."""
-    device = device_of(dist.get_rank(group), kind)
-    if library is not None:
-        use_library(library)
-    reason = why_not(group, schedule, device)
-    if reason is not None:
-        return reason
-    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
-        ops.all_cases(group, dtype_name, False)
-    dist.barrier(group)
-    return ""
-
-
-@pytest.mark.parametrize("schedule", ALGORITHMS)
-def test_public_ops(schedule: str) -> None:
-    env = {**gpu_sharing(2), "FUSED_TP_TIMEOUT": "60"}
-    _unwrapped(fresh_ranks(2, public_ops, "cuda", None, schedule, "bfloat16", timeout=300, env=env))
 
 
 def with_fault(group: Any, kind: str, library: str | None, case: str, args: tuple[Any, ...]) -> Any:
@@ -389,26 +357,15 @@ def with_fault(group: Any, kind: str, library: str | None, case: str, args: tupl
         return getattr(faults, case)(group, *args)
 
 
-@pytest.fixture
-def patient() -> dict[str, str]:
-    """Setting up takes a GPU longer than the deadlines that these tests give themselves afterwards."""
-    return {**gpu_sharing(3), "FUSED_TP_TIMEOUT": "60"}
-
-
-def test_a_process_that_does_not_come(patient: dict[str, str]) -> None:
-    outcomes = fresh_ranks(3, with_fault, "cuda", None, "without_last", ("one_shot",), timeout=120, env=patient)
-    for sentence in _unwrapped(outcomes)[:2]:
-        assert "all_reduce, call 2" in sentence and "rank 2 had not begun the call" in sentence
-
-
-def test_a_process_that_comes_too_late(patient: dict[str, str]) -> None:
-    outcomes = fresh_ranks(3, with_fault, "cuda", None, "too_late", (), timeout=120, env=patient)
-    assert "gave up" in _unwrapped(outcomes)[1]
-
-
-def test_a_process_that_is_killed(patient: dict[str, str]) -> None:
-    outcomes = fresh_ranks(
-        3, with_fault, "cuda", None, "dies", ("two_shot",), timeout=120, env=patient, expect_deaths=True
-    )
-    survivors = _unwrapped([outcomes[0], outcomes[2]])
-    assert outcomes[1].died and all(seconds < 5 for seconds in survivors)
+@pytest.mark.parametrize(("case", "args"), [("without_last", ("one_shot",)), ("too_late", ()), ("dies", ("two_shot",))])
+def test_faults(case: str, args: tuple[str, ...]) -> None:
+    """A process that does not come, that comes too late, and that is killed."""
+    dies = case == "dies"
+    outcomes = fresh_ranks(3, with_fault, "cuda", None, case, args, timeout=120, env=environment(3), expect_deaths=dies)
+    results = unwrapped([outcome for outcome in outcomes if not outcome.died])
+    if case == "without_last":
+        assert all("all_reduce, call 2" in text and "rank 2 had not begun the call" in text for text in results[:2])
+    elif case == "too_late":
+        assert "gave up" in results[1]
+    else:
+        assert outcomes[1].died and all(seconds < 5 for seconds in results)

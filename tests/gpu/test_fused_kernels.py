@@ -168,65 +168,50 @@ def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[
             assert torch.equal(results[number][-1].double(), call.wanted[-1]), f"call {number}: x gathered"
 
 
-def one_after_the_other(rank: LocalRank, op: str, dtype: torch.dtype, shapes: list[tuple[int, int, int]]) -> None:
-    calls = [make_call(rank, op, shape, dtype, seed) for seed, shape in enumerate(shapes)]
-    memory = prepared(rank, op, calls)
-    results = []
-    for call in calls:
-        results.append(call.launch(memory.workspace))
-    check_calls(rank, op, calls, results, memory.workspace)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "shapes"),
-    [
-        (2, torch.bfloat16, SHAPES),
-        (1, torch.bfloat16, FEW_SHAPES),
-        (3, torch.bfloat16, FEW_SHAPES),
-        (4, torch.bfloat16, FEW_SHAPES),
-        (2, torch.float16, FEW_SHAPES),
-        (2, torch.float32, FEW_SHAPES),
-    ],
-    ids=lambda value: str(value) if not isinstance(value, list) else f"{len(value)} shapes",
-)
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
-def test_equals_fp64(op: str, world_size: int, dtype: torch.dtype, shapes: list[tuple[int, int, int]]) -> None:
-    run_local(world_size, one_after_the_other, op, dtype, shapes, device="cuda")
-
-
-def twenty_calls(rank: LocalRank, op: str, late_rank: int | None) -> None:
+def in_a_row(
+    rank: LocalRank,
+    op: str,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, int, int]],
+    late: tuple[int, ...] = (),
+    repeats: int = 1,
+) -> None:
+    """Calls of these shapes, with ranks that are late at random; a repeated call must give the same bits."""
     draw = random.Random(rank.rank)
-    choice = SHAPES if rank.world_size == 2 else FEW_SHAPES
-    shapes = [choice[seed % len(choice)] for seed in range(20)]
-    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes)]
+    calls = [make_call(rank, op, shape, dtype, seed) for seed, shape in enumerate(shapes)] * repeats
     memory = prepared(rank, op, calls)
     results = []
     for call in calls:
-        if late_rank in (None, rank.rank) and draw.random() < 0.6:
+        if rank.rank in late and draw.random() < 0.6:
             torch.cuda._sleep(int(draw.random() * 2 * MILLISECOND))
         results.append(call.launch(memory.workspace))
     check_calls(rank, op, calls, results, memory.workspace)
-
-
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (2, 1), (4, 2), (4, None)])
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
-def test_20_calls_in_a_row_with_ranks_that_are_late(op: str, world_size: int, late_rank: int | None) -> None:
-    run_local(world_size, twenty_calls, op, late_rank, device="cuda")
-
-
-def same_call_twice(rank: LocalRank, op: str) -> None:
-    calls = [make_call(rank, op, (513, 776, 1024), torch.bfloat16, 3)] * 10
-    memory = prepared(rank, op, calls)
-    results = [call.launch(memory.workspace) for call in calls]
-    check_calls(rank, op, calls, results, memory.workspace)
-    for tensors in results:
-        for first, other in zip(results[0], tensors, strict=True):
+    for number, tensors in enumerate(results):
+        for first, other in zip(results[number % len(shapes)], tensors, strict=True):
             assert torch.equal(first, other), "the same call gave other bits"
 
 
+BF16 = torch.bfloat16
+IN_A_ROW: dict[str, tuple[Any, ...]] = {
+    "every shape": (2, BF16, SHAPES),
+    "one rank": (1, BF16, FEW_SHAPES),
+    "three ranks": (3, BF16, FEW_SHAPES),
+    "four ranks": (4, BF16, FEW_SHAPES),
+    "float16": (2, torch.float16, FEW_SHAPES),
+    "float32": (2, torch.float32, FEW_SHAPES),
+    "the first is late": (2, BF16, (SHAPES * 4)[:20], (0,)),
+    "the last is late": (2, BF16, (SHAPES * 4)[:20], (1,)),
+    "one of four is late": (4, BF16, (FEW_SHAPES * 7)[:20], (2,)),
+    "all are late": (4, BF16, (FEW_SHAPES * 7)[:20], (0, 1, 2, 3)),
+    "the same call": (4, BF16, [(513, 776, 1024)], (), 10),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_ROW)
 @pytest.mark.parametrize("op", [*SUMS, *GATHERS])
-def test_the_same_call_gives_the_same_bits(op: str) -> None:
-    run_local(4, same_call_twice, op, device="cuda")
+def test_calls_in_a_row(op: str, case: str) -> None:
+    world_size, *args = IN_A_ROW[case]
+    run_local(world_size, in_a_row, op, *args, device="cuda")
 
 
 def without_one(rank: LocalRank, op: str, missing: int) -> str | None:

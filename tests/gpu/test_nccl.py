@@ -16,26 +16,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from tests.distributed import test_nccl_faults as faults
 from tests.distributed import test_nccl_pipeline as checks
-from tests.distributed import test_tp_ops as ops
-from tests.gpu.on_device import Graph, OnDevice, device_of, gpu_sharing, public_ops_on, why_not
+from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, in_graph, unwrapped
 from tests.native_build import use_nccl
-from tests.reference import seeded
 from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.gpu
 
-PATIENCE = "60"  # seconds; NCCL takes some to start
-NOTICE_SECONDS = 8.0  # and some to abort
+NOTICE_SECONDS = 8.0  # NCCL takes some to abort
 
 
 def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.device:
@@ -81,76 +75,22 @@ def checks_on(module: Any, device: torch.device) -> Iterator[None]:
 def case_on(group: Any, kind: str, libraries: Any, of_faults: bool, case: str, args: tuple[Any, ...]) -> Any:
     """What a case of the tests over doubles returns; or why these ranks cannot run it."""
     device = start(group, kind, libraries)
-    if isinstance(reason := transport_on(group, device), str):
-        return reason
+    if isinstance(transport := transport_on(group, device), Availability):
+        return transport.reason
     module = faults if of_faults else checks
     with checks_on(module, device):
         return getattr(module, case)(group, *args)
 
 
 def graph_case(group: Any, kind: str, libraries: Any) -> str:
-    """'' or why not. Every pipeline in one graph, replayed on other inputs each time, with calls in between."""
+    """'' or why not."""
     device = start(group, kind, libraries)
     transport = transport_on(group, device)
     if isinstance(transport, Availability):
         return transport.reason
-    rank, world_size = transport.rank, transport.world_size
-    schedule = NcclPipeline(transport, 2)
-    rows, columns = 6 * world_size, 16
-    eye = torch.eye(columns, dtype=torch.bfloat16, device=device)
-    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-
-    def work() -> list[Tensor]:
-        (gathered,), _ = schedule.all_gather_matmul(GatherMatmul(x, [eye], [None], 0))
-        scattered = schedule.matmul_reduce_scatter([(x, eye)], None, scatter_dim=0)
-        return [gathered, scattered, schedule.matmul_all_reduce([(x, eye)], None)]
-
-    def check(results: list[Tensor], terms: Tensor) -> None:
-        gathered, scattered, summed = (result.cpu() for result in results)
-        assert torch.equal(gathered, terms.flatten(0, 1))
-        total = sum_in_rank_order(terms)
-        assert torch.equal(summed, total)
-        assert torch.equal(scattered, total.chunk(world_size)[rank])
-
-    def inputs(seed: int) -> Tensor:
-        return torch.stack(
-            [seeded(rows, columns, dtype=torch.bfloat16, seed=100 * seed + r) for r in range(world_size)]
-        )
-
-    for seed in range(2):
-        x.copy_(inputs(seed)[rank])
-        check(work(), inputs(seed))
-    graph = Graph(device, work)
-    for seed in range(2, 8):
-        x.copy_(inputs(seed)[rank])
-        check(graph.replay(), inputs(seed))
-        if seed % 2:
-            check(work(), inputs(seed))
+    in_graph(group, NcclPipeline(transport, 2), device)
     dist.barrier(group)
     return ""
-
-
-def public_ops(group: Any, schedule: str, dtype_name: str) -> str:
-    """'' or why not; forward and all gradients."""
-    device = start(group, "cuda", None)
-    reason = why_not(group, schedule, device)
-    if reason is not None:
-        return reason
-    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
-        ops.all_cases(group, dtype_name, False)
-    dist.barrier(group)
-    return ""
-
-
-def unwrapped(outcomes: list[Any]) -> list[Any]:
-    results = [outcome.unwrap() for outcome in outcomes]
-    if isinstance(results[0], str) and results[0]:
-        pytest.skip(f"these ranks can have no NCCL communicator: {results[0]}")
-    return results
-
-
-def environment(world_size: int, **more: str) -> dict[str, str]:
-    return {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": PATIENCE, **more}
 
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -177,12 +117,6 @@ def test_equal_bits(world_size: int, dtype_name: str) -> None:
 @WORLD_SIZES
 def test_graphs_and_calls_between_replays(world_size: int) -> None:
     unwrapped(fresh_ranks(world_size, graph_case, "cuda", None, timeout=300, env=environment(world_size)))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_public_ops(world_size: int) -> None:
-    env = environment(world_size)
-    unwrapped(fresh_ranks(world_size, public_ops, "nccl_pipeline", "bfloat16", timeout=300, env=env))
 
 
 def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:

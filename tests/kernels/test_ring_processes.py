@@ -202,7 +202,7 @@ def bad_input(_group: Any) -> list[str]:
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 
-    buffer, handle = LocalGroup(1).rank(0).symmetric_empty(1 << 13)
+    buffer, handle = LocalGroup(1).rank(0).allocate(1 << 13)
     small = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=1)
     messages = []
     for world, number in ((1, 0), (2, 2)):

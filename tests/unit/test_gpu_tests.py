@@ -15,7 +15,7 @@ from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_nccl as nccl_tests
-from tests.gpu.on_device import OnDevice, mapped, on_device, there
+from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
@@ -56,8 +56,8 @@ def test_a_rank_that_stays_away(library: str) -> None:
 def test_processes(library: str) -> None:
     results = run_ranks(2, collectives.in_process, "cpu", library, "float16")
     assert results[0] == results[1] and len(results[0]) > 10
-    assert run_ranks(2, collectives.public_ops, "cpu", None, "plain", "float32") == ["", ""]
-    reasons = run_ranks(2, collectives.public_ops, "cpu", None, "two_shot", "float32")
+    assert run_ranks(2, public_ops, "cpu", "plain", "float32") == ["", ""]
+    reasons = run_ranks(2, public_ops, "cpu", "two_shot", "float32")
     assert reasons == ["two_shot is for cuda, not cpu"] * 2
 
 

@@ -1,0 +1,20 @@
+"""The sum that fused sums are compared with; a file of its own, as Triton is loaded by whoever imports a kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, at the launch
+    terms_ptr, out_ptr, count, term_stride, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[i] = sum over terms in fp32, rounded once."""
+    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        places = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = places < count
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for term in tl.static_range(WORLD):
+            total += tl.load(terms_ptr + term * term_stride + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
