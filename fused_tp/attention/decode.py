@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 
 MAX_DECODE_QUERIES = 16  # of a sequence; more are a prefill
 _CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
+CHECKSUMS = 2  # that travel with a rank's part: of the keywords, of the new tokens
 _MOST_ROWS = 8192  # of pages that are gathered for many queries
 
 
@@ -58,8 +59,8 @@ class CacheCall:
 
 
 def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
-    """How many numbers a rank sends for such queries: what `attend` returns, and one checksum."""
-    return 1 + prod(q_shape[:3]) * (dim + 1)
+    """How many numbers a rank sends for such queries: what `attend` returns, and checksums."""
+    return CHECKSUMS + prod(q_shape[:3]) * (dim + 1)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_tp.integrations.forward_shard import running_forward
 from fused_tp.nn.context_cache import ContextKVCache
 from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
+from fused_tp.runtime import settings
+from fused_tp.transport.base import checksum
 
 BLOCK = DEFAULT_BLOCK
 
@@ -117,16 +119,19 @@ class CachedPass:
     Attributes:
         layers: of the cache.
         seq_len: columns of the batch when it is done.
-        new_lengths: how many of the new tokens are no padding, for each text; None for all.
+        new_lengths: how many of the new tokens are no padding, for each sequence; None for all.
+        tokens: a checksum of the new tokens, which the ranks compare: where they are sampled, ranks of unequal random
+            states would continue one cache with different tokens. 0 where reading them would wait for the device.
     """
 
     layers: tuple[ContextLayer, ...]
     seq_len: int
     new_lengths: list[int] | None
+    tokens: int = 0
 
     def attention(self, layer_idx: int, q: Tensor, **keywords: Any) -> Tensor:
         """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
-        out: Tensor = self.layers[layer_idx].cache.attend(q.transpose(1, 2), **keywords)
+        out: Tensor = self.layers[layer_idx].cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out
 
 
@@ -152,7 +157,14 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
-    return CachedPass(layers, layers[0].columns + new, _new_lengths(arguments.get("attention_mask"), layers[0], new))
+    new_lengths = _new_lengths(arguments.get("attention_mask"), layers[0], new)
+    return CachedPass(layers, layers[0].columns + new, new_lengths, _checksum(arguments.get("input_ids")))
+
+
+def _checksum(tokens: Tensor | None) -> int:
+    if tokens is None or not (tokens.is_cpu or settings.check_ranks()):
+        return 0
+    return checksum(tokens.cpu().numpy().tobytes())
 
 
 def is_shared(arguments: dict[str, Any]) -> bool:

@@ -137,19 +137,22 @@ class ContextCache(ABC):
         self._set_lengths(after)
 
     @overload
-    def attend(self, q: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[ScoreKeywords]) -> Tensor: ...
+    def attend(
+        self, q: Tensor, *, return_lse: Literal[False] = False, tokens: int = 0, **keywords: Unpack[ScoreKeywords]
+    ) -> Tensor: ...
 
     @overload
     def attend(
-        self, q: Tensor, *, return_lse: Literal[True], **keywords: Unpack[ScoreKeywords]
+        self, q: Tensor, *, return_lse: Literal[True], tokens: int = 0, **keywords: Unpack[ScoreKeywords]
     ) -> tuple[Tensor, Tensor]: ...
 
     def attend(
-        self, q: Tensor, *, return_lse: bool = False, **keywords: Unpack[ScoreKeywords]
+        self, q: Tensor, *, return_lse: bool = False, tokens: int = 0, **keywords: Unpack[ScoreKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`context_parallel_decode` of q [batch, new, heads, head_dim], the last tokens appended, over the cache.
 
-        The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse.
+        The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse. `tokens`: a checksum of
+        the new tokens below 2**24, which the ranks compare; 0 where they are not known.
         """
         check_tensor("q", q)
         keys, values, table = self._shards(q)
@@ -161,6 +164,7 @@ class ContextCache(ABC):
             cache_seqlens=torch.tensor(self._before(q.shape[0])),
             page_table=table,
             block=self.block,
+            tokens=tokens,
             **keywords,
         )
         return (out, lse) if return_lse else out

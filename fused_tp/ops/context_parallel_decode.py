@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows, DenseRows, PagedRows
-from fused_tp.attention.decode import CacheCall, attend, attend_by_kernel, exchanged_numbers, kernel_serves, merge
+from fused_tp.attention.decode import (
+    CHECKSUMS,
+    CacheCall,
+    attend,
+    attend_by_kernel,
+    exchanged_numbers,
+    kernel_serves,
+    merge,
+)
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
@@ -162,8 +170,12 @@ def decode_over(
     sinks: Tensor | None = None,
     page_table: Any = None,
     block: Any = DEFAULT_BLOCK,
+    tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the ranks of the group of that name ("": this rank alone)."""
+    """(out, lse) over the ranks of the group of that name ("": this rank alone).
+
+    `tokens`: a checksum of the new tokens, which ranks compare; 0 where the caller does not know them.
+    """
     dtype = autocast_dtype(q)
     if dtype is not None and isinstance(k_cache_shard, Tensor):
         (q,) = cast(k_cache_shard.dtype, q)  # a cache is not copied; what is appended to one is cast as matmuls are
@@ -203,6 +215,7 @@ def decode_over(
         0 if causal else right,
         checked_softcap(softcap),
         int(block),
+        tokens,
         name,
     )
     return out, lse
@@ -267,6 +280,7 @@ def _decode(
     right: int,
     softcap: float,
     block: int,
+    tokens: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     known = group_by_name(group)
@@ -293,7 +307,7 @@ def _decode(
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
         for part in mine.split(at_once, 1):
-            out, lse = merge(_everyone(part, words, schedule, known.rank), sinks)
+            out, lse = merge(_everyone(part, words, tokens, schedule, known.rank), sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
@@ -333,19 +347,25 @@ def _rows(
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 
 
-def _everyone(mine: Tensor, words: str, schedule: Schedule, rank: int) -> Tensor:
-    """All ranks' `mine`, [W, ...], moved at once with a checksum of what all of them must have been called with."""
-    flat = torch.cat([mine.new_full((1,), checksum(words)), mine.reshape(-1)]).unsqueeze(0)
+def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
+    """All ranks' `mine`, [W, ...], moved at once with checksums of what all of them must have been called with."""
+    compared = [mine.new_full((1,), value) for value in (checksum(words), tokens)]
+    flat = torch.cat([*compared, mine.reshape(-1)]).unsqueeze(0)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
     if mine.device.type == "cpu" or settings.check_ranks():  # elsewhere reading it would wait for the device
-        checksums = everyone[:, 0].tolist()
-        if other := first_apart(checksums):
+        of_words, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
+        if other := first_apart(of_words):
             raise RankMismatchError(
                 f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
-                f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {rank} with {words}. They must be the same on "
-                "all."
+                f"{of_words[0]:.0f} and {of_words[other]:.0f}); rank {rank} with {words}. They must be the same on all."
             )
-    return everyone[:, 1:].view(len(everyone), *mine.shape)
+        if other := first_apart(of_tokens):
+            raise RankMismatchError(
+                f"Ranks 0 and {other} were given different tokens to continue sequences with that they share "
+                f"(checksums {of_tokens[0]:.0f} and {of_tokens[other]:.0f}). Where tokens are sampled, every rank must "
+                "draw the same ones: call torch.manual_seed(seed) with one seed on all ranks before generate()."
+            )
+    return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
 
 
 def _parts_schedule(q: Tensor, v: Tensor, group: str) -> Schedule:
@@ -366,8 +386,8 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 
 CONTEXT_PARALLEL_DECODE = CustomOp(
     "context_parallel_decode(Tensor q, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, "
-    "Tensor? alibi_slopes, Tensor? sinks, float scale, int left, int right, float softcap, int block, str group) "
-    "-> (Tensor, Tensor)",
+    "Tensor? alibi_slopes, Tensor? sinks, float scale, int left, int right, float softcap, int block, int tokens, "
+    "str group) -> (Tensor, Tensor)",
     _decode,
     _decode_fake,
     schedule=_schedule,

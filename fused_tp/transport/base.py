@@ -62,9 +62,9 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
 # -- checksums by which ranks compare what they were called with, beside what they exchange anyway --------------------
 
 
-def checksum(words: str) -> int:
+def checksum(words: str | bytes) -> int:
     """Of 24 bits: a float of any transport holds them."""
-    return zlib.crc32(words.encode()) & 0xFFFFFF
+    return zlib.crc32(words.encode() if isinstance(words, str) else words) & 0xFFFFFF
 
 
 def first_apart(checksums: Sequence[float]) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fused_tp
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks, run_ranks
@@ -84,6 +85,9 @@ def test_sampled_tokens(group: dist.ProcessGroup) -> None:
             torch.manual_seed(5)
             texts.append(generated(model, make_tokens(3, PROMPT), **how).sequences)
         assert torch.equal(texts[0], texts[1])
+        torch.manual_seed(group.rank())
+        with pytest.raises(fused_tp.RankMismatchError, match=r"different tokens.*torch\.manual_seed\(seed\) with one"):
+            generated(parallel, make_tokens(3, PROMPT), **how)
 
 
 @on_ranks(2)
