@@ -6,16 +6,15 @@ change. Everything is decided from the plan before the first module is touched.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.forward_shard import LayerState
@@ -30,8 +29,8 @@ from fused_tp.integrations.plan import (
     embedding_scale,
 )
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from fused_tp.nn.norm import reduce_grad
-from fused_tp.nn.sharding import Memo, shard_parameter
+from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.sharding import Memo
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import scatter
 
@@ -193,15 +192,14 @@ def _take_part(
 
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
     """Let q, k and v, and gate and up, read their common input by one op."""
-    families: dict[tuple[str, bool], list[ColumnParallelLinear]] = defaultdict(list)
+    families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
     for name in plan:
         parent, _, leaf = name.rpartition(".")
         layer = model.get_submodule(name)
-        if isinstance(layer, ColumnParallelLinear) and leaf in HEAD_PROJECTIONS | GATED_PROJECTIONS:
-            # In cross-attention q reads another tensor than k and v do.
-            if "cross" in parent or "encoder_attn" in parent:
-                continue
-            families[parent, leaf in HEAD_PROJECTIONS].append(layer)
+        # In cross-attention q reads another tensor than k and v do.
+        crosses = "cross" in parent or "encoder_attn" in parent
+        if isinstance(layer, ColumnParallelLinear) and leaf in HEAD_PROJECTIONS | GATED_PROJECTIONS and not crosses:
+            families[parent, leaf in HEAD_PROJECTIONS, layer.in_features, layer.weight.dtype].append(layer)
     for layers in families.values():
         if len(layers) > 1:
             share_gather(layers)
@@ -217,53 +215,18 @@ def replicate_parameters(
     "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
     """
     for name, module in model.named_modules():
-        whole = {
-            key: parameter
-            for key, parameter in module._parameters.items()
-            if parameter is not None and not isinstance(parameter, DTensor)
-        }
-        if not whole:
-            continue
-        for key, parameter in whole.items():
-            module._parameters[key] = shard_parameter(parameter, mesh, Replicate(), memo)
-        always = plan.get(name) == "replicated_with_grad_allreduce"
         # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its
         # part.
         embeds = isinstance(module, nn.Embedding)
-        wrap_forward(module, _on_local_parameters, module, sequence, always, not embeds)
-        if embeds:
+        always = plan.get(name) == "replicated_with_grad_allreduce"
+        sums = partial(_sums_gradient, sequence, always, embeds)
+        if replicate_own(module, mesh, memo, sums=sums) and embeds:
             module.register_forward_hook(partial(_own_part, sequence, mesh))
+
+
+def _sums_gradient(sequence: SequenceState, always: bool, embeds: bool) -> bool:
+    return always or (not embeds and sequence.state_now().tp_sharded)
 
 
 def _own_part(sequence: SequenceState, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
     return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output
-
-
-def wrap_forward(module: nn.Module, wrapper: Callable[..., Any], *bound: Any) -> None:
-    """Replace `module.forward` by wrapper(*bound, forward, ..); a partial, unlike a closure, survives copy.deepcopy."""
-    forward = module.forward
-    wrapped: Any = partial(wrapper, *bound, forward)
-    wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
-    module.forward = wrapped
-
-
-def _on_local_parameters(
-    module: nn.Module,
-    sequence: SequenceState,
-    always_partial: bool,
-    partial_on_parts: bool,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`forward` with the module's own DTensor parameters replaced by their local tensors while it runs."""
-    held: dict[str, Any] = dict(module._parameters)
-    sum_gradient = always_partial or (partial_on_parts and sequence.state_now().tp_sharded)
-    for key, parameter in held.items():
-        if isinstance(parameter, DTensor):
-            local: Any = reduce_grad(parameter, parameter.device_mesh) if sum_gradient else parameter.to_local()
-            module._parameters[key] = local  # not setattr, which refuses a tensor that is no Parameter
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module._parameters.update(held)

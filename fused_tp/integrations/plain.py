@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.global_loss import GlobalLoss
-from fused_tp.integrations.layers import holds_sharded_heads, wrap_forward
+from fused_tp.integrations.layers import holds_sharded_heads
 from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
@@ -90,7 +91,11 @@ class PlainSequence(SequenceSharding):
             # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
             # it.
             for module in _modules_around_attention(model, self.plan):
-                wrap_forward(module, _with_ring_attention, self, holds_sharded_heads(module))
+                forward = module.forward
+                # A partial, unlike a closure, survives copy.deepcopy.
+                wrapped: Any = partial(_with_ring_attention, self, holds_sharded_heads(module), forward)
+                wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
+                module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
             own: Any = model.loss_function
             loss = GlobalLoss(

@@ -687,5 +687,5 @@ def _sliding_window(module: nn.Module, config: Any) -> int | None:
 def _take(made: ParallelAttention, projections: list[nn.Linear], memo: Memo | None) -> ParallelAttention:
     """Gives `made`, built on the meta device, the weights of q, k, v and o projections."""
     for name, linear in zip(("q_proj", "k_proj", "v_proj", "o_proj"), projections, strict=True):
-        getattr(made, name)._take_parameters(linear, memo)
+        getattr(made, name).take(linear, memo)
     return made

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from fused_tp.nn.share_gather import SharedGather
 
 
@@ -44,13 +46,13 @@ class _ParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
+        bias: bool = True,
         *,
         mesh: DeviceMesh,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_positive("in_features", in_features)
@@ -84,7 +86,32 @@ class _ParallelLinear(nn.Module):
                 full = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
                 copy_full_(parameter, full.uniform_(-bound, bound))
 
-    def _take_parameters(self, linear: nn.Linear, memo: Memo | None) -> None:
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, mesh: DeviceMesh, memo: Memo | None = None, **keywords: Any) -> Self:
+        """The same layer over `mesh`, of an nn.Linear that every rank has. Each rank copies its part; nothing is sent.
+
+        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint).
+
+        Args:
+            memo: pass one to all conversions of a model to keep tied weights tied.
+            keywords: those of the constructor that an nn.Linear does not answer, such as `sequence_parallel`.
+
+        Raises:
+            TypeError: `linear` is no nn.Linear or its weight is a DTensor.
+
+        Example:
+            >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
+            >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}.from_linear takes an nn.Linear, not {type(linear).__name__}.")
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=linear.weight.dtype, **keywords)
+        layer.take(linear, memo)
+        return layer
+
+    def take(self, linear: nn.Linear, memo: Memo | None) -> None:
+        """Replaces the parameters by this rank's part of those of `linear`."""
         self.weight = shard_parameter(linear.weight, self.mesh, self._weight_placement, memo)
         if linear.bias is not None:
             self.bias = shard_parameter(linear.bias, self.mesh, self._bias_placement, memo)
@@ -160,50 +187,13 @@ class ColumnParallelLinear(_ParallelLinear):
             dtype=dtype,
         )
         self.gather_output = gather_output
-        self._shared: SharedGather | None = None  # set by share_gather, and this layer's index in it
-        self._shared_index = 0
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        gather_output: bool = False,
-        sequence_dim: int = -2,
-        memo: Memo | None = None,
-    ) -> ColumnParallelLinear:
-        """The same layer over `mesh`, of an nn.Linear that every rank has. Each rank copies its rows; nothing is sent.
-
-        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint). Pass one `memo`
-        to all conversions of a model to keep tied weights tied.
-
-        Raises:
-            TypeError: `linear` is no nn.Linear or its weight is a DTensor.
-
-        Example:
-            >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
-        """
-        check_linear(linear, cls.__name__)
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            gather_output=gather_output,
-            sequence_dim=sequence_dim,
-            device="meta",
-            dtype=linear.weight.dtype,
-        )
-        layer._take_parameters(linear, memo)
-        return layer
+        self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
 
     def forward(self, x: Tensor, *, gather_size: int | None = None) -> Tensor:
         """y_shard for x. `gather_size`: length of the whole sequence, where the ranks' parts differ in length."""
         if self._shared is not None:
-            return self._shared.output_of(self._shared_index, x, gather_size)
+            group, index = self._shared
+            return group.output_of(index, x, gather_size)
         return column_forward([self], x, gather_size)[0]
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -265,37 +255,6 @@ class RowParallelLinear(_ParallelLinear):
         )
         self.input_is_parallel = input_is_parallel
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        input_is_parallel: bool = True,
-        sequence_dim: int = -2,
-        memo: Memo | None = None,
-    ) -> RowParallelLinear:
-        """The same layer over `mesh`, of an nn.Linear that every rank has; see ColumnParallelLinear.from_linear.
-
-        Example:
-            >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
-        """
-        check_linear(linear, cls.__name__)
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            input_is_parallel=input_is_parallel,
-            sequence_dim=sequence_dim,
-            device="meta",
-            dtype=linear.weight.dtype,
-        )
-        layer._take_parameters(linear, memo)
-        return layer
-
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
         if self.input_is_parallel:
@@ -303,9 +262,31 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_input(x, self.in_features, "in_features")
             x = scatter(x, -1, group=self.mesh)
-        if self.sequence_parallel:
-            return matmul_reduce_scatter(x, weight, local(self.bias), group=self.mesh, scatter_dim=self.sequence_dim)
-        return matmul_all_reduce(x, weight, local(self.bias), group=self.mesh)
+        scatter_dim = self.sequence_dim if self.sequence_parallel else None
+        return row_matmul(x, weight, local(self.bias), self.mesh, scatter_dim)
+
+
+def column_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    mesh: DeviceMesh,
+    gather_dim: int | None = None,
+    gather_size: int | None = None,
+) -> Sequence[Tensor]:
+    """x @ weight^T + bias for each weight shard; x, cut along `gather_dim` where that is given, travels once."""
+    if gather_dim is None:
+        return column_parallel_matmul(x, list(weights), list(biases), group=mesh)
+    return all_gather_matmul(x, list(weights), list(biases), group=mesh, gather_dim=gather_dim, gather_size=gather_size)
+
+
+def row_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
+) -> Tensor:
+    """The sum over ranks of x @ weight^T, + bias once; of it this rank's part along `scatter_dim`, if given."""
+    if scatter_dim is None:
+        return matmul_all_reduce(x, weight, bias, group=mesh)
+    return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
 
 
 def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
@@ -320,13 +301,8 @@ def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_siz
                 f"dim {first.sequence_dim} and the layer is not sequence_parallel; leave the length out or pass x's."
             )
     weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
-    outputs: Sequence[Tensor]
-    if first.sequence_parallel:
-        outputs = all_gather_matmul(
-            x, list(weights), list(biases), group=first.mesh, gather_dim=first.sequence_dim, gather_size=gather_size
-        )
-    else:
-        outputs = column_parallel_matmul(x, list(weights), list(biases), group=first.mesh)
+    gather_dim = first.sequence_dim if first.sequence_parallel else None
+    outputs = column_matmul(x, weights, biases, first.mesh, gather_dim, gather_size)
     return [
         gather(y, -1, group=layer.mesh, gather_size=layer.out_features) if layer.gather_output else y
         for layer, y in zip(layers, outputs, strict=True)
@@ -360,10 +336,7 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         *,
         parts: int,
         mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **keywords: Any,
     ) -> None:
         check_positive("parts", parts)
         if check_mesh(mesh).size() % parts or out_features % parts:
@@ -371,44 +344,8 @@ class RepeatedColumnLinear(ColumnParallelLinear):
                 f"parts is {parts}; it must divide the {mesh.size()} ranks of the mesh and the {out_features} "
                 "out_features."
             )
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, bias, mesh=mesh, **keywords)
         self.parts = parts
-
-    @classmethod
-    def from_linear(  # type: ignore[override]  # `parts` has no default, and there is no gathered output
-        cls,
-        linear: nn.Linear,
-        *,
-        parts: int,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        memo: Memo | None = None,
-    ) -> RepeatedColumnLinear:
-        """The same layer over `mesh`, of an nn.Linear that every rank has; see ColumnParallelLinear.from_linear."""
-        check_linear(linear, cls.__name__)
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            parts=parts,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device="meta",
-            dtype=linear.weight.dtype,
-        )
-        layer._take_parameters(linear, memo)
-        return layer
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         size = self.out_features // self.parts
@@ -447,8 +384,3 @@ def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
             f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of x before "
             "the last one."
         )
-
-
-def check_linear(linear: nn.Linear, to: str) -> None:
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"{to}.from_linear takes an nn.Linear, not {type(linear).__name__}.")

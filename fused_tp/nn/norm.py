@@ -7,6 +7,8 @@ returns, as everywhere here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -33,24 +35,6 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
     return copy_to_group(local(parameter), group=group)
 
 
-class _ReplicatedModule(nn.Module):
-    """Mixed into the class of a module whose own parameters are replicated DTensors: forward sees plain tensors."""
-
-    _grad_mesh: DeviceMesh | None  # the ranks to sum gradients over; None where each rank's is complete
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                mesh = self._grad_mesh
-                own[name] = local(parameter) if mesh is None else reduce_grad(parameter, mesh)
-        with _reparametrize_module(self, own):
-            return super().forward(*args, **kwargs)
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
     """Prepares, in place, a module without submodules that will see only this rank's part of the sequence.
 
@@ -71,7 +55,10 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = No
         raise ValueError(
             f"{type(module).__name__} has submodules; call sequence_parallel_ on those that hold parameters."
         )
-    _replicate_own(module, mesh, mesh, memo)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise TypeError(f"{name} of this {type(module).__name__} is a DTensor already; give the whole module.")
+    replicate_own(module, mesh, memo, sums=_always)
     return module
 
 
@@ -93,19 +80,48 @@ def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> M
     """
     check_mesh(mesh)
     for child in module.modules():
-        if any(p is not None and not isinstance(p, DTensor) for p in child._parameters.values()):
-            _replicate_own(child, mesh, None, memo)
+        replicate_own(child, mesh, memo)
     return module
 
 
-def _replicate_own(module: nn.Module, mesh: DeviceMesh, grad_mesh: DeviceMesh | None, memo: Memo | None) -> None:
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if not own:
-        return
-    for name, parameter in own.items():
+def _always() -> bool:
+    return True
+
+
+def replicate_own(
+    module: nn.Module, mesh: DeviceMesh, memo: Memo | None, *, sums: Callable[[], bool] | None = None
+) -> bool:
+    """Whether `module` itself held plain parameters, which are replicated DTensors now; its forward sees plain tensors.
+
+    `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`; without it they
+    never are. The class of the module becomes a subclass of what it was. Rejected: to wrap the instance's forward and
+    to write to its parameters there, which torch.compile cannot trace inside of selective checkpointing.
+    """
+    plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
+    if not plain:
+        return False
+    for name, parameter in plain.items():
         module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
     kind = type(module)
     if kind not in _classes:
-        _classes[kind] = type(f"Replicated{kind.__name__}", (_ReplicatedModule, kind), {})
-    cast(_ReplicatedModule, module)._grad_mesh = grad_mesh
+        _classes[kind] = _on_local_parameters(kind)
+    cast(Any, module)._grad_mesh, cast(Any, module)._sums_grad = mesh, sums
     module.__class__ = _classes[kind]
+    return True
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
+    @wraps(kind.forward)  # with its signature, which transformers reads
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sums = self._sums_grad is not None and self._sums_grad()
+        own: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                own[name] = reduce_grad(parameter, self._grad_mesh) if sums else local(parameter)
+        with _reparametrize_module(self, own):
+            return kind.forward(self, *args, **kwargs)
+
+    return type(f"Replicated{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})

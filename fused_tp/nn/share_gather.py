@@ -10,36 +10,16 @@ tensors alive.
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_tp.nn.linear import ColumnParallelLinear, column_forward
-
-
-class _Waiting(threading.local):
-    """The group of this thread whose parts wait; weakly, so that a model can be freed."""
-
-    def __init__(self) -> None:
-        self.group: Callable[[], SharedGather | None] = lambda: None
-
-
-_waiting = _Waiting()
-
-
-class _Parts:
-    """Outputs computed ahead for a group, with what they were computed from."""
-
-    def __init__(self, x: Tensor, state: tuple[Any, ...], outputs: dict[int, Tensor]) -> None:
-        self.x = x
-        self.state = state
-        self.outputs = outputs  # by index of the layer in its group
 
 
 class SharedGather:
@@ -47,98 +27,65 @@ class SharedGather:
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = list(layers)
-        self.parts: _Parts | None = None
+        # What the outputs were computed from, and the outputs by index of the layer.
+        self.waiting: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
 
     def output_of(self, index: int, x: Tensor, gather_size: int | None) -> Tensor:
         """Layer `index`'s output for x: the waiting one where that is what the layer would compute, else all anew."""
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, gather_size)
-        written = _written(x, self.layers)
-        if written is None:
+        parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
+        # A DTensor and its local part count writes apart: one through the one does not move the counter of the other.
+        tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
+        if any(t.is_inference() for t in tensors):  # nobody counts writes
             return column_forward([self.layers[index]], x, gather_size)[0]
-        state = (*_modes(x), torch.is_inference_mode_enabled(), gather_size, *written)
-        parts = self.parts
-        if parts is not None and parts.x is x and parts.state == state and index in parts.outputs:
-            output = parts.outputs.pop(index)
-            if not parts.outputs:
-                self.parts = None
-            return output
-        outputs = dict(enumerate(column_forward(self.layers, x, gather_size)))
+        versions = tuple(t._version for t in tensors)
+        state = (*_modes(x, gather_size), versions, *((id(p), p.requires_grad) for p in parameters))
+        if self.waiting is not None and self.waiting[0] is x and self.waiting[1] == state:
+            outputs = self.waiting[2]
+        else:
+            outputs = {}
+        if index not in outputs:
+            outputs = dict(enumerate(column_forward(self.layers, x, gather_size)))
+            last = getattr(_last, "group", _none)()
+            if last is not None:
+                last.waiting = None
+            _last.group = weakref.ref(self)
         output = outputs.pop(index)
-        previous = _waiting.group()
-        if previous is not None:
-            previous.parts = None
-        self.parts = _Parts(x, state, outputs)
-        _waiting.group = weakref.ref(self)
+        self.waiting = (x, state, outputs) if outputs else None
         return output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGather:
-        group = SharedGather([])
-        memo[id(self)] = group
-        group.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        return group
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "parts": None}
+        return {"layers": self.layers, "waiting": None}
 
 
-def share_gather(layers: Sequence[nn.Module]) -> None:
+_last = threading.local()  # .group: whose parts wait in this thread; weakly, so that a model can be freed
+
+
+def _none() -> None:
+    return None
+
+
+def share_gather(layers: Sequence[Any]) -> None:
     """Makes column-parallel layers that a model calls with the same tensor share one gather and one op.
 
-    The layers' results do not change, only when they are computed. Works under autograd, no_grad, torch.compile and
-    activation checkpointing; under inference_mode each layer computes for itself, as nobody counts there whether a
-    tensor was written to (generate under no_grad). A layer can be in one group only.
-
-    Raises:
-        TypeError: something other than ColumnParallelLinear.
-        ValueError: fewer than two layers, layers of different mesh, in_features, dtype or sequence parallelism, or one
-            that is in a group already.
+    They must be alike in mesh, in_features, dtype and sequence parallelism, and each in one group only. Results do not
+    change, only when they are computed. Works under autograd, no_grad, torch.compile and activation checkpointing;
+    under inference_mode, which counts no writes, each layer computes for itself.
 
     Example:
         >>> share_gather([attention.q_proj, attention.k_proj, attention.v_proj])
     """
-    checked: list[ColumnParallelLinear] = []
-    for layer in layers:
-        if not isinstance(layer, ColumnParallelLinear):
-            raise TypeError(f"share_gather takes ColumnParallelLinear layers, not {type(layer).__name__}.")
-        checked.append(layer)
-    if len(checked) < 2 or len({id(layer) for layer in checked}) < len(checked):
-        raise ValueError(f"share_gather needs two or more different layers, got {len(checked)}.")
-    first = checked[0]
-    for layer in checked:
-        if layer._shared is not None:
-            raise ValueError("a layer given to share_gather shares a gather with other layers already.")
-        for name in ("mesh", "in_features", "sequence_parallel", "sequence_dim"):
-            if getattr(layer, name) != getattr(first, name):
-                raise ValueError(
-                    f"layers that share a gather must have the same {name}; got {getattr(first, name)} and "
-                    f"{getattr(layer, name)}."
-                )
-        if layer.weight.dtype != first.weight.dtype:
-            raise ValueError(
-                f"layers that share a gather must have one dtype; got {first.weight.dtype} and {layer.weight.dtype}."
-            )
-    group = SharedGather(checked)
-    for index, layer in enumerate(checked):
-        layer._shared = group
-        layer._shared_index = index
+    group = SharedGather(layers)
+    for index, layer in enumerate(layers):
+        layer._shared = (group, index)
 
 
-def _modes(x: Tensor) -> tuple[Any, ...]:
-    """The autograd and autocast modes that outputs depend on."""
+def _modes(x: Tensor, gather_size: int | None) -> tuple[Any, ...]:
+    """The modes that outputs depend on."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, x.requires_grad
-
-
-def _written(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[int | bool] | None:
-    """Which tensors the outputs come from, and how often each was written to; None where that is not counted."""
-    parameters = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
-    # A DTensor and its local part count apart, and a write through one does not move the counter of the other.
-    tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
-    if any(t.is_inference() for t in tensors):
-        return None
-    return [*(t._version for t in tensors), *map(id, parameters), *(p.requires_grad for p in parameters)]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, x.requires_grad, gather_size
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
@@ -186,7 +133,7 @@ def _answer() -> bool:
 def _output_while_tracing(group: SharedGather, index: int, x: Tensor, gather_size: int | None) -> Tensor:
     from torch._dynamo.comptime import comptime
 
-    state = (*_modes(x), gather_size)
+    state = _modes(x, gather_size)
     waiting = getattr(x, _PARTS, None)
     if waiting is not None and waiting[0] is group and waiting[1] == state and index in waiting[2]:
         comptime(_ask_fresh)

@@ -240,24 +240,3 @@ def compiled(group: dist.ProcessGroup) -> None:
 @pytest.mark.full
 def test_under_compile() -> None:
     run_ranks(2, compiled)
-
-
-@on_ranks(1)
-def test_bad_groups_are_refused(group: dist.ProcessGroup) -> None:
-    mesh = device_mesh(group)
-    a, b = ColumnParallelLinear(4, 6, mesh=mesh), ColumnParallelLinear(4, 2, mesh=mesh)
-    with pytest.raises(TypeError, match=r"not Linear"):
-        share_gather([a, nn.Linear(4, 6)])
-    with pytest.raises(ValueError, match="two or more different layers"):
-        share_gather([a])
-    with pytest.raises(ValueError, match="two or more different layers"):
-        share_gather([a, a])
-    with pytest.raises(ValueError, match="same in_features"):
-        share_gather([a, ColumnParallelLinear(5, 6, mesh=mesh)])
-    with pytest.raises(ValueError, match="same sequence_parallel"):
-        share_gather([a, ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True)])
-    with pytest.raises(ValueError, match="one dtype"):
-        share_gather([a, ColumnParallelLinear(4, 6, mesh=mesh, dtype=torch.float64)])
-    share_gather([a, b])
-    with pytest.raises(ValueError, match="already"):
-        share_gather([b, ColumnParallelLinear(4, 6, mesh=mesh)])
