@@ -7,45 +7,58 @@ import math
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fused_tp.cli.demo import DemoSettings
-from fused_tp.cli.demo_train import FUSED, PLAIN, SINGLE, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SINGLE, THREADED = "single process", "single process, all threads"
+PLAIN, FUSED = "plain collectives", "fused_tp"  # names of runs
 
 WARMUP = 3  # steps left out of every time: they allocate, connect and choose
 EQUAL = {"fp32": 1e-4, "bf16": 5e-2}  # of the loss, in nats: what rounding alone may add up to in ...
 EQUAL_STEPS = 50
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-SINGLE_COLOR, PLAIN_COLOR, FUSED_COLOR = "#b8c2cc", "#f29e4c", "#1b6ca8"
+INK, MUTED = "#1f2933", "#7b8794"
+# Color, and width of the line of losses: runs that are alike lie on each other.
+DRAWN = {SINGLE: ("#b8c2cc", 7.0), PLAIN: ("#f29e4c", 3.0), FUSED: ("#1b6ca8", 1.4)}
 STYLE = {
     "font.size": 10.5,
-    "font.family": "DejaVu Sans",
     "text.color": INK,
     "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
 }
+
+
+@dataclass
+class Run:
+    """What one way of training gave, a value for each step.
+
+    Attributes:
+        name: how the report calls it.
+        ranks, threads: processes, and threads of each.
+        losses: mean cross entropy in nats.
+        seconds: wall time of the step on the slowest rank.
+        waited: the part of it that a rank waited for its peers, in seconds, mean over the ranks.
+    """
+
+    name: str
+    ranks: int
+    threads: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -154,15 +167,11 @@ def after_warmup(values: list[float]) -> list[float]:
 
 def machine() -> dict[str, object]:
     """What the times depend on."""
-    model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": model,
+        "cpu": next(names, platform.processor() or platform.machine()),
         "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
@@ -257,82 +266,66 @@ def plot(result: DemoResult, path: Path) -> None:
     matplotlib.use("Agg")  # no display is needed, and none is looked for
     from matplotlib import pyplot
 
-    with pyplot.rc_context(STYLE):
-        figure = pyplot.figure(figsize=(11.5, 5.2), dpi=160, facecolor="white")
+    settings = result.settings
+    model = settings.hf.name if settings.hf else "Llama"
+    size = f"{result.parameters / 1e6:.1f}M" if result.parameters < 1e9 else f"{result.parameters / 1e9:.1f}B"
+    unit = "GPU" if settings.device == "cuda" else _several(settings.threads, "CPU thread")
+    what = f"{settings.ranks} ranks of {unit}, {settings.dtype}, {settings.batch} x {settings.seq} tokens a step"
+    with pyplot.style.context(["seaborn-v0_8-whitegrid", STYLE]):
+        figure = pyplot.figure(figsize=(11.5, 5.2), dpi=160)
         grid = figure.add_gridspec(
-            2, 2, height_ratios=(2.4, 1), width_ratios=(1.25, 1), hspace=0.14, wspace=0.3,
-            left=0.075, right=0.97, top=0.79, bottom=0.11,
-        )  # fmt: skip
+            2, 2, height_ratios=(2.4, 1), width_ratios=(1.25, 1), top=0.79, right=0.97, wspace=0.3
+        )
         losses = figure.add_subplot(grid[0, 0])
-        _draw_losses(losses, result)
-        _draw_differences(figure.add_subplot(grid[1, 0], sharex=losses), result)
+        _draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses), result)
         _draw_times(figure.add_subplot(grid[:, 1]), result)
-        settings = result.settings
-        model = settings.hf.name if settings.hf else "Llama"
-        size = f"{result.parameters / 1e6:.1f}M" if result.parameters < 1e9 else f"{result.parameters / 1e9:.1f}B"
-        unit = "GPU" if settings.device == "cuda" else _several(settings.threads, "CPU thread")
-        title = f"{model}, {size} parameters, trained three ways"
-        figure.text(0.075, 0.935, title, fontsize=15, weight="bold")
-        what = f"{settings.ranks} ranks of {unit}, {settings.dtype}, {settings.batch} x {settings.seq} tokens a step"
-        figure.text(0.075, 0.885, f"TP {settings.tp} x CP {settings.cp}: {what}", color=MUTED)
+        figure.suptitle(
+            f"{model}, {size} parameters, trained three ways", x=0.125, ha="left", fontsize=15, weight="bold"
+        )
+        figure.text(0.125, 0.885, f"TP {settings.tp} x CP {settings.cp}: {what}", color=MUTED)
         figure.savefig(path)
         pyplot.close(figure)
 
 
-def _draw_losses(axes: Axes, result: DemoResult) -> None:
-    steps = _steps(result)
-    axes.plot(steps, result.single.losses, color=SINGLE_COLOR, linewidth=7, solid_capstyle="round", label=SINGLE)
-    axes.plot(steps, result.plain.losses, color=PLAIN_COLOR, linewidth=3, label=PLAIN)
-    axes.plot(steps, result.fused.losses, color=FUSED_COLOR, linewidth=1.4, label=FUSED)
-    axes.set_title("Loss", loc="left", fontsize=11.5, weight="bold")
-    axes.set_ylabel("nats per token")
-    axes.tick_params(labelbottom=False)
-    axes.legend(loc="upper right")
-
-
-def _draw_differences(axes: Axes, result: DemoResult) -> None:
-    """The largest difference so far: one step's is as often 0 as not, since losses are fp32 numbers."""
-    for run, color, width in ((result.plain, PLAIN_COLOR, 4.0), (result.fused, FUSED_COLOR, 1.4)):
-        # 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
-        largest = accumulate(result.differences(run), max, initial=1e-8)
-        axes.plot(_steps(result), list(largest)[1:], color=color, linewidth=width)
-    axes.set_yscale("log")
-    axes.set_ylabel("difference to\nsingle, so far", fontsize=9.5)
-    axes.set_xlabel("step")
-    axes.margins(y=0.2)
-    axes.minorticks_off()
+def _draw_losses(losses: Axes, differences: Axes, result: DemoResult) -> None:
+    """Below the losses the largest difference so far: one step's is as often 0 as not, since losses are fp32."""
+    steps = range(result.steps_in_all - result.settings.steps + 1, result.steps_in_all + 1)
+    for run in (result.single, result.plain, result.fused):
+        color, width = DRAWN[run.name]
+        losses.plot(steps, run.losses, color=color, linewidth=width, solid_capstyle="round", label=run.name)
+        if run is not result.single:
+            # 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
+            so_far = accumulate(result.differences(run), max, initial=1e-8)
+            differences.plot(steps, list(so_far)[1:], color=color, linewidth=width)
+    losses.set(title="Loss", ylabel="nats per token")
+    losses.tick_params(labelbottom=False)
+    losses.legend(loc="upper right")
+    differences.set(yscale="log", xlabel="step", ylabel="difference to\nsingle, so far")
+    differences.margins(y=0.2)
 
 
 def _draw_times(axes: Axes, result: DemoResult) -> None:
     """A bar each: time a step computes and moves data, and, lighter at its end, time it waits for peers."""
     runs = result.runs[::-1]
+    gpus = result.settings.device == "cuda"
     for place, run in enumerate(runs):
         summary = result.summary(run)
         milliseconds = 1e3 * summary.step_seconds
         waiting = milliseconds * summary.waited_share
-        color = {PLAIN: PLAIN_COLOR, FUSED: FUSED_COLOR}.get(run.name, SINGLE_COLOR)
+        color, _ = DRAWN.get(run.name, DRAWN[SINGLE])
         axes.barh(place, milliseconds - waiting, height=0.5, color=color)
-        lighter: dict[str, Any] = {"color": color, "alpha": 0.35, "hatch": "////", "edgecolor": "white"}
-        axes.barh(place, waiting, left=milliseconds - waiting, height=0.5, **lighter)
+        axes.barh(place, waiting, left=milliseconds - waiting, height=0.5, color=color, alpha=0.35, hatch="////")
         faster = f"\n{result.speedup:.2f}x plain" if run is result.fused else ""
-        speed = f"{summary.tokens_per_second:,.0f} tokens/s{faster}"
-        axes.text(1.02 * milliseconds, place, speed, va="center", linespacing=1.2)
+        axes.text(1.02 * milliseconds, place, f"{summary.tokens_per_second:,.0f} tokens/s{faster}", va="center")
         axes.text(0, place + 0.31, SINGLE if run.ranks == 1 else run.name, weight="bold", va="bottom")
-        who = _several(run.ranks, "GPU" if result.settings.device == "cuda" else "rank")
-        who += f" x {_several(run.threads, 'thread')}" if result.settings.device != "cuda" else ""
+        who = (
+            _several(run.ranks, "GPU") if gpus else f"{_several(run.ranks, 'rank')} x {_several(run.threads, 'thread')}"
+        )
         wait = f", {summary.waited_share:.0%} of it waiting for peers" if run.ranks > 1 else ""
-        axes.text(0.0, place - 0.29, f"{who}{wait}", color=MUTED, va="top", fontsize=9)
-    axes.set_title("Time of a step", loc="left", fontsize=11.5, weight="bold")
-    axes.set_xlabel("milliseconds (median)")
-    axes.set_xlim(0, 1.4e3 * max(result.summary(run).step_seconds for run in runs))
+        axes.text(0, place - 0.29, f"{who}{wait}", color=MUTED, va="top", fontsize=9)
+    longest = 1e3 * max(result.summary(run).step_seconds for run in runs)
+    axes.set(title="Time of a step", xlabel="milliseconds (median)", xlim=(0, 1.4 * longest), yticks=[])
     axes.set_ylim(-0.6, len(runs) - 0.4)
-    axes.set_yticks([])
-    axes.grid(axis="y", visible=False)
-    axes.spines["left"].set_visible(False)
-
-
-def _steps(result: DemoResult) -> list[int]:
-    return list(range(result.steps_in_all - result.settings.steps + 1, result.steps_in_all + 1))
 
 
 def _several(count: int, what: str) -> str:

@@ -8,19 +8,67 @@ Example:
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fused_tp.cli.doctor_machine import NOTE, OK, PROBLEM, Finding, examine_machine, native_core, shared_memory_allowed
 from fused_tp.ops.explain import Keys, dispatch_keys, explain_for
 from fused_tp.runtime import dispatch, settings
-from fused_tp.schedules.registry import SCHEDULES
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.schedules.registry import SCHEDULES, fused_kernels_on
+from fused_tp.transport import cuda_driver, native_kernels
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+MINIMUM_PYTHON = (3, 10)
+MINIMUM_TORCH = (2, 10)
+MINIMUM_CUDA = 12
+TOOLKIT_NVCC = "/usr/local/cuda/bin/nvcc"
+
+_LIBRARIES = {
+    "triton": ("triton", "GPU kernels, also interpreted on CPUs"),
+    "transformers": ("hf", "parallelize() of Hugging Face models"),
+    "megatron-core": ("megatron", "Megatron-Core integration"),
+    "deepspeed": ("deepspeed", "DeepSpeed integration, benchmark baseline"),
+    "matplotlib": ("demo", "plots of demo and bench"),
+    "rich": ("demo", "progress of the demo"),
+}
+
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+
+_MODULE_VERSION = Path("/proc/driver/nvidia/version")
+
+# What a version of NCCL has that we use: attributes of `_core.NcclLibrary`.
+_NCCL_FEATURES = {
+    "has_revoke": "communicators that can be stopped",
+    "has_shared_devices": "several ranks on one GPU",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `advice` says what to do about a problem."""
+
+    name: str
+    value: str
+    status: str = OK
+    advice: str = ""
+    section: str = ""
+
 
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
@@ -56,7 +104,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
-    return [*examine_machine(), *_settings(), *_schedules(native_core())]
+    core = native_core()
+    sections = {
+        "Software": _software(),
+        "CPU": _processor(core),
+        "CPU shared memory": _shared_memory(core),
+        "GPU": examine_gpu(core),
+        "Optional libraries": _libraries(),
+        "Settings": _settings(),
+        f"Schedules of {_RANKS} ranks, bf16, hidden size {_HIDDEN}": _schedules(core),
+    }
+    return [replace(finding, section=section) for section, findings in sections.items() for finding in findings]
 
 
 def report(findings: list[Finding]) -> str:
@@ -75,8 +133,284 @@ def report(findings: list[Finding]) -> str:
     return "\n".join([*lines, "", closing])
 
 
+def _libraries() -> Iterator[Finding]:
+    for name, (extra, purpose) in _LIBRARIES.items():
+        found = _installed(name)
+        value = found or f"not installed ({purpose}): pip install 'fused-tp[{extra}]'"
+        yield Finding(name, value, OK if found else NOTE)
+
+
+def _software() -> Iterator[Finding]:
+    too_old = sys.version_info[:2] < MINIMUM_PYTHON
+    advice = f"Python {dotted(MINIMUM_PYTHON)} or later is needed." if too_old else ""
+    yield Finding("python", platform.python_version(), PROBLEM if too_old else OK, advice)
+    yield Finding("fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    too_old = release < MINIMUM_TORCH
+    advice = f"torch {dotted(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
+    yield Finding("torch", torch.__version__, PROBLEM if too_old else OK, advice)
+    if not dist.is_available():
+        yield Finding("torch.distributed", "missing", PROBLEM, "Install a torch that was built with it.")
+        return
+    backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
+    yield Finding("backends", ", ".join(backends), OK if backends else PROBLEM)
+    compiler = next(iter(output_of("c++", "--version")), "")
+    yield Finding("C++ compiler", compiler or "none", OK if compiler else NOTE)
+    yield _cuda_compiler()
+
+
+def _cuda_compiler() -> Finding:
+    """Where setup.py looks, too: nowhere else where a variable names its place."""
+    named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    places = [f"{os.environ[named]}/bin/nvcc"] if named else ["nvcc", TOOLKIT_NVCC]
+    lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
+    if not lines:
+        return Finding("CUDA compiler", f"none in {places[0]}, as {named} says" if named else "none", NOTE)
+    release = "\n".join(lines).partition("release ")[2].partition(".")[0]
+    too_old = release.isdigit() and int(release) < MINIMUM_CUDA
+    advice = f"CUDA {MINIMUM_CUDA}.0 or later is needed to build the device kernels." if too_old else ""
+    return Finding("CUDA compiler", lines[-1], NOTE if too_old else OK, advice)
+
+
+def _processor(core: ModuleType | None) -> Iterator[Finding]:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("processors", f"{cpus} usable, {platform.machine()}; torch runs {torch.get_num_threads()} threads")
+    present = _cpu_flags()
+    yield Finding("instruction sets", ", ".join(f for f in _CPU_FEATURES if f in present) or "baseline")
+    yield Finding("torch kernels use", torch.backends.cpu.get_cpu_capability())
+    if core is not None:
+        yield Finding("native core uses", core.isa())
+
+
+def _shared_memory(core: ModuleType | None) -> Iterator[Finding]:
+    if core is None:
+        if sys.platform != "linux":
+            yield Finding("native core", "none: it needs Linux; ops run on torch.distributed", NOTE)
+        else:
+            value = f"not there, so ops run on torch.distributed ({_why_no_core()})"
+            yield Finding("native core", value, PROBLEM, _how_to_build())
+        return
+    yield Finding("native core", Path(str(core.__file__)).name)
+    if not shared_memory_allowed():
+        yield Finding("two processes share", "not tried: FUSED_TP_SHM turns it off", NOTE)
+        return
+    shared = _try_shared_memory(core)
+    if shared:
+        yield Finding("two processes share", "yes")
+    else:
+        advice = (
+            "Ops run on torch.distributed. The ranks of a host need the same user and PID namespace, and their "
+            "container must let them open /proc/<pid>/fd of each other (docker: --pid host --cap-add SYS_PTRACE)."
+        )
+        yield Finding("two processes share", f"no: {shared.reason}", PROBLEM, advice)
+
+
+def shared_memory_allowed() -> bool:
+    """Also where FUSED_TP_SHM holds nonsense, which is reported under Settings."""
+    try:
+        return settings.shared_memory_allowed()
+    except ValueError:
+        return True
+
+
+def native_core() -> ModuleType | None:
+    try:
+        return importlib.import_module("fused_tp._core")
+    except ImportError:
+        return None
+
+
+def _why_no_core() -> str:
+    try:
+        importlib.import_module("fused_tp._core")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _how_to_build() -> str:
+    steps = []
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        steps.append("install a C++17 compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        steps.append("install the Python headers (Debian, Ubuntu: apt-get install python3-dev)")
+    steps.append("reinstall: pip install --force-reinstall --no-deps fused-tp (from its sources: pip install -e .)")
+    return "To build it, " + ", then ".join(steps) + "."
+
+
+# The other rank of _try_shared_memory. It loads the core by its path, so that it needs not wait for torch.
+_PEER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+group = core.Group(1, 2, 1 << 20, lambda: 10.0)
+print(group.address.hex(), flush=True)
+first = bytes.fromhex(sys.stdin.readline())
+group.connect([first, group.address])
+core.barrier(group)
+group.close()
+"""
+
+
+def _try_shared_memory(core: ModuleType) -> Availability:
+    """Whether two processes can map each other's memory and meet in a barrier."""
+    command = [sys.executable, "-c", _PEER, str(core.__file__)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as peer:
+        try:
+            assert peer.stdin is not None and peer.stdout is not None and peer.stderr is not None
+            group = core.Group(0, 2, 1 << 20, lambda: 10.0)
+            peer.stdin.write(group.address.hex() + "\n")
+            peer.stdin.flush()
+            address = peer.stdout.readline()
+            if not address:
+                return unavailable(peer.stderr.read().strip().rpartition("\n")[2])
+            group.connect([group.address, bytes.fromhex(address)])
+            core.barrier(group)
+            group.close()
+            peer.wait(10)
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            return unavailable(str(error))
+        finally:
+            peer.kill()
+    return AVAILABLE
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return set(next(lines, ":").partition(":")[2].split())
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
+    """All lines of the section. `core`: the native core, None where it is missing."""
+    on_gpu = torch.cuda.is_available()
+    yield from _driver(on_gpu)
+    devices = range(torch.cuda.device_count()) if on_gpu else range(0)
+    archs = []
+    for device in devices:
+        try:
+            properties = torch.cuda.get_device_properties(device)
+        except RuntimeError as error:  # a GPU that has fallen off the bus, or whose driver has
+            advice = "nvidia-smi may say more; CUDA_VISIBLE_DEVICES can leave it out."
+            yield Finding(f"cuda:{device}", f"unusable: {str(error).splitlines()[0]}", PROBLEM, advice)
+            continue
+        archs.append(10 * properties.major + properties.minor)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        multicast = ", multicast" * (cuda_driver.device_attribute(cuda_driver.MULTICAST, device) == 1)
+        yield Finding(f"cuda:{device}", f"{properties.name}, sm_{archs[-1]}, {memory}{multicast}")
+    if not on_gpu:
+        yield Finding("CUDA devices", "none, or a torch built without CUDA; CPU ops need none", NOTE)
+    if len(archs) == len(devices) > 1:
+        yield from _peers(devices)
+    if on_gpu:
+        yield _nccl(core)
+    yield _fused_kernels(on_gpu)
+    yield _device_kernels(sorted(set(archs)))
+
+
+def _driver(on_gpu: bool) -> Iterator[Finding]:
+    serves = cuda_driver.cuda_version()
+    if serves is not None:
+        yield Finding("NVIDIA driver", f"{_driver_release() or 'version unknown'}, for CUDA up to {dotted(serves)}")
+    elif on_gpu:
+        yield Finding("NVIDIA driver", "unknown: libcuda.so.1 cannot be asked", NOTE)
+    else:
+        yield Finding("NVIDIA driver", "none", NOTE)
+    wants = torch.version.cuda
+    if serves is not None and wants is None:
+        advice = "To use the GPU, install a torch with CUDA (pytorch.org names the command)."
+        yield Finding("CUDA of torch", "none: this torch was built for CPUs", NOTE, advice)
+    elif serves is not None and wants is not None and serves[0] < int(wants.split(".")[0]):
+        advice = "Update the driver, or install a torch for that CUDA."
+        yield Finding("CUDA of torch", f"{wants}, which this driver does not serve", PROBLEM, advice)
+    else:
+        yield Finding("CUDA of torch", wants or "none", OK if wants else NOTE)
+
+
+def _driver_release() -> str:
+    try:
+        words = _MODULE_VERSION.read_text().partition("Kernel Module")[2].split()
+    except OSError:
+        words = []
+    found = next((word for word in words if word[0].isdigit() and "." in word), "")
+    return found or next(iter(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
+
+
+def _peers(devices: range) -> Iterator[Finding]:
+    """Which GPUs can write into each other's memory, and use atomics there, as kernels that signal each other do."""
+    reach = {(one, other): _reach(one, other) for one in devices for other in devices if one != other}
+    if set(reach.values()) == {_ATOMICS}:
+        yield Finding("peer access", f"all {len(devices)} GPUs reach each other, with atomics")
+        return
+    for one in devices:
+        groups = {how: [other for other in devices if reach.get((one, other)) == how] for how in (_ATOMICS, _PLAIN, "")}
+        parts = [f"{_numbers(others)} {how or 'not at all'}" for how, others in groups.items() if others]
+        yield Finding(f"cuda:{one} reaches", "; ".join(parts), OK if groups[_ATOMICS] else NOTE)
+
+
+_ATOMICS, _PLAIN = "with atomics", "without atomics, so not for kernels"
+
+
+def _reach(one: int, other: int) -> str:
+    if not torch.cuda.can_device_access_peer(one, other):
+        return ""
+    return _ATOMICS if cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, one, other) == 1 else _PLAIN
+
+
+def _numbers(devices: list[int]) -> str:
+    return ", ".join(f"cuda:{device}" for device in devices)
+
+
+def _nccl(core: ModuleType | None) -> Finding:
+    if not dist.is_nccl_available():
+        return Finding("NCCL", "missing", PROBLEM, "Install a torch with NCCL.")
+    version = dotted(torch.cuda.nccl.version())  # which also loads it, before the core looks for it
+    if core is None:
+        return Finding("NCCL", f"{version}; schedule nccl_pipeline needs the native core", NOTE)
+    try:
+        library = core.NcclLibrary()
+    except RuntimeError as error:
+        return Finding("NCCL", f"{version}; not for schedule nccl_pipeline: {error}", NOTE)
+    features = [text for name, text in _NCCL_FEATURES.items() if getattr(library, name)]
+    missing = [text for name, text in _NCCL_FEATURES.items() if not getattr(library, name)]
+    value = f"{library.version_text}, has {', '.join(features)}" if features else library.version_text
+    return Finding("NCCL", f"{value}; a later one adds {', '.join(missing)}" if missing else value)
+
+
+def _fused_kernels(on_gpu: bool) -> Finding:
+    available = fused_kernels_on(torch.device("cuda" if on_gpu else "cpu"))
+    if not available:
+        return Finding("fused kernels", f"none: {available.reason}", NOTE)
+    where = "on GPUs that reach each other by NVLink" if on_gpu else "interpreted, for tests"
+    return Finding("fused kernels", f"can run {where}")
+
+
+def _device_kernels(archs: list[int]) -> Finding:
+    built = native_kernels.built_for()
+    what = f"built for {', '.join(built.archs)} by CUDA {dotted(built.toolkit[:2])}" if built is not None else "there"
+    found = [native_kernels.native_kernels_available(arch) for arch in archs or [0]]
+    problems = [available.reason for available in found if not available]
+    if not problems:
+        return Finding("device kernels", what)
+    if not archs or built is None:
+        return Finding("device kernels", f"none: {problems[0]}" if built is None else f"{what}; {problems[0]}", NOTE)
+    return Finding("device kernels", f"{what}, but not usable", PROBLEM, f"{problems[0][0].upper()}{problems[0][1:]}.")
+
+
 def _settings() -> Iterator[Finding]:
-    section = "Settings"
     checks: dict[str, Callable[[], Any]] = {
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
         "FUSED_TP_SCHEDULE": _forced_schedule,
@@ -86,20 +420,18 @@ def _settings() -> Iterator[Finding]:
         value = os.environ.get(setting.name)
         meaning = f"{'when installing, ' if setting.installing else ''}{setting.meaning} (default: {setting.default})"
         if value is None:
-            yield Finding(section, setting.name, f"not set; {meaning}")
+            yield Finding(setting.name, f"not set; {meaning}")
             continue
         try:
             checks.get(setting.name, setting.check)()
         except (ValueError, OSError) as error:
-            yield Finding(section, setting.name, f"{value!r}; {meaning}", PROBLEM, str(error))
+            yield Finding(setting.name, f"{value!r}; {meaning}", PROBLEM, str(error))
         else:
-            yield Finding(section, setting.name, f"{value!r}; {meaning}")
+            yield Finding(setting.name, f"{value!r}; {meaning}")
     known = {setting.name for setting in settings.SETTINGS}
     for name in sorted(os.environ):
         if name.startswith("FUSED_TP_") and name not in known:
-            yield Finding(
-                section, name, repr(os.environ[name]), PROBLEM, "Nothing reads this variable; is it misspelt?"
-            )
+            yield Finding(name, repr(os.environ[name]), PROBLEM, "Nothing reads this variable; is it misspelt?")
 
 
 def _forced_schedule() -> str | None:
@@ -118,7 +450,6 @@ def _forced_provider() -> str | None:
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
     """The dispatch table's choices for two ranks of this machine; `fused-tp explain` has more."""
-    section = f"Schedules of {_RANKS} ranks, bf16, hidden size {_HIDDEN}"
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
@@ -137,10 +468,10 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                     keys = dispatch_keys(op, shapes, torch.bfloat16, None, _RANKS)
                     chosen.append(_forced_for(keys, device) or by_table)
             except (ValueError, OSError) as error:
-                yield Finding(section, f"{op}, {device}", "no choice", PROBLEM, str(error))
+                yield Finding(f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
                 value = ", ".join(f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKENS, chosen, strict=True))
-                yield Finding(section, f"{op}, {device}", value)
+                yield Finding(f"{op}, {device}", value)
 
 
 def _forced_for(asked: Keys, device: str) -> str | None:
@@ -151,3 +482,20 @@ def _forced_for(asked: Keys, device: str) -> str | None:
         return None
     spec = SCHEDULES[name]
     return name if spec.supports(key.op, key.dtype) and device in (spec.devices or (device,)) else None
+
+
+def output_of(command: str, *arguments: str) -> list[str]:
+    """The lines that a program prints; none where it is not there or fails."""
+    path = shutil.which(command)
+    if path is None:
+        return []
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def dotted(numbers: Sequence[int]) -> str:
+    """A version as it is written."""
+    return ".".join(map(str, numbers))

@@ -16,6 +16,8 @@ class becomes a subclass of what it was, with another forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -25,17 +27,52 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup_partial
+from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
+from fused_tp.nn.linear import column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import as_dtensor, check_mesh, local
-from fused_tp.ops.all_gather_matmul import all_gather_matmul
-from fused_tp.ops.collectives import all_reduce, reduce_scatter
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
-class FusedColwiseParallel(ParallelStyle):
+class _FusedStyle(ParallelStyle):
+    """What both styles of linear layers and embeddings share. `become`: the entry of `MODULES` that they apply."""
+
+    become: str
+    default_input: Placement
+    default_output: Placement
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = (_placement("input_layouts", input_layouts, self.default_input),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, self.default_output),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh)
+        kind = _kind(module, type(self).__name__)
+        cuts, behaviour = MODULES[self.become, kind]
+        _shard_parameters(module, device_mesh, cuts, self.src_data_rank)
+        owner = type(module)
+        if (behaviour, owner) not in _classes:
+            _classes[behaviour, owner] = type(behaviour.__name__.lstrip("_"), (behaviour, owner), {})
+        styled = cast(_Styled, module)
+        styled._style, styled._style_mesh = self, device_mesh
+        module.__class__ = _classes[behaviour, owner]
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class FusedColwiseParallel(_FusedStyle):
     """`ColwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
@@ -53,31 +90,11 @@ class FusedColwiseParallel(ParallelStyle):
         >>> parallelize_module(mlp, mesh["tp"], plan)
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = (_placement("input_layouts", input_layouts, Replicate()),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, Shard(-1)),)
-        self.use_local_output = use_local_output
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_mesh(device_mesh)
-        kind = _kind(module, type(self).__name__)
-        if kind is nn.Linear:
-            cuts: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
-            return _convert(module, device_mesh, self, cuts, _ColwiseLinear)
-        return _convert(module, device_mesh, self, {"weight": Shard(1)}, _ColwiseEmbedding)
-
-    def __repr__(self) -> str:
-        return _repr(self)
+    become = "column"
+    default_input, default_output = Replicate(), Shard(-1)
 
 
-class FusedRowwiseParallel(ParallelStyle):
+class FusedRowwiseParallel(_FusedStyle):
     """`RowwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
@@ -92,28 +109,8 @@ class FusedRowwiseParallel(ParallelStyle):
     Example: see FusedColwiseParallel.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = (_placement("input_layouts", input_layouts, Shard(-1)),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, Replicate()),)
-        self.use_local_output = use_local_output
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_mesh(device_mesh)
-        kind = _kind(module, type(self).__name__)
-        if kind is nn.Linear:
-            cuts: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
-            return _convert(module, device_mesh, self, cuts, _RowwiseLinear)
-        return _convert(module, device_mesh, self, {"weight": Shard(0)}, _RowwiseEmbedding)
-
-    def __repr__(self) -> str:
-        return _repr(self)
+    become = "row"
+    default_input, default_output = Shard(-1), Replicate()
 
 
 class FusedSequenceParallel(ParallelStyle):
@@ -171,24 +168,26 @@ class FusedSequenceParallel(ParallelStyle):
 class _Styled(nn.Module):
     """Mixed into the class of a module that a style was applied to."""
 
-    _style: FusedColwiseParallel | FusedRowwiseParallel
+    _style: _FusedStyle
     _style_mesh: DeviceMesh
 
-    def _as_dtensor(self, x: Tensor) -> DTensor:
-        if isinstance(x, DTensor):
-            return x
-        return DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
-
-    def _input_layout(self, x: Tensor) -> Placement:
+    def _take(self, x: Tensor, wanted: Placement) -> Tensor:
+        """This rank's part of the input in the layout `wanted`."""
         layout = x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0]
-        return _positive(layout, x.ndim)
+        if _positive(layout, x.ndim) != wanted:
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
+            x = x.redistribute(placements=[wanted])
+        return x.to_local() if isinstance(x, DTensor) else x
 
-    def _output_layout(self, ndim: int) -> Placement:
-        return _positive(self._style.output_layouts[0], ndim)
+    def _sequence_dim(self, layout: Placement, ndim: int) -> int | None:
+        """The dim before the last that `layout` cuts, which the op itself gathers or scatters."""
+        layout = _positive(layout, ndim)
+        return layout.dim if isinstance(layout, Shard) and layout.dim < ndim - 1 else None
 
     def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
-        """y, this rank's part of an output of global `shape` in `layout`, as the style's user wants it."""
-        wanted = self._output_layout(y.ndim)
+        """y, this rank's part in `layout` of an output of global `shape`, as the style's user wants it."""
+        wanted = _positive(self._style.output_layouts[0], y.ndim)
         if layout == wanted and self._style.use_local_output:
             return y
         out = as_dtensor(y, self._style_mesh, layout, shape)
@@ -196,89 +195,72 @@ class _Styled(nn.Module):
             out = out.redistribute(placements=[wanted])
         return out.to_local() if self._style.use_local_output else out
 
-    def _parameter(self, name: str) -> Tensor | None:
-        return local(getattr(self, name))
+    def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The output of global `shape` that `sums` adds up over the ranks, or scatters along the dim it is given."""
+        dim = self._sequence_dim(self._style.output_layouts[0], len(shape))
+        return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
-class _ColwiseLinear(_Styled):
+class _ColumnLinear(_Styled):
+    weight: Tensor
+    bias: Tensor | None
+
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         _check_floating(x, linear)
-        weight, bias = cast(Tensor, self._parameter("weight")), self._parameter("bias")
-        layout = self._input_layout(x)
-        if isinstance(layout, Shard) and layout.dim < x.ndim - 1:
-            gather_size = x.shape[layout.dim] if isinstance(x, DTensor) else None
-            x = _local(x)
-            _check_width(x, linear.in_features)
-            y = all_gather_matmul(
-                x, weight, bias, group=self._style_mesh, gather_dim=layout.dim, gather_size=gather_size
-            )
-        else:
-            x = (
-                _local(x)
-                if layout == Replicate()
-                else self._as_dtensor(x).redistribute(placements=[Replicate()]).to_local()
-            )
-            _check_width(x, linear.in_features)
-            y = column_parallel_matmul(x, weight, bias, group=self._style_mesh)
+        layout = x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0]
+        dim = self._sequence_dim(layout, x.ndim)
+        gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
+        x = self._take(x, Replicate() if dim is None else Shard(dim))
+        _check_width(x, linear.in_features)
+        (y,) = column_matmul(x, [local(self.weight)], [local(self.bias)], self._style_mesh, dim, gather_size)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
 
-class _ColwiseEmbedding(_Styled):
-    def forward(self, ids: Tensor) -> Tensor:
-        embedding = cast(nn.Embedding, self)
-        check_integer_ids(ids)
-        if self._input_layout(ids) != Replicate():
-            ids = self._as_dtensor(ids).redistribute(placements=[Replicate()])
-        y = F.embedding(_local(ids), cast(Tensor, self._parameter("weight")), embedding.padding_idx)
-        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
+class _RowLinear(_Styled):
+    weight: Tensor
+    bias: Tensor | None
 
-
-class _RowwiseLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         _check_floating(x, linear)
-        weight, bias = cast(Tensor, self._parameter("weight")), self._parameter("bias")
-        if self._input_layout(x) != Shard(x.ndim - 1):
-            x = self._as_dtensor(x).redistribute(placements=[Shard(x.ndim - 1)])
-        x = _local(x)
+        weight = local(self.weight)
+        x = self._take(x, Shard(x.ndim - 1))
         _check_width(x, weight.shape[1])
-        wanted = self._output_layout(x.ndim)
-        shape = (*x.shape[:-1], linear.out_features)
-        if isinstance(wanted, Shard) and wanted.dim < x.ndim - 1:
-            y = matmul_reduce_scatter(x, weight, bias, group=self._style_mesh, scatter_dim=wanted.dim)
-            return self._give(y, wanted, shape)
-        y = matmul_all_reduce(x, weight, bias, group=self._style_mesh)
-        return self._give(y, Replicate(), shape)
+        sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
+        return self._give_sum(sums, (*x.shape[:-1], linear.out_features))
 
 
-class _RowwiseEmbedding(_Styled):
+class _ColumnEmbedding(_Styled):
     def forward(self, ids: Tensor) -> Tensor:
         embedding = cast(nn.Embedding, self)
         check_integer_ids(ids)
-        if self._input_layout(ids) != Replicate():
-            ids = self._as_dtensor(ids).redistribute(placements=[Replicate()])
-        ids = _local(ids)
-        check_ids_inside(ids, embedding.num_embeddings)
-        weight = cast(Tensor, self._parameter("weight"))
-        partial = lookup_partial(ids, weight, embedding.num_embeddings, embedding.padding_idx, self._style_mesh)
-        wanted = self._output_layout(partial.ndim)
-        if isinstance(wanted, Shard) and wanted.dim < partial.ndim - 1:
-            y = reduce_scatter(partial, wanted.dim, group=self._style_mesh)
-            return self._give(y, wanted, tuple(partial.shape))
-        return self._give(all_reduce(partial, group=self._style_mesh), Replicate(), tuple(partial.shape))
+        y = F.embedding(self._take(ids, Replicate()), local(embedding.weight), embedding.padding_idx)
+        return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], embedding.embedding_dim))
 
+
+class _RowEmbedding(_Styled):
+    def forward(self, ids: Tensor) -> Tensor:
+        embedding = cast(nn.Embedding, self)
+        check_integer_ids(ids)
+        ids = self._take(ids, Replicate())
+        check_ids_inside(ids, embedding.num_embeddings)
+        sums = partial(lookup, ids, local(embedding.weight), embedding.num_embeddings, embedding.padding_idx)
+        return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim))
+
+
+# How a style cuts the parameters of a kind of module, and the forward that the module gets.
+MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_Styled]]] = {
+    ("column", nn.Linear): ({"weight": Shard(0), "bias": Shard(0)}, _ColumnLinear),
+    ("column", nn.Embedding): ({"weight": Shard(1)}, _ColumnEmbedding),
+    ("row", nn.Linear): ({"weight": Shard(1), "bias": Replicate()}, _RowLinear),
+    ("row", nn.Embedding): ({"weight": Shard(0)}, _RowEmbedding),
+}
 
 _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _convert(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    style: FusedColwiseParallel | FusedRowwiseParallel,
-    cuts: dict[str, Placement],
-    behaviour: type[_Styled],
-) -> nn.Module:
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, cuts: dict[str, Placement], source: int | None) -> None:
     for name, placement in cuts.items():
         parameter = getattr(module, name)
         if parameter is None:
@@ -288,16 +270,8 @@ def _convert(
                 f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one "
                 "tensor parallel style to a module, before fully_shard."
             )
-        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-    kind = type(module)
-    if (behaviour, kind) not in _classes:
-        _classes[behaviour, kind] = type(behaviour.__name__.lstrip("_"), (behaviour, kind), {})
-    styled = cast(_Styled, module)
-    styled._style = style
-    styled._style_mesh = mesh
-    module.__class__ = _classes[behaviour, kind]
-    return module
 
 
 def _kind(module: nn.Module, style: str) -> type[nn.Module]:
@@ -330,10 +304,6 @@ def _positive(layout: Placement, ndim: int) -> Placement:
     return Shard(layout.dim % ndim) if isinstance(layout, Shard) else layout
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _check_floating(x: Tensor, linear: nn.Linear) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"the input of {type(linear).__name__} must be a Tensor, not {type(x).__name__}.")
@@ -344,10 +314,3 @@ def _check_floating(x: Tensor, linear: nn.Linear) -> None:
 def _check_width(x: Tensor, width: int) -> None:
     if x.shape[-1] != width:
         raise ValueError(f"the input has shape {tuple(x.shape)} on this rank; its last dim must be {width}.")
-
-
-def _repr(style: FusedColwiseParallel | FusedRowwiseParallel) -> str:
-    return (
-        f"{type(style).__name__}(input_layouts={style.input_layouts}, output_layouts={style.output_layouts}, "
-        f"use_local_output={style.use_local_output})"
-    )

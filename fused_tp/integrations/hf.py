@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from fused_tp.integrations.documents import check_documents, take_documents
 from fused_tp.integrations.forward_shard import ForwardShard
-from fused_tp.integrations.global_loss import GlobalLoss
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
-from fused_tp.integrations.plan import COLUMN, Style
+from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.nn import ColumnParallelLinear
@@ -81,7 +80,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
-        if name is None or plan.get(name) not in COLUMN:
+        if name is None or spec_of(plan.get(name)).shard_dim != 0:
             asked = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
                 f"{asked}=True needs the output layer of {kind} ({name!r}) cut by columns; add "
@@ -114,12 +113,7 @@ class TransformersSequence(SequenceSharding):
             _own_config(model)
             model.config._attn_implementation = register_attention(model.config._attn_implementation)
         if parallelism.computes_loss and not self.is_base:
-            model.loss_function = GlobalLoss(
-                model.loss_function,
-                vocab_mesh=parallelism.tp_mesh if parallelism.loss_parallel else None,
-                cp_mesh=parallelism.cp_mesh,
-                grad_sync=parallelism.grad_sync,
-            )
+            model.loss_function = self.global_loss(model.loss_function)
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.integrations.forward_shard import running_forward
-from fused_tp.nn.context_cache import ContextKVCache
+from fused_tp.nn.cache import ContextKVCache
 from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
 from fused_tp.runtime import settings
 from fused_tp.transport.base import checksum

@@ -18,17 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.forward_shard import LayerState
-from fused_tp.integrations.plan import (
-    COLUMN,
-    EMBEDDING,
-    GATHERS_OUTPUT,
-    HEAD_PROJECTIONS,
-    ROW,
-    SPLITS_INPUT,
-    Style,
-    embedding_scale,
-)
-from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.integrations.plan import HEAD_PROJECTIONS, Style, embedding_scale, spec_of
+from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo
 from fused_tp.nn.share_gather import share_gather
@@ -51,7 +42,7 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
         ValueError: tied weights that the plan cuts differently; with `sequence_parallel`, a module that would need the
             whole sequence.
     """
-    styles_of: dict[int, dict[str, str]] = defaultdict(dict)
+    dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
         style = plan.get(name)
         for key, parameter in module.named_parameters(recurse=False):
@@ -61,14 +52,12 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
                     "fully_shard or any other sharding."
                 )
             if not isinstance(style, ParallelStyle):
-                styles_of[id(parameter)][name] = (
-                    "dim 1" if style in ROW else "dim 0" if style in COLUMN | EMBEDDING else ""
-                )
+                dims_of[id(parameter)][name] = spec_of(style).shard_dim
         if sequence_parallel:
             _check_runs_on_parts(name, module, style)
-    for styles in styles_of.values():
-        if len(set(styles.values())) > 1:
-            first, second = list(styles)[:2]
+    for dims in dims_of.values():
+        if len(set(dims.values())) > 1:
+            first, second = list(dims)[:2]
             raise ValueError(
                 f"{first!r} and {second!r} share a weight, and the plan gives them the styles {plan.get(first)!r} and "
                 f"{plan.get(second)!r}; tied weights must be cut alike ('embedding_rowwise' goes with "
@@ -84,7 +73,7 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
             f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
             "parallelize knows what each module does with the sequence."
         )
-    if style in SPLITS_INPUT:
+    if spec_of(style).splits_input:
         raise ValueError(
             f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False."
         )
@@ -104,25 +93,19 @@ def shard_layers(
         module: Any = model.get_submodule(name)  # check_style has seen that it is what its style needs
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
-        elif style in COLUMN:
-            column = ColumnParallelLinear.from_linear(
-                module, mesh=mesh, gather_output=style in GATHERS_OUTPUT, memo=memo
-            )
+            continue
+        convert = spec_of(style).convert
+        if convert is None:
+            continue
+        layer = convert(module, mesh=mesh, memo=memo)
+        scale = embedding_scale(module)
+        if scale is not None:
+            layer.register_forward_hook(partial(_scale_output, scale))
+        if isinstance(layer, ColumnParallelLinear):
             in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
-            column.register_forward_pre_hook(
-                partial(_take_part, sequence, name if in_attention else ""), with_kwargs=True
-            )
-            _swap(model, module, column)
-        elif style in ROW:
-            split = style in SPLITS_INPUT
-            row = RowParallelLinear.from_linear(module, mesh=mesh, input_is_parallel=not split, memo=memo)
-            _swap(model, module, row)
-        elif style in EMBEDDING:
-            embedding = VocabParallelEmbedding.from_embedding(module, mesh=mesh, memo=memo)
-            scale = embedding_scale(module)
-            if scale is not None:
-                embedding.register_forward_hook(partial(_scale_output, scale))
-            _swap(model, module, embedding)
+            take_part = partial(_take_part, sequence, name if in_attention else "")
+            layer.register_forward_pre_hook(take_part, with_kwargs=True)
+        _swap(model, module, layer)
     attentions = {name.rpartition(".")[0] for name in plan if name.rpartition(".")[2] in HEAD_PROJECTIONS}
     for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
@@ -218,8 +201,7 @@ def replicate_parameters(
         # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its
         # part.
         embeds = isinstance(module, nn.Embedding)
-        always = plan.get(name) == "replicated_with_grad_allreduce"
-        sums = partial(_sums_gradient, sequence, always, embeds)
+        sums = partial(_sums_gradient, sequence, spec_of(plan.get(name)).sums_gradient, embeds)
         if replicate_own(module, mesh, memo, sums=sums) and embeds:
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 

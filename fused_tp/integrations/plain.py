@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_tp.integrations.forward_shard import CpContext, ForwardShard
-from fused_tp.integrations.global_loss import GlobalLoss
 from fused_tp.integrations.layers import holds_sharded_heads
-from fused_tp.integrations.plan import EMBEDDING, GATHERS_OUTPUT, Style
+from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
 from fused_tp.nn import ColumnParallelLinear
 
@@ -54,7 +53,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
             "of the sequence and must be told where in the text it lies."
         )
-    heads = [name for name, style in plan.items() if isinstance(style, str) and style in GATHERS_OUTPUT]
+    heads = _heads(plan)
     for asked in ("sequence_parallel", "loss_parallel"):
         if getattr(parallelism, asked) and len(heads) != 1:
             raise ValueError(
@@ -84,7 +83,7 @@ class PlainSequence(SequenceSharding):
     def adapt(self, model: nn.Module) -> None:
         """Point the model's attention and loss to ours. Its layers have been replaced."""
         parallelism = self.parallelism
-        heads = [name for name, style in self.plan.items() if isinstance(style, str) and style in GATHERS_OUTPUT]
+        heads = _heads(self.plan)
         head = model.get_submodule(heads[0]) if len(heads) == 1 else None
         self.head = head if isinstance(head, ColumnParallelLinear) else None
         if parallelism.cp_mesh is not None:
@@ -97,14 +96,8 @@ class PlainSequence(SequenceSharding):
                 wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
                 module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
-            own: Any = model.loss_function
-            loss = GlobalLoss(
-                own,
-                vocab_mesh=parallelism.tp_mesh if parallelism.loss_parallel else None,
-                cp_mesh=parallelism.cp_mesh,
-                grad_sync=parallelism.grad_sync,
-            )
-            model.loss_function = loss  # type: ignore[assignment]  # an attribute of the user's class, of any type
+            # An attribute of the user's class, of any type.
+            model.loss_function = self.global_loss(model.loss_function)  # type: ignore[assignment, arg-type]
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if targets is not None and not self.has_loss:
@@ -132,9 +125,18 @@ class PlainSequence(SequenceSharding):
         return map_tensors(whole, output)
 
 
+def _heads(plan: Mapping[str, Style]) -> list[str]:
+    return [name for name, style in plan.items() if spec_of(style).gathers_output]
+
+
 def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> list[nn.Module]:
     """The parents of cut layers; without a plan, every module that has modules of its own."""
-    parents = {name.rpartition(".")[0] for name, style in plan.items() if style not in EMBEDDING | GATHERS_OUTPUT}
+    specs = {name: spec_of(style) for name, style in plan.items()}
+    parents = {
+        name.rpartition(".")[0]
+        for name, spec in specs.items()
+        if spec.needs is not nn.Embedding and not spec.gathers_output
+    }
     if parents:
         return [model.get_submodule(name) for name in sorted(parents)]
     computes = [m for m in model.modules() if type(m).forward is not nn.Module.forward]

@@ -6,24 +6,63 @@ transformers' `tp_plan` and in `parallelize_module`. Styles are transformers' wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
 Style: TypeAlias = "str | ParallelStyle"
 
-COLUMN = {"colwise", "colwise_gather_output", "colwise_rep"}
-ROW = {"rowwise", "rowwise_split_input", "rowwise_rep"}
-EMBEDDING = {"embedding_rowwise"}
-# Modules that stay whole. They differ in what each rank's gradient covers: see `parallelize.replicate_parameters`.
-WHOLE = {"replicate", "sequence_parallel", "replicated_with_grad_allreduce"}
-STYLES = sorted(COLUMN | ROW | EMBEDDING | WHOLE)
 
-GATHERS_OUTPUT = {"colwise_gather_output", "colwise_rep"}
-SPLITS_INPUT = {"rowwise_split_input", "rowwise_rep"}
+@dataclass(frozen=True)
+class StyleSpec:
+    """What a style does with a module.
+
+    Attributes:
+        needs: the kind of module that it takes.
+        convert: makes the parallel layer that replaces the module, called as convert(module, mesh=, memo=); None for
+            modules that stay whole.
+        shard_dim: of the weight [out, in]; None: replicated.
+        gathers_output: every rank gets all output features.
+        splits_input: the module is given all input features, and with them the whole sequence.
+        sums_gradient: the module sees a part of the heads, so that a rank's gradient is one term of a sum.
+    """
+
+    needs: type[nn.Module] = nn.Module
+    convert: Callable[..., nn.Module] | None = None
+    shard_dim: int | None = None
+    gathers_output: bool = False
+    splits_input: bool = False
+    sums_gradient: bool = False
+
+
+WHOLE = StyleSpec()
+_GATHERED = StyleSpec(nn.Linear, partial(ColumnParallelLinear.from_linear, gather_output=True), 0, gathers_output=True)
+_SPLIT = StyleSpec(nn.Linear, partial(RowParallelLinear.from_linear, input_is_parallel=False), 1, splits_input=True)
+STYLES = {
+    "colwise": StyleSpec(nn.Linear, ColumnParallelLinear.from_linear, 0),
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
+    "replicate": WHOLE,
+    "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
+    "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
+    "rowwise_rep": _SPLIT,
+    "rowwise_split_input": _SPLIT,
+    "sequence_parallel": WHOLE,
+}
+
+
+def spec_of(style: Style | None) -> StyleSpec:
+    """The entry of a style; that of a module that stays whole for none and for a `ParallelStyle`."""
+    return STYLES[style] if isinstance(style, str) else WHOLE
+
 
 # What people call the projections whose output is split into heads, and the attributes that say how many heads.
 HEAD_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"}
@@ -101,11 +140,11 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
     if style not in STYLES:
         raise ValueError(
             f"The plan gives {name!r} ({kind}) the style {style!r}, which fused_tp does not serve. It serves "
-            f"{', '.join(STYLES)}; leave {name!r} out of the plan to keep it whole on every rank."
+            f"{', '.join(sorted(STYLES))}; leave {name!r} out of the plan to keep it whole on every rank."
         )
-    wanted = nn.Linear if style in COLUMN | ROW else nn.Embedding if style in EMBEDDING else nn.Module
+    wanted = STYLES[style].needs
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
-    served = type(module) is wanted or (style in EMBEDDING and embedding_scale(module) is not None)
+    served = type(module) is wanted or (wanted is nn.Embedding and embedding_scale(module) is not None)
     if wanted is not nn.Module and not served:
         raise ValueError(
             f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
@@ -127,7 +166,8 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
     """
     for name, style in plan.items():
         parent_name, _, leaf = name.rpartition(".")
-        if not (isinstance(style, str) and style in COLUMN - GATHERS_OUTPUT and leaf in HEAD_PROJECTIONS):
+        spec = spec_of(style)
+        if spec.shard_dim != 0 or spec.gathers_output or leaf not in HEAD_PROJECTIONS:
             continue
         parent = model.get_submodule(parent_name)
         for norm, child in parent.named_children():

@@ -24,7 +24,7 @@ from fused_tp.integrations.forward_shard import (
     running_forward,
     running_node,
 )
-from fused_tp.integrations.global_loss import GradientSync, scale_gradient, shift
+from fused_tp.integrations.global_loss import GlobalLoss, GradientSync, scale_gradient, shift
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 
@@ -100,6 +100,12 @@ class SequenceSharding:
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
 
+    def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
+        """The loss over all ranks in the place of a model's `own`."""
+        parallelism = self.parallelism
+        vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
+        return GlobalLoss(own, vocab_mesh=vocab_mesh, cp_mesh=parallelism.cp_mesh, grad_sync=parallelism.grad_sync)
+
     # ---- what subclasses say ----
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
@@ -132,7 +138,7 @@ class SequenceSharding:
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         """The model's output for the whole sequence."""
-        raise TypeError(f"{type(self).__name__} must define put_together.")
+        raise TypeError(f"{type(self).__name__} must define unshard_output.")
 
     # ---- before forward ----
 

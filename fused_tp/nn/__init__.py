@@ -1,10 +1,9 @@
 """Layers whose parameters are DTensors on a tensor parallel mesh."""
 
 from fused_tp.nn.attention import ParallelAttention
+from fused_tp.nn.cache import ContextKVCache, KVCache, PagedContextKVCache
 from fused_tp.nn.checkpoint import gather_state_dict
-from fused_tp.nn.context_cache import ContextKVCache, PagedContextKVCache
 from fused_tp.nn.embedding import VocabParallelEmbedding
-from fused_tp.nn.kv_cache import KVCache
 from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.mlp import ParallelMLP
 from fused_tp.nn.rotary import RotaryEmbedding

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fused_tp.attention.layout import check_layout, local_length
-from fused_tp.nn.context_cache import ContextCache, PagedContextKVCache
-from fused_tp.nn.kv_cache import KVCache
+from fused_tp.nn.cache import ContextCache, KVCache, PagedContextKVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
     RepeatedColumnLinear,
     RowParallelLinear,
+    check_nothing_dropped,
     check_positive,
     column_outputs,
+    linear_of,
 )
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import sequence_parallel_
@@ -32,6 +35,24 @@ from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The keywords of one `ParallelAttention.forward`."""
+
+    positions: Tensor | None
+    attention_mask: Tensor | None
+    kv_cache: KVCache | ContextCache | None
+    seq_len: int | None
+    cu_seqlens: Tensor | None
+    new_lengths: Sequence[int] | Tensor | None
+    sharded_chunk: bool
+
+    @property
+    def context(self) -> ContextCache | None:
+        return self.kv_cache if isinstance(self.kv_cache, ContextCache) else None
 
 
 class ParallelAttention(nn.Module):
@@ -133,24 +154,17 @@ class ParallelAttention(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.cp_group = cp_group
         self.cp_layout = cp_layout
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": 1,
-            "device": device,
-            "dtype": dtype,
-        }
-        kv_size = num_kv_heads * head_dim
-        self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **options)
-        if num_kv_heads % world_size == 0:
-            self.k_proj = ColumnParallelLinear(hidden_size, kv_size, bias, **options)
-            self.v_proj = ColumnParallelLinear(hidden_size, kv_size, bias, **options)
-        else:
-            self.k_proj = RepeatedColumnLinear(hidden_size, kv_size, bias, parts=num_kv_heads, **options)
-            self.v_proj = RepeatedColumnLinear(hidden_size, kv_size, bias, parts=num_kv_heads, **options)
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim, hidden_size, bias if out_bias is None else out_bias, **options
-        )
+        options: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel, "sequence_dim": 1}
+        options |= {"device": device, "dtype": dtype}
+        width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        out_bias = bias if out_bias is None else out_bias
+        self.q_proj = ColumnParallelLinear(hidden_size, width, bias, **options)
+        kind: Any = ColumnParallelLinear
+        if num_kv_heads % world_size:
+            kind = partial(RepeatedColumnLinear, parts=num_kv_heads)
+        self.k_proj: ColumnParallelLinear = kind(hidden_size, kv_width, bias, **options)
+        self.v_proj: ColumnParallelLinear = kind(hidden_size, kv_width, bias, **options)
+        self.o_proj = RowParallelLinear(width, hidden_size, out_bias, **options)
         self.sinks: nn.Parameter | None = None
         if sinks:
             self.sinks = empty_parameter((num_heads,), mesh, Shard(0), device=device, dtype=dtype)
@@ -195,10 +209,10 @@ class ParallelAttention(nn.Module):
             >>> block.attention = ParallelAttention.from_module(block.attention, mesh=mesh["tp"], rope=rope)
         """
         shared: dict[str, Any] = {"mesh": mesh, "rope": rope, "sequence_parallel": sequence_parallel}
-        shared |= {"cp_group": cp_group, "cp_layout": cp_layout}
+        shared |= {"cp_group": cp_group, "cp_layout": cp_layout, "causal": causal, "num_heads": num_heads}
         if isinstance(module, nn.MultiheadAttention):
-            return _from_multihead(cls, module, bool(causal), num_heads, shared, memo)
-        return _from_projections(cls, module, causal, num_heads, shared, memo)
+            return _from_multihead(cls, module, memo, shared)
+        return _from_projections(cls, module, memo, shared)
 
     def forward(
         self,
@@ -228,7 +242,7 @@ class ParallelAttention(nn.Module):
                 unequal parts of it.
             cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len) of the whole sequence, best
                 on the CPU. A token sees its own document only.
-            new_lengths: with a ContextKVCache, how many tokens of each text of x are real: its last ones.
+            new_lengths: with a ContextKVCache, how many tokens of each sequence of x are real: its last ones.
             sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's part of the new tokens,
                 as `shard_sequence` cuts them: for long prompts, whose projections the ranks then share.
 
@@ -237,10 +251,10 @@ class ParallelAttention(nn.Module):
                 together (the message says which do).
             TypeError: a cache of another library; a mask of integers; cu_seqlens that is no tensor of integers.
         """
-        context = kv_cache if isinstance(kv_cache, ContextCache) else None
+        call = _Call(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
-        self._check_together(attention_mask, kv_cache, cu_seqlens, new_lengths, sharded_chunk)
-        cut = self.cp_group is not None and (context is None or sharded_chunk)
+        self._check_together(call)
+        cut = self.cp_group is not None and (call.context is None or sharded_chunk)
         gather_size = self._cp_length(seq_len) if cut else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
@@ -250,103 +264,71 @@ class ParallelAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = self._positions(q, kv_cache, seq_len, cu_seqlens, new_lengths, cut)
+                positions = self._positions(q, call, cut)
             if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
                 raise ValueError(
                     f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
                     f"{q.shape[1]}."
                 )
             q, k = self.rope(q, k, positions)
-        if context is not None:
-            out = self._attend_cached(q, k, v, context, seq_len, new_lengths, sharded_chunk)
+        if call.context is not None:
+            out = self._attend_cached(q, k, v, call.context, call)
         elif self.cp_group is not None:
-            out = self._attend_over(q, k, v, *group_identity(self.cp_group), self.cp_layout, seq_len, cu_seqlens)
+            out = self._attend_over(q, k, v, group_identity(self.cp_group), self.cp_layout, call)
         else:
-            out = self._attend_here(q, k, v, attention_mask, cast("KVCache | None", kv_cache), cu_seqlens)
+            out = self._attend_here(q, k, v, call)
         return cast(Tensor, self.o_proj(out.flatten(-2)))
 
-    def _attend_cached(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: ContextCache,
-        seq_len: int | None,
-        new_lengths: Sequence[int] | Tensor | None,
-        sharded_chunk: bool,
-    ) -> Tensor:
-        if not sharded_chunk:
-            cache.append(k, v, new_lengths)
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: ContextCache, call: _Call) -> Tensor:
+        if not call.sharded_chunk:
+            cache.append(k, v, call.new_lengths)
             return cast(Tensor, cache.attend(q, causal=self.causal, **self._scores(q)))
-        cache.append_sharded(k, v, layout=self.cp_layout, seq_len=seq_len)
+        cache.append_sharded(k, v, layout=self.cp_layout, seq_len=call.seq_len)
         # All ranks attend with all queries to the keys that they hold.
         how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
-        out = cache.attend(unshard_sequence(q, 1, seq_len=seq_len, **how), causal=self.causal, **self._scores(q))
-        return shard_sequence(out, 1, **how)
+        q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
+        return shard_sequence(cache.attend(q, causal=self.causal, **self._scores(q)), 1, **how)
 
     def _attend_over(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        name: str,
-        size: int,
-        rank: int,
-        layout: str,
-        seq_len: int | None,
-        cu_seqlens: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, group: tuple[str, int, int], layout: str, call: _Call
     ) -> Tensor:
         out, _ = attention_over(
             q,
             k,
             v,
-            name,
-            size,
-            rank,
+            *group,
             causal=self.causal,
             layout=layout,
-            dropout_p=self.dropout if self.training else 0.0,
-            cu_seqlens=cu_seqlens,
+            dropout_p=self._dropout_p,
+            cu_seqlens=call.cu_seqlens,
             cu_seqlens_kv=None,
-            seq_len=seq_len,
+            seq_len=call.seq_len,
             seq_len_kv=None,
             first_head=self._first_head(),
             **self._scores(q),
         )
         return out
 
-    def _attend_here(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        kv_cache: KVCache | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        if kv_cache is not None:
-            k, v = kv_cache.append(k, v)
-        dropout_p = self.dropout if self.training else 0.0
-        mask = self._local_mask(attention_mask, q, k)
-        if dropout_p == 0 and cu_seqlens is None and self._is_plain:
+    def _attend_here(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        cache = cast("KVCache | None", call.kv_cache)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        mask = self._local_mask(call.attention_mask, q, k)
+        if self._dropout_p == 0 and call.cu_seqlens is None and self._is_plain:
             return local_attention(q, k, v, mask=mask, causal=self.causal, scale=self.scale)
-        if kv_cache is not None and mask is None and dropout_p > 0:
+        if cache is not None and mask is None and self._dropout_p > 0:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+        how: dict[str, Any] = {"causal": self.causal, **self._scores(q)}
         if mask is not None:
-            return attention_with_mask(
-                q,
-                k,
-                v,
-                mask,
-                causal=self.causal,
-                dropout_p=dropout_p,
-                first_head=self._first_head(),
-                **self._scores(q),
-            )
-        if kv_cache is not None:
+            return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
+        if cache is not None:
             lengths = torch.full((q.shape[0],), k.shape[1])
-            return decode_over(q, k, v, SINGLE_NAME, cache_seqlens=lengths, causal=self.causal, **self._scores(q))[0]
-        return self._attend_over(q, k, v, SINGLE_NAME, 1, 0, "contiguous", None, cu_seqlens)
+            return decode_over(q, k, v, SINGLE_NAME, cache_seqlens=lengths, **how)[0]
+        return self._attend_over(q, k, v, (SINGLE_NAME, 1, 0), "contiguous", call)
+
+    @property
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
 
     @property
     def _is_plain(self) -> bool:
@@ -380,79 +362,79 @@ class ParallelAttention(nn.Module):
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _positions(
-        self,
-        q: Tensor,
-        kv_cache: KVCache | ContextCache | None,
-        seq_len: int | None,
-        cu_seqlens: Tensor | None,
-        new_lengths: Sequence[int] | Tensor | None,
-        cut: bool,
-    ) -> Tensor:
-        seen = 0 if kv_cache is None else kv_cache.length
+    def _positions(self, q: Tensor, call: _Call, cut: bool) -> Tensor:
+        seen = 0 if call.kv_cache is None else call.kv_cache.length
         if cut:
-            total = q.shape[1] * group_identity(self.cp_group)[1] if seq_len is None else seq_len
-            how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "within_documents": cu_seqlens is not None}
-            how |= {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
-            return seen + sequence_positions(total, **how)
-        if cu_seqlens is not None:
-            bounds = on_host("cu_seqlens", cu_seqlens)
+            total = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
+            within = call.cu_seqlens is not None
+            how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
+            return seen + sequence_positions(total, cu_seqlens=call.cu_seqlens, within_documents=within, **how)
+        if call.cu_seqlens is not None:
+            bounds = on_host("cu_seqlens", call.cu_seqlens)
             return SEQUENCE_POSITIONS(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
-        if isinstance(kv_cache, ContextCache):
-            return kv_cache.positions(q.shape[1], new_lengths).to(q.device)
+        if call.context is not None:
+            return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 
-    def _check_together(
-        self,
-        attention_mask: Tensor | None,
-        kv_cache: KVCache | ContextCache | None,
-        cu_seqlens: Tensor | None,
-        new_lengths: Sequence[int] | Tensor | None,
-        sharded_chunk: bool,
-    ) -> None:
-        """Raises ValueError for arguments that do not go together."""
-        context = isinstance(kv_cache, ContextCache)
-        if isinstance(kv_cache, PagedContextKVCache):
+    def _check_together(self, call: _Call) -> None:
+        """Raises ValueError for arguments that do not go together, TypeError for a cache that is none of ours."""
+        cache, mask, over_cp, context = call.kv_cache, call.attention_mask, self.cp_group is not None, call.context
+        if isinstance(cache, PagedContextKVCache):
             raise TypeError(
-                "kv_cache is a PagedContextKVCache, which holds the texts of many batches; pass those of x, "
-                "kv_cache.batch([text, ...])."
+                "kv_cache is a PagedContextKVCache, which holds the sequences of many batches; pass those of x, "
+                "kv_cache.batch([sequence, ...])."
             )
-        if kv_cache is not None and not context and not isinstance(kv_cache, KVCache):
+        if cache is not None and not isinstance(cache, (KVCache, ContextCache)):
             raise TypeError(
-                f"kv_cache is a {type(kv_cache).__name__}; ParallelAttention takes KVCache and ContextKVCache of "
+                f"kv_cache is a {type(cache).__name__}; ParallelAttention takes KVCache and ContextKVCache of "
                 "fused_tp.nn, and batches of a PagedContextKVCache."
             )
-        if self.cp_group is not None and attention_mask is not None:
-            raise ValueError(
+        other = "kv_cache" if cache is not None else "attention_mask"
+        for wrong, sentence in (
+            (
+                over_cp and mask is not None,
                 "attention_mask cannot be used with cp_group, where each rank sees a part of the keys only; packed "
-                "documents are cu_seqlens, and texts of different lengths before a ContextKVCache new_lengths."
-            )
-        if self.cp_group is not None and kv_cache is not None:
-            if not isinstance(kv_cache, ContextCache):
-                raise ValueError(
-                    "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which cuts "
-                    "them over its ranks."
-                )
-            if group_identity(kv_cache.group) != group_identity(self.cp_group):
-                raise ValueError("the cache is cut over another group than cp_group; make it with this cp_group.")
-        if self.cp_group is None and isinstance(kv_cache, ContextCache):
-            _check_apart("the group of the cache", kv_cache.group, self.mesh)
-        if context and attention_mask is not None:
-            raise ValueError(
-                "attention_mask cannot be used with a ContextKVCache; pad texts of different lengths on the left and "
-                "pass new_lengths, the sums of the rows of the mask."
-            )
-        if context and self.training and self.dropout > 0:
-            raise ValueError("dropout is for training, which has no ContextKVCache; call eval() to generate.")
-        if not context and new_lengths is not None:
-            raise ValueError("new_lengths is for a ContextKVCache; without one pass an attention_mask.")
-        if sharded_chunk and (not context or self.cp_group is None):
-            raise ValueError("sharded_chunk is for a ContextKVCache over cp_group; without one x is cut already.")
-        if sharded_chunk and new_lengths is not None:
-            raise ValueError("sharded_chunk takes texts of one length; with new_lengths pass all tokens on all ranks.")
-        if cu_seqlens is not None and (kv_cache is not None or attention_mask is not None):
-            name = "kv_cache" if kv_cache is not None else "attention_mask"
-            raise ValueError(f"cu_seqlens and {name} cannot be combined; packed documents need no {name}.")
+                "documents are cu_seqlens, and sequences of different lengths before a ContextKVCache new_lengths.",
+            ),
+            (
+                over_cp and isinstance(cache, KVCache),
+                "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which cuts "
+                "them over its ranks.",
+            ),
+            (
+                over_cp and context is not None and group_identity(context.group) != group_identity(self.cp_group),
+                "the cache is cut over another group than cp_group; make it with this cp_group.",
+            ),
+            (
+                context is not None and mask is not None,
+                "attention_mask cannot be used with a ContextKVCache; pad sequences of different lengths on the left "
+                "and pass new_lengths, the sums of the rows of the mask.",
+            ),
+            (
+                context is not None and self._dropout_p > 0,
+                "dropout is for training, which has no ContextKVCache; call eval() to generate.",
+            ),
+            (
+                context is None and call.new_lengths is not None,
+                "new_lengths is for a ContextKVCache; without one pass an attention_mask.",
+            ),
+            (
+                call.sharded_chunk and (context is None or not over_cp),
+                "sharded_chunk is for a ContextKVCache over cp_group; without one x is cut already.",
+            ),
+            (
+                call.sharded_chunk and call.new_lengths is not None,
+                "sharded_chunk takes sequences of one length; with new_lengths pass all tokens on all ranks.",
+            ),
+            (
+                call.cu_seqlens is not None and (cache is not None or mask is not None),
+                f"cu_seqlens and {other} cannot be combined; packed documents need no {other}.",
+            ),
+        ):
+            if wrong:
+                raise ValueError(sentence)
+        if not over_cp and context is not None:
+            _check_apart("the group of the cache", context.group, self.mesh)
 
     def _check_input(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.hidden_size:
@@ -524,50 +506,32 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
 
 
 def _from_multihead(
-    cls: type[ParallelAttention],
-    module: nn.MultiheadAttention,
-    causal: bool,
-    num_heads: int | None,
-    shared: dict[str, Any],
-    memo: Memo | None,
+    cls: type[ParallelAttention], module: nn.MultiheadAttention, memo: Memo | None, shared: dict[str, Any]
 ) -> ParallelAttention:
-    if num_heads not in (None, module.num_heads):
-        raise ValueError(f"num_heads is {num_heads}, but the nn.MultiheadAttention has {module.num_heads}.")
-    if not module.batch_first:
-        raise ValueError(
-            "the nn.MultiheadAttention has batch_first=False; ParallelAttention takes [batch, seq, hidden]."
-        )
-    if not module._qkv_same_embed_dim:
-        raise ValueError(
-            f"the nn.MultiheadAttention has kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is "
-            f"self-attention, where both are embed_dim={module.embed_dim}."
-        )
-    for name in ("bias_k", "bias_v"):
-        if getattr(module, name) is not None:
-            raise ValueError(f"the nn.MultiheadAttention has {name} (add_bias_kv=True), which ParallelAttention lacks.")
-    if module.add_zero_attn:
-        raise ValueError("the nn.MultiheadAttention has add_zero_attn=True, which ParallelAttention lacks.")
-    if memo is not None and module.in_proj_weight in memo:
-        raise ValueError(
-            "the nn.MultiheadAttention shares its packed in_proj_weight with one converted before, and the projections "
-            "made of it cannot be kept tied; give it weights of its own."
-        )
-    hidden = module.embed_dim
+    if shared["num_heads"] not in (None, module.num_heads):
+        raise ValueError(f"num_heads is {shared['num_heads']}, but the nn.MultiheadAttention has {module.num_heads}.")
+    for wrong, what in (
+        (not module.batch_first, "batch_first=False; ParallelAttention takes [batch, seq, hidden]"),
+        (
+            not module._qkv_same_embed_dim,
+            f"kdim={module.kdim} and vdim={module.vdim}; ParallelAttention is self-attention, where both are "
+            f"embed_dim={module.embed_dim}",
+        ),
+        (module.bias_k is not None, "bias_k (add_bias_kv=True), which ParallelAttention lacks"),
+        (module.add_zero_attn, "add_zero_attn=True, which ParallelAttention lacks"),
+        (
+            memo is not None and module.in_proj_weight in memo,
+            "a packed in_proj_weight that it shares with one converted before, and the projections made of it cannot "
+            "be kept tied; give it weights of its own",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"the nn.MultiheadAttention has {what}.")
     weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     projections = [_plain_linear(w, b) for w, b in zip(weights, biases, strict=True)]
-    made = cls(
-        hidden,
-        module.num_heads,
-        bias=module.in_proj_bias is not None,
-        out_bias=module.out_proj.bias is not None,
-        causal=causal,
-        dropout=module.dropout,
-        device="meta",
-        dtype=module.in_proj_weight.dtype,
-        **shared,
-    )
-    _take(made, [*projections, module.out_proj], memo)
+    shared |= {"num_heads": module.num_heads, "causal": bool(shared["causal"])}
+    made = _around(cls, [*projections, module.out_proj], memo, dropout=module.dropout, **shared)
     if memo is not None:
         memo[module.in_proj_weight] = made.q_proj.weight
     return made.train(module.training)
@@ -583,23 +547,15 @@ def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _from_projections(
-    cls: type[ParallelAttention],
-    module: nn.Module,
-    causal: bool | None,
-    num_heads: int | None,
-    shared: dict[str, Any],
-    memo: Memo | None,
+    cls: type[ParallelAttention], module: nn.Module, memo: Memo | None, shared: dict[str, Any]
 ) -> ParallelAttention:
     kind = type(module).__name__
     projections = []
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        layer = getattr(module, name, None)
-        if layer is None:
+    for name in PROJECTIONS:
+        if getattr(module, name, None) is None:
             raise ValueError(f"{kind} has no {name}; ParallelAttention knows nn.MultiheadAttention and q/k/v/o_proj.")
-        if not isinstance(layer, nn.Linear):
-            raise TypeError(f"{kind}.{name} is a {type(layer).__name__}, not an nn.Linear.")
-        projections.append(layer)
-    q_proj, k_proj, v_proj, o_proj = projections
+        projections.append(linear_of(module, name))
+    q_proj, k_proj, v_proj, _ = projections
     config = getattr(module, "config", None)
     if shared["rope"] is None and any(
         hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling")
@@ -608,8 +564,7 @@ def _from_projections(
             f"the config of {kind} has rotary embeddings, which live outside the module; pass rope=, such as "
             "RotaryEmbedding(head_dim, theta)."
         )
-    width = q_proj.out_features
-    head_dim = getattr(module, "head_dim", None)
+    width, head_dim, num_heads = q_proj.out_features, getattr(module, "head_dim", None), shared["num_heads"]
     if num_heads is None:
         num_heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     if num_heads is None and head_dim is not None:
@@ -623,55 +578,52 @@ def _from_projections(
     biases = [layer.bias is not None for layer in (q_proj, k_proj, v_proj)]
     if len(set(biases)) > 1:
         raise ValueError(f"q_proj, k_proj, v_proj of {kind} must all have a bias or none; found {biases}.")
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    for norm in norms:
+    q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
+    for norm in (q_norm, k_norm):
         weight = getattr(norm, "weight", None)
         if norm is not None and (weight is None or tuple(weight.shape) != (head_dim,)):
             raise ValueError(f"q_norm and k_norm of {kind} must be norms over head_dim {head_dim} with a weight.")
-    if (norms[0] is None) != (norms[1] is None):
+    if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{kind} has only one of q_norm and k_norm; ParallelAttention has both or none.")
     sinks = module._parameters.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (num_heads,):
         raise ValueError(
             f"sinks of {kind} has shape {tuple(sinks.shape)}; it must be [{num_heads}], one for each head."
         )
-    own = [name for name, _ in module.named_parameters(recurse=False) if name != "sinks"]
-    if own:
-        raise ValueError(f"{kind} has parameters of its own ({', '.join(own)}) that ParallelAttention would drop.")
-    dropout = getattr(module, "attention_dropout", 0.0)
-    known = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb")
-    for name, child in module.named_children():
-        if isinstance(child, nn.Dropout):
-            dropout = child.p
-        elif name not in known and not isinstance(child, nn.Identity):
-            raise ValueError(
-                f"{kind} has a submodule {name} ({type(child).__name__}) that ParallelAttention would drop; convert "
-                "its linear layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
-            )
-    is_causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    dropouts = {name: child for name, child in module.named_children() if isinstance(child, nn.Dropout)}
+    check_nothing_dropped(module, cls.__name__, {*PROJECTIONS, "q_norm", "k_norm", "rotary_emb", "sinks", *dropouts})
+    dropout = next((child.p for child in dropouts.values()), getattr(module, "attention_dropout", 0.0))
+    causal = bool(getattr(module, "is_causal", False) if shared["causal"] is None else shared["causal"])
     sliding = _sliding_window(module, config)
-    made = cls(
-        q_proj.in_features,
-        num_heads,
-        k_proj.out_features // head_dim,
-        head_dim,
-        bias=biases[0],
-        out_bias=o_proj.bias is not None,
-        causal=is_causal,
+    shared |= {"num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+    made = _around(
+        cls,
+        projections,
+        memo,
+        num_kv_heads=k_proj.out_features // head_dim,
         scale=getattr(module, "scaling", None),
         dropout=dropout if isinstance(dropout, float) else 0.0,
-        window=None if sliding is None else (sliding - 1, 0 if is_causal else sliding - 1),
+        window=None if sliding is None else (sliding - 1, 0 if causal else sliding - 1),
         softcap=getattr(module, "attn_logit_softcapping", getattr(config, "attn_logit_softcapping", None)) or 0.0,
-        device="meta",
-        dtype=q_proj.weight.dtype,
         **shared,
     )
-    if norms[0] is not None and norms[1] is not None:
-        made.q_norm = sequence_parallel_(copy.deepcopy(norms[0]), made.mesh)
-        made.k_norm = sequence_parallel_(copy.deepcopy(norms[1]), made.mesh)
+    if q_norm is not None and k_norm is not None:
+        made.q_norm, made.k_norm = (sequence_parallel_(copy.deepcopy(norm), made.mesh) for norm in (q_norm, k_norm))
     if sinks is not None:
         made.sinks = shard_parameter(sinks, made.mesh, Shard(0), memo)
-    return _take(made, projections, memo).train(module.training)
+    return made.train(module.training)
+
+
+def _around(
+    cls: type[ParallelAttention], projections: list[nn.Linear], memo: Memo | None, **keywords: Any
+) -> ParallelAttention:
+    """Attention with the weights of q, k, v and o projections and the constructor's other `keywords`."""
+    q_proj, *_, o_proj = projections
+    keywords |= {"bias": q_proj.bias is not None, "out_bias": o_proj.bias is not None}
+    made = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
+    for name, linear in zip(PROJECTIONS, projections, strict=True):
+        getattr(made, name).take(linear, memo)
+    return made
 
 
 def _sliding_window(module: nn.Module, config: Any) -> int | None:
@@ -682,10 +634,3 @@ def _sliding_window(module: nn.Module, config: Any) -> int | None:
     if kinds is not None and layer is not None and kinds[layer] != "sliding_attention":
         return None
     return cast("int | None", getattr(config, "sliding_window", None))
-
-
-def _take(made: ParallelAttention, projections: list[nn.Linear], memo: Memo | None) -> ParallelAttention:
-    """Gives `made`, built on the meta device, the weights of q, k, v and o projections."""
-    for name, linear in zip(("q_proj", "k_proj", "v_proj", "o_proj"), projections, strict=True):
-        getattr(made, name).take(linear, memo)
-    return made

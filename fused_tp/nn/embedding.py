@@ -116,10 +116,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
-        partial = lookup_partial(ids, local(self.weight), self.num_embeddings, self.padding_idx, self.mesh)
-        if self.sequence_parallel:
-            return reduce_scatter(partial, self.sequence_dim, group=self.mesh)
-        return all_reduce(partial, group=self.mesh)
+        scatter_dim = self.sequence_dim if self.sequence_parallel else None
+        return lookup(ids, local(self.weight), self.num_embeddings, self.padding_idx, self.mesh, scatter_dim)
 
     def _check_ids(self, ids: Tensor) -> None:
         check_integer_ids(ids)
@@ -139,10 +137,16 @@ class VocabParallelEmbedding(nn.Module):
         )
 
 
-def lookup_partial(
-    ids: Tensor, weight: Tensor, num_embeddings: int, padding_idx: int | None, mesh: DeviceMesh
+def lookup(
+    ids: Tensor,
+    weight: Tensor,
+    num_embeddings: int,
+    padding_idx: int | None,
+    mesh: DeviceMesh,
+    scatter_dim: int | None = None,
 ) -> Tensor:
-    """ids [...] -> [..., dim]: embeddings of the ids whose rows `weight` [rows of this rank, dim] has, else zeros."""
+    """ids [...] -> [..., dim]: the sum over ranks of the rows that `weight` [rows of this rank, dim] has, else zeros;
+    of it this rank's part along `scatter_dim`, if given."""
     start, stop = shard_rows(num_embeddings, mesh)
     elsewhere = (ids < start) | (ids >= stop)
     rows = (ids - start).masked_fill(elsewhere, 0)
@@ -151,7 +155,8 @@ def lookup_partial(
         # autograd node would be missing in the collective of the backward.
         weight = F.pad(weight, (0, 0, 0, 1))
     padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-    return F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+    partial = F.embedding(rows, weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return all_reduce(partial, group=mesh) if scatter_dim is None else reduce_scatter(partial, scatter_dim, group=mesh)
 
 
 def check_integer_ids(ids: Tensor) -> None:

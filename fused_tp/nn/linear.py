@@ -384,3 +384,29 @@ def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
             f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of x before "
             "the last one."
         )
+
+
+def linear_of(module: nn.Module, name: str) -> nn.Linear:
+    """The nn.Linear of that name of `module`, which a parallel layer is to replace."""
+    linear = getattr(module, name)
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(
+            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, "
+            "in]; convert it to nn.Linear first."
+        )
+    return linear
+
+
+def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
+    """Raises ValueError where `module` has parameters or submodules of other names, which class `by` would drop."""
+    kind = type(module).__name__
+    own = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
+    if own:
+        raise ValueError(f"{kind} has parameters of its own ({', '.join(own)}) that {by} would drop.")
+    for name, child in module.named_children():
+        inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+        if name not in known and not inert:
+            raise ValueError(
+                f"{kind} has a submodule {name} ({type(child).__name__}) that {by} would drop; convert its linear "
+                "layers one by one with ColumnParallelLinear and RowParallelLinear.from_linear."
+            )

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear, check_positive, column_outputs
+from fused_tp.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_nothing_dropped,
+    check_positive,
+    column_outputs,
+    linear_of,
+)
 from fused_tp.nn.sharding import Memo
 
 Activation = Callable[[Tensor], Tensor]
@@ -74,31 +81,12 @@ class ParallelMLP(nn.Module):
         self.activation = _activation(activation)
         self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
 
-        def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                intermediate_size,
-                bias,
-                mesh=mesh,
-                sequence_parallel=sequence_parallel,
-                sequence_dim=sequence_dim,
-                device=device,
-                dtype=dtype,
-            )
-
+        options: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
+        options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         if gated:
-            self.gate_proj = column()
-        self.up_proj = column()
-        self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+            self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
 
     @classmethod
     def from_module(
@@ -124,20 +112,7 @@ class ParallelMLP(nn.Module):
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
         """
         names = _find_names(module)
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            raise ValueError(
-                f"{type(module).__name__} has parameters of its own ({', '.join(own)}) that {cls.__name__} would drop."
-            )
-        known = {name for name in names if name} | set(_ACTIVATION_NAMES)
-        for name, child in module.named_children():
-            inert = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-            if name not in known and not inert:
-                raise ValueError(
-                    f"{type(module).__name__} has a submodule {name} ({type(child).__name__}) that {cls.__name__} "
-                    "would drop; convert its linear layers one by one with ColumnParallelLinear and "
-                    "RowParallelLinear.from_linear."
-                )
+        check_nothing_dropped(module, cls.__name__, {*filter(None, names), *_ACTIVATION_NAMES})
         if activation is None:
             found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
             activation = next(found, None)
@@ -149,16 +124,12 @@ class ParallelMLP(nn.Module):
         nn.Module.__init__(mlp)
         mlp.activation = _activation(activation)
         mlp._names = names
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "memo": memo,
-        }
+        options: dict[str, Any] = {"mesh": mesh, "memo": memo}
+        options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         for column in names[:2]:
             if column is not None:
-                mlp.add_module(column, ColumnParallelLinear.from_linear(_linear(module, column), **options))
-        mlp.add_module(names[2], RowParallelLinear.from_linear(_linear(module, names[2]), **options))
+                mlp.add_module(column, ColumnParallelLinear.from_linear(linear_of(module, column), **options))
+        mlp.add_module(names[2], RowParallelLinear.from_linear(linear_of(module, names[2]), **options))
         return mlp.train(module.training)
 
     def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
@@ -181,16 +152,6 @@ def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
         f"{type(module).__name__} has none of the layers that ParallelMLP knows ({known}); convert its linear layers "
         "one by one with ColumnParallelLinear.from_linear and RowParallelLinear.from_linear."
     )
-
-
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    linear = getattr(module, name)
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(
-            f"{type(module).__name__}.{name} is a {type(linear).__name__}, not an nn.Linear, whose weight is [out, "
-            "in]; convert it to nn.Linear first."
-        )
-    return linear
 
 
 def _activation(activation: str | Activation) -> Activation:

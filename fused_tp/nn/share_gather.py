@@ -40,7 +40,8 @@ class SharedGather:
         if any(t.is_inference() for t in tensors):  # nobody counts writes
             return column_forward([self.layers[index]], x, gather_size)[0]
         versions = tuple(t._version for t in tensors)
-        state = (*_modes(x, gather_size), versions, *((id(p), p.requires_grad) for p in parameters))
+        written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
+        state = (*_modes(x, gather_size), *written)
         if self.waiting is not None and self.waiting[0] is x and self.waiting[1] == state:
             outputs = self.waiting[2]
         else:
@@ -85,7 +86,7 @@ def _modes(x: Tensor, gather_size: int | None) -> tuple[Any, ...]:
     """The modes that outputs depend on."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, x.requires_grad, gather_size
+    return torch.is_grad_enabled(), autocast, x.requires_grad, gather_size
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def caches(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="name at least one text, and each of them once"):
         pool.batch([other, other])
     much = 90 * group.size()  # the same sentence on all ranks, so that nobody waits for another
-    with pytest.raises(ValueError, match=r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) texts"):
+    with pytest.raises(ValueError, match=r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"):
         pool.batch([other]).append(k[:1, :1].expand(1, much, 2, 8), v[:1, :1].expand(1, much, 2, 6))
     assert pool.length_of(other) == 12
     pool.free(other)
@@ -411,12 +411,12 @@ def test_caches_refuse_what_does_not_fit() -> None:
     refuses(r"new_lengths is \[6, 1\]; it must be 2 numbers from 0 to the 5 new tokens", cache, K, K, [6, 1])
     cache.append(K, K)
     assert cache.attend(Q, return_lse=True)[1].shape == (2, 4, 1)
-    refuses("room for max_length=8 tokens of a text and 10 are needed", cache, K, K)
-    refuses("the cache holds 2 texts and got a batch of 1", cache, K[:1], K[:1])
+    refuses("room for max_length=8 tokens of a sequence and 10 are needed", cache, K, K)
+    refuses("the cache holds 2 sequences and got a batch of 1", cache, K[:1], K[:1])
     refuses("holds keys of", cache, K[:, :1, :1], K[:, :1, :1])
     with pytest.raises(ValueError, match=r"seq_len=9 in layout 'zigzag' gives rank 0 of 1 9 tokens, but k holds 5"):
         cache.append_sharded(K, K, seq_len=9)
-    with pytest.raises(ValueError, match=r"texts is \[2\]; the cache holds the texts 0 to 1"):
+    with pytest.raises(ValueError, match=r"sequences is \[2\]; the cache holds the sequences 0 to 1"):
         cache.reorder(torch.tensor([2]))
     with pytest.raises(ValueError, match="length is -1; it must be at least 0: how many tokens of a text are kept"):
         cache.crop(-1)
@@ -426,13 +426,13 @@ def test_caches_refuse_what_does_not_fit() -> None:
             cache.append(wrong, K)
         with pytest.raises(TypeError, match="q must be a Tensor"):
             cache.attend(wrong)
-        with pytest.raises(TypeError, match="texts must be a Tensor"):
+        with pytest.raises(TypeError, match="sequences must be a Tensor"):
             cache.reorder(wrong)
     with pytest.raises(TypeError, match=r"new_lengths has dtype torch\.float32; it must be int32 or int64"):
         cache.append(K, K, torch.ones(2))
     pool = PagedContextKVCache(None, 4)
     number: Any = pool.allocate()
-    with pytest.raises(TypeError, match=r"texts must be a list of numbers that allocate\(\) gave, not int"):
+    with pytest.raises(TypeError, match=r"sequences must be a list of numbers that allocate\(\) gave, not int"):
         pool.batch(number)
     with pytest.raises(ValueError, match="length is -3"):
         pool.crop(number, -3)

@@ -589,7 +589,7 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         ParallelAttention(8, 4, **cut)(x, kv_cache=KVCache())
     pool: Any = PagedContextKVCache(None, 4)
     for cache, message in (
-        (pool, r"pass those of x, kv_cache\.batch\(\[text"),
+        (pool, r"pass those of x, kv_cache\.batch\(\[sequence"),
         ((x, x), "kv_cache is a tuple; ParallelAttention"),
     ):
         with pytest.raises(TypeError, match=message):

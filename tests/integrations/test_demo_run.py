@@ -14,7 +14,7 @@ import pytest
 
 from fused_tp.cli import demo
 from fused_tp.cli.demo import DemoSettings
-from fused_tp.cli.demo_train import BYTES, Trainer, build_model, make_batch, make_tokens
+from fused_tp.cli.demo_run import BYTES, Trainer, build_model, make_batch, make_tokens
 
 # A model whose sizes are no multiples of anything; fp32 losses of a few steps differ by rounding only.
 TINY = "--layers 2 --hidden 48 --intermediate 84 --heads 4 --kv-heads 2 --batch 2 --seq 37 --sample-tokens 6"

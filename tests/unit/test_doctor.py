@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.cli import doctor, doctor_machine
+from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
 from fused_tp.ops.op import DispatchKey
 from fused_tp.runtime.availability import AVAILABLE
@@ -39,55 +39,51 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_processes_share_memory() -> None:
-    core = doctor_machine.native_core()
+    core = doctor.native_core()
     if core is None:
         pytest.skip("the native core is not built")
-    assert doctor_machine._try_shared_memory(core)
+    assert doctor._try_shared_memory(core)
     broken = ModuleType("broken")  # a peer that fails is a problem, not a hang
     broken.__file__ = "/nowhere/_core.so"
     broken.__dict__["Group"] = core.Group
-    assert "_core.so" in doctor_machine._try_shared_memory(broken).reason
-    assert all(hasattr(core.NcclLibrary, name) for name in (*doctor_machine._NCCL_FEATURES, "version_text"))
+    assert "_core.so" in doctor._try_shared_memory(broken).reason
+    assert all(hasattr(core.NcclLibrary, name) for name in (*doctor._NCCL_FEATURES, "version_text"))
 
 
 def test_a_missing_core_comes_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     found = finding("native core")
     assert found.status == doctor.PROBLEM
     assert "apt-get install g++" in found.advice and "pip install" in found.advice
     assert "pipelined" in finding("matmul_all_reduce, cpu").value or "plain" in finding("matmul_all_reduce, cpu").value
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "advice"),
-    [
-        ("FUSED_TP_TIMEOUT", "soon", "positive number"),
-        ("FUSED_TP_SHM", "maybe", "1 or 0"),
-        ("FUSED_TP_TABLE", "/nowhere.json", "nowhere.json"),
-        ("FUSED_TP_TIMOUT", "5", "misspelt"),
-        ("FUSED_TP_SCHEDULE", "magic", "there are plain, "),
-        ("FUSED_TP_SCHEDULE", "pipelined", ""),
-        ("FUSED_TP_NVTX", "sometimes", "1 or 0"),
-        ("FUSED_TP_NVTX", "off", ""),
-        ("FUSED_TP_CUDA", "maybe", "1 or 0"),
-        ("FUSED_TP_CUDA", "yes", ""),
-        ("FUSED_TP_REQUIRE_NATIVE", "2", "1 or 0"),
-        ("FUSED_TP_CUDA_ARCHS", "hopper", "architectures like 80;90a"),
-        ("FUSED_TP_CUDA_ARCHS", " ", "architectures like 80;90a"),
-        ("FUSED_TP_CUDA_ARCHS", "80;sm_90A, 10.0a+PTX;", ""),
-        ("FUSED_TP_CUDA_ARCHS", "", ""),
-        ("FUSED_TP_ISA", "sse", "plain, avx2 or avx512"),
-        ("FUSED_TP_ISA", "avx2", ""),
-        ("FUSED_TP_SHM_RESERVE", "lots", "positive number"),
-        ("FUSED_TP_SHM_RESERVE", "1000000", ""),
-    ],
-)
-def test_settings(monkeypatch: pytest.MonkeyPatch, name: str, value: str, advice: str) -> None:
-    monkeypatch.setenv(name, value)
-    found = {one.name: one for one in doctor._settings()}[name]
-    assert found.status == (doctor.PROBLEM if advice else doctor.OK) and advice in found.advice
+BAD_SETTINGS = {
+    "FUSED_TP_TIMEOUT": {"soon": "positive number"},
+    "FUSED_TP_SHM": {"maybe": "1 or 0"},
+    "FUSED_TP_TABLE": {"/nowhere.json": "nowhere.json"},
+    "FUSED_TP_TIMOUT": {"5": "misspelt"},
+    "FUSED_TP_SCHEDULE": {"magic": "there are plain, ", "pipelined": ""},
+    "FUSED_TP_NVTX": {"sometimes": "1 or 0", "off": ""},
+    "FUSED_TP_CUDA": {"maybe": "1 or 0", "yes": ""},
+    "FUSED_TP_REQUIRE_NATIVE": {"2": "1 or 0"},
+    "FUSED_TP_CUDA_ARCHS": {
+        **dict.fromkeys(("hopper", " "), "architectures like 80;90a"),
+        **dict.fromkeys(("80;sm_90A, 10.0a+PTX;", ""), ""),
+    },
+    "FUSED_TP_ISA": {"sse": "plain, avx2 or avx512", "avx2": ""},
+    "FUSED_TP_SHM_RESERVE": {"lots": "positive number", "1000000": ""},
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_settings(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for value, advice in BAD_SETTINGS[name].items():
+        monkeypatch.setenv(name, value)
+        found = {one.name: one for one in doctor._settings()}[name]
+        assert found.status == (doctor.PROBLEM if advice else doctor.OK) and advice in found.advice
 
 
 def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +107,16 @@ def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatc
     nvcc = tmp_path / "bin" / "nvcc"
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert doctor_machine._cuda_compiler("").value == f"none in {nvcc}, as CUDA_PATH says"
+    assert doctor._cuda_compiler().value == f"none in {nvcc}, as CUDA_PATH says"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\necho Build cuda_11.8\n")
     nvcc.chmod(0o755)
-    found = doctor_machine._cuda_compiler("")
+    found = doctor._cuda_compiler()
     assert (found.status, found.value) == (doctor.NOTE, "Build cuda_11.8") and "12.0 or later" in found.advice
     monkeypatch.delenv("CUDA_PATH")
     monkeypatch.setenv("PATH", os.devnull)
-    monkeypatch.setattr(doctor_machine, "TOOLKIT_NVCC", str(nvcc))
-    assert doctor_machine._cuda_compiler("").value == "Build cuda_11.8"
+    monkeypatch.setattr(doctor, "TOOLKIT_NVCC", str(nvcc))
+    assert doctor._cuda_compiler().value == "Build cuda_11.8"
 
 
 # -- GPUs, of machines that have them ----------------------------------------------------------------------------------
@@ -151,7 +147,7 @@ class Machine:
         )
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
-        monkeypatch.setattr(doctor_machine, "_MODULE_VERSION", version)
+        monkeypatch.setattr(doctor, "_MODULE_VERSION", version)
         self.library = tmp_path / "_cuda.so"
         monkeypatch.setattr(native_kernels, "LIBRARY", self.library)
         monkeypatch.setattr(native_kernels, "built_for", lambda path=self.library: self.built)
@@ -161,7 +157,7 @@ class Machine:
         return self.gpus[device]
 
     def findings(self, core: bool = True) -> dict[str, doctor.Finding]:
-        return {one.name: one for one in doctor_machine.examine_gpu(self.core if core else None)}
+        return {one.name: one for one in doctor.examine_gpu(self.core if core else None)}
 
 
 @pytest.fixture
@@ -223,7 +219,7 @@ def test_a_driver_that_does_not_serve_this_torch(machine: Machine, monkeypatch: 
 
 
 def test_nccl_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in doctor_machine._NCCL_FEATURES:
+    for name in doctor._NCCL_FEATURES:
         setattr(machine.nccl, name, True)
     assert machine.findings()["NCCL"].value.endswith("several ranks on one GPU")
     assert machine.findings(core=False)["NCCL"].value == "2.27.3; schedule nccl_pipeline needs the native core"

@@ -1,4 +1,4 @@
-"""Key/value caches that the ranks of a group share: each holds some of the tokens of every text."""
+"""Key/value caches: of one rank, and of a group whose ranks each hold some of the tokens of every sequence."""
 
 from __future__ import annotations
 
@@ -23,10 +23,83 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class KVCache:
+    """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
+
+    Args:
+        max_length: room for this many tokens is allocated at once and never moves (static); None lets the cache grow,
+            by doubling, so that a token costs a constant time on average.
+
+    Raises:
+        ValueError: more tokens than `max_length`; keys and values that do not fit each other or what is held; use while
+            autograd records.
+
+    Example:
+        >>> cache = KVCache(max_length=2048)
+        >>> with torch.no_grad():
+        ...     y = attention(prompt, kv_cache=cache)           # [1, 100, hidden]
+        ...     y = attention(next_token, kv_cache=cache)       # [1, 1, hidden], sees 101 tokens
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        self.max_length = _checked_max_length(max_length)
+        self.length = 0
+        self._rows = _DenseCache("KVCache")
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
+        k, v = _checked(k, v)
+        start, stop = self.length, self.length + k.shape[1]
+        _check_room("KVCache", self.max_length, stop)
+        keys, values = self._rows.reserve(k, v, stop, start, self.length > 0, self.max_length)
+        keys[:, start:stop] = k
+        values[:, start:stop] = v
+        self.length = stop
+        return keys[:, :stop], values[:, :stop]
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory is kept for the next sequence of the same batch."""
+        self.length = 0
+
+
+class _DenseCache:
+    """Keys and values [batch, capacity, heads, dim], which grow by doubling."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def reserve(
+        self, k: Tensor, v: Tensor, needed: int, used: int, holds: bool, capacity: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values with room for `needed` rows, of which the first `used` are kept.
+
+        `holds`: the cache has tokens, on this rank or another; `capacity`: rows to allocate if they are fixed.
+        """
+        for name, new in (("keys", k), ("values", v)):
+            held: Tensor | None = getattr(self, name)
+            if held is not None:
+                ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
+                if ours != theirs and holds:
+                    raise ValueError(
+                        f"the {self.owner} holds {name} of (batch, kv_heads, head_dim, dtype, device) = {ours} and "
+                        f"got {theirs}; reset() it before another batch."
+                    )
+                if ours == theirs and needed <= held.shape[1]:
+                    continue
+            rows = max(needed, 2 * used, 16) if capacity is None else capacity
+            room = new.new_empty((new.shape[0], rows, *new.shape[2:]))
+            if held is not None and holds:
+                room[:, :used] = held[:, :used]
+            setattr(self, name, room)
+        return _not_empty(self.keys, self.values)
+
+
 class ContextCache(ABC):
     """What caches over a group have in common. `group`: the ranks; `block`: as in `context_parallel_decode`.
 
-    One attention layer's keys and values of a batch of texts. In every forward pass `append` the new tokens, then
+    One attention layer's keys and values of a batch of sequences. In every forward pass `append` the new tokens, then
     `attend` with their queries, in this order on all ranks of the group. All of this is for inference: the cache is
     written in place, which autograd cannot follow.
     """
@@ -40,16 +113,16 @@ class ContextCache(ABC):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each text, on all ranks together; [] before the first."""
+        """Tokens of each sequence, on all ranks together; [] before the first."""
         return list(self._lengths())
 
     @property
     def length(self) -> int:
-        """Of the longest text."""
+        """Of the longest sequence."""
         return max(self._lengths(), default=0)
 
     def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Places of the `new` tokens that are appended next: int64 [new] where all texts are equally long, else
+        """Places of the `new` tokens that are appended next: int64 [new] where all sequences are equally long, else
         [batch, new] with 0 for tokens that are none."""
         lengths, added = self._lengths(), _as_list(new_lengths)
         if len(set(lengths)) <= 1 and added is None:
@@ -67,13 +140,13 @@ class ContextCache(ABC):
             k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64, which
                 the cache then holds, on the device of k.
             v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
-            new_lengths: [batch], how many of the new tokens each text really has: its last ones. So prompts of
+            new_lengths: [batch], how many of the new tokens each sequence really has: its last ones. So prompts of
                 different lengths are padded on the left, and their padding is not kept. None: all of them.
 
         Raises:
             TypeError, ValueError: k and v do not fit each other, or what is held; no room; autograd records.
         """
-        k, v = self._checked(k, v)
+        k, v = _checked(k, v)
         batch, new = k.shape[:2]
         added = _as_list(new_lengths)
         if added is None:
@@ -84,13 +157,13 @@ class ContextCache(ABC):
         after = [length + n for length, n in zip(before, added, strict=True)]
         self._reserve(k, v, after)
         count = self._layout.count
-        for texts, (first, last) in equal_length_runs(list(zip(before, after, strict=True)), self.one_by_one):
+        for seqs, (first, last) in equal_length_runs(list(zip(before, after, strict=True)), self.one_by_one):
             start, stop = count(first), count(last)
             if start < stop:
-                # The new tokens end at the end of the text.
+                # The new tokens end at the end of the sequence.
                 own = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
-                self._write(texts, rows, k[texts].index_select(1, own), v[texts].index_select(1, own))
+                self._write(seqs, rows, k[seqs].index_select(1, own), v[seqs].index_select(1, own))
         self._set_lengths(after)
 
     def append_sharded(self, k: Tensor, v: Tensor, *, layout: str = "zigzag", seq_len: int | None = None) -> None:
@@ -98,16 +171,17 @@ class ContextCache(ABC):
         all-to-all.
 
         Args:
-            k, v: as for `append`, but [batch, this rank's part of the new tokens, ...]. All texts must be equally long.
+            k, v: as for `append`, but [batch, this rank's part of the new tokens, ...]. All sequences must be
+                equally long.
             layout: "zigzag" or "contiguous", as given to `shard_sequence`.
             seq_len: how many new tokens there are, where the ranks do not all have equally many.
 
         Raises:
-            TypeError, ValueError: as `append`; texts that are not equally long.
+            TypeError, ValueError: as `append`; sequences that are not equally long.
             CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or have another
                 layout, seq_len, block or length of the cache (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
         """
-        k, v = self._checked(k, v)
+        k, v = _checked(k, v)
         check_layout(layout)
         group = resolve_group(self.group)
         seq_len = k.shape[1] * group.size if seq_len is None else seq_len
@@ -120,7 +194,7 @@ class ContextCache(ABC):
         before = self._before(k.shape[0])
         if len(set(before)) != 1:
             raise ValueError(
-                f"the texts of the cache have {before} tokens; append_sharded needs equally many, use append."
+                f"the sequences of the cache have {before} tokens; append_sharded needs equally many, use append."
             )
         after = [before[0] + seq_len] * len(before)
         self._reserve(k, v, after)
@@ -131,9 +205,8 @@ class ContextCache(ABC):
         )
         rows = torch.from_numpy(self._layout.rows(tokens)).to(k.device)
         arrived = arrived.transpose(0, 1)
-        for text in range(len(before)) if self.one_by_one else [slice(None)]:
-            texts = slice(text, text + 1) if isinstance(text, int) else slice(0, len(before))
-            self._write(texts, rows, arrived[texts, ..., : k.shape[-1]], arrived[texts, ..., k.shape[-1] :])
+        for seqs, _ in equal_length_runs(before, self.one_by_one):
+            self._write(seqs, rows, arrived[seqs, ..., : k.shape[-1]], arrived[seqs, ..., k.shape[-1] :])
         self._set_lengths(after)
 
     @overload
@@ -169,7 +242,7 @@ class ContextCache(ABC):
         )
         return (out, lse) if return_lse else out
 
-    one_by_one = False  # whether `_write` takes one text at a time
+    one_by_one = False  # whether `_write` takes one sequence at a time
 
     @abstractmethod
     def _lengths(self) -> list[int]: ...
@@ -179,11 +252,11 @@ class ContextCache(ABC):
 
     @abstractmethod
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        """Make room for texts of these lengths, or raise ValueError, alike on all ranks."""
+        """Make room for sequences of these lengths, or raise ValueError, alike on all ranks."""
 
     @abstractmethod
-    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [texts, n, kv_heads, dim] into these n rows."""
+    def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [seqs, n, kv_heads, dim] into these n rows."""
 
     @abstractmethod
     def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -192,26 +265,8 @@ class ContextCache(ABC):
     def _before(self, batch: int) -> list[int]:
         lengths = self._lengths() or [0] * batch
         if len(lengths) != batch:
-            raise ValueError(f"the cache holds {len(lengths)} texts and got a batch of {batch}; reset() it before.")
+            raise ValueError(f"the cache holds {len(lengths)} sequences and got a batch of {batch}; reset() it before.")
         return lengths
-
-    def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """In the dtype of matmuls: under autocast rotary embeddings leave k in another than v."""
-        for name, t in (("k", k), ("v", v)):
-            check_tensor(name, t)
-        dtype = autocast_dtype(k)
-        if dtype is not None:
-            k, v = cast(dtype, k, v)
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise ValueError(
-                "a cache is written in place, which autograd cannot follow; generate under torch.no_grad()."
-            )
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
-            raise ValueError(
-                "k and v must be alike but for head_dim, [batch, new, kv_heads, head_dim]; got "
-                f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
-            )
-        return k, v
 
 
 class ContextKVCache(ContextCache):
@@ -223,15 +278,15 @@ class ContextKVCache(ContextCache):
         out = cache.attend(q, scale=..., window=...)      # q [batch, new, heads, head_dim] -> [batch, new, heads, dim]
 
     where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` says where the new tokens stand.
-    `length` is that of the longest text, `lengths` those of all. `reset` forgets all, `crop` the last tokens (rejected
-    drafts), `reorder` picks other texts for the batch (beam search). Prompts of different lengths are padded on the
-    left and come with `new_lengths`, the sums of the rows of their attention mask.
+    `length` is that of the longest sequence, `lengths` those of all. `reset` forgets all, `crop` the last tokens
+    (rejected drafts), `reorder` picks other sequences for the batch (beam search). Prompts of different lengths are
+    padded on the left and given with `new_lengths`, the sums of the rows of their attention mask.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         block: tokens that lie on one rank in a row; see `context_parallel_decode`.
-        max_length: room for texts of this many tokens is allocated at once and never moves; None lets the cache grow,
-            by doubling.
+        max_length: room for sequences of this many tokens is allocated at once and never moves; None lets the cache
+            grow, by doubling.
 
     Raises:
         ValueError: more tokens than `max_length`; what `append` says. On all ranks alike.
@@ -245,33 +300,31 @@ class ContextKVCache(ContextCache):
 
     def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
         super().__init__(group, block)
-        if max_length is not None:
-            check_positive("max_length", max_length)
-        self.max_length = max_length
+        self.max_length = _checked_max_length(max_length)
         self._held: list[int] = []
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._rows = _DenseCache("ContextKVCache")
 
     def reset(self) -> None:
-        """Forget all texts; the memory is kept for others of the same shape."""
+        """Forget all sequences; the memory is kept for others of the same shape."""
         self._held = []
 
     def crop(self, length: int) -> None:
-        """Forget the tokens of each text behind its first `length`."""
+        """Forget the tokens of each sequence behind its first `length`."""
         _check_kept(length)
         self._held = [min(held, length) for held in self._held]
 
-    def reorder(self, texts: Tensor) -> None:
-        """Text i becomes what text texts[i] is now; int64 [batch], the same on all ranks."""
-        check_local("texts", texts)
-        if self._keys is None or self._values is None:
-            raise ValueError("the cache is empty: there are no texts to reorder.")
-        wanted = texts.tolist()
-        if not all(0 <= text < len(self._held) for text in wanted):
-            raise ValueError(f"texts is {wanted}; the cache holds the texts 0 to {len(self._held) - 1}.")
-        texts = texts.to(self._keys.device)
-        self._keys, self._values = self._keys[texts], self._values[texts]
-        self._held = [self._held[text] for text in wanted]
+    def reorder(self, sequences: Tensor) -> None:
+        """Sequence i becomes what sequence sequences[i] is now; int64 [batch], the same on all ranks."""
+        check_local("sequences", sequences)
+        rows = self._rows
+        if rows.keys is None or rows.values is None:
+            raise ValueError("the cache is empty: there are no sequences to reorder.")
+        wanted = sequences.tolist()
+        if not all(0 <= sequence < len(self._held) for sequence in wanted):
+            raise ValueError(f"sequences is {wanted}; the cache holds the sequences 0 to {len(self._held) - 1}.")
+        sequences = sequences.to(rows.keys.device)
+        rows.keys, rows.values = rows.keys[sequences], rows.values[sequences]
+        self._held = [self._held[sequence] for sequence in wanted]
 
     def _lengths(self) -> list[int]:
         return self._held
@@ -281,52 +334,26 @@ class ContextKVCache(ContextCache):
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
         longest = max(lengths)
-        if self.max_length is not None and longest > self.max_length:
-            raise ValueError(
-                f"the ContextKVCache has room for max_length={self.max_length} tokens of a text and {longest} are "
-                "needed; make it longer, or leave max_length out to let it grow."
-            )
-        needed = self._layout.count(longest)
-        self._keys = self._room("keys", self._keys, k, needed)
-        self._values = self._room("values", self._values, v, needed)
+        _check_room("ContextKVCache", self.max_length, longest)
+        count = self._layout.count
+        capacity = None if self.max_length is None else count(self.max_length)
+        used = count(max(self._held, default=0))
+        self._rows.reserve(k, v, count(longest), used, bool(self._held), capacity)
 
-    def _room(self, name: str, held: Tensor | None, new: Tensor, needed: int) -> Tensor:
-        rows = max((self._layout.count(length) for length in self._held), default=0)
-        if held is not None:
-            ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
-            if ours != theirs:
-                if self._held:
-                    raise ValueError(
-                        f"the ContextKVCache holds {name} of (batch, kv_heads, head_dim, dtype, device) = {ours} and "
-                        f"got {theirs}; reset() it before another batch."
-                    )
-                held = None
-            elif needed <= held.shape[1]:
-                return held
-        capacity = max(needed, 2 * rows, 16)
-        if self.max_length is not None:
-            capacity = self._layout.count(self.max_length)
-        room = new.new_empty((new.shape[0], capacity, *new.shape[2:]))
-        if held is not None:
-            room[:, :rows] = held[:, :rows]
-        return room
-
-    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        assert self._keys is not None and self._values is not None
-        self._keys[texts].index_copy_(1, rows, k)
-        self._values[texts].index_copy_(1, rows, v)
+    def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        for held, new in ((self._rows.keys, k), (self._rows.values, v)):
+            assert held is not None  # _reserve has made it
+            held[seqs].index_copy_(1, rows, new)
 
     def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._keys is None or self._values is None:
-            raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
-        return self._keys, self._values, None
+        return *_not_empty(self._rows.keys, self._rows.values), None
 
 
 class PagedContextKVCache:
-    """One attention layer's keys and values of many texts of different lengths, in pages of one pool on each rank.
+    """One attention layer's keys and values of many sequences of different lengths, in pages of one pool on each rank.
 
-    Texts come and go; each takes pages as it grows and gives them back when it is freed. `batch(texts)` is what a
-    forward pass over some of them takes for its `kv_cache`, with `append` and `attend` as `ContextKVCache` has them.
+    A sequence takes pages as it grows and gives them back when it is freed. `batch(sequences)` is what a forward pass
+    over some of them takes for its `kv_cache`, with `append` and `attend` as `ContextKVCache` has them.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -335,7 +362,7 @@ class PagedContextKVCache:
         block: tokens that lie on one rank in a row; see `context_parallel_decode`. Default: page_size.
 
     Raises:
-        ValueError: there are not enough pages left, on all ranks alike; an unknown text.
+        ValueError: there are not enough pages left, on all ranks alike; an unknown sequence.
 
     Example:
         >>> cache = PagedContextKVCache(mesh["cp"], pages=4096)
@@ -360,10 +387,10 @@ class PagedContextKVCache:
         self.pages = pages
         self.page_size = page_size
         self.block = block
-        # Rank 0 holds at least as much of every text as any other. All ranks count its pages, so that all of them find
-        # alike that there are none left: were only one to find that, the others would wait for it.
+        # Rank 0 holds at least as much of every sequence as any other. All ranks count its pages, so that all of them
+        # find alike that there are none left: were only one to find that, the others would wait for it.
         self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
-        self._free = list(range(pages))  # a heap: the pages of a text are neighbours where they can be
+        self._free = list(range(pages))  # a heap: the pages of a sequence are neighbours where they can be
         self._pages_of: dict[int, list[int]] = {}
         self._length_of: dict[int, int] = {}
         self._next = 0
@@ -376,59 +403,64 @@ class PagedContextKVCache:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A new text, with no tokens yet: its number."""
-        text, self._next = self._next, self._next + 1
-        self._pages_of[text], self._length_of[text] = [], 0
-        return text
+        """A new sequence, with no tokens yet: its number."""
+        sequence, self._next = self._next, self._next + 1
+        self._pages_of[sequence], self._length_of[sequence] = [], 0
+        return sequence
 
-    def free(self, text: int) -> None:
-        """Forget a text; its pages go back to the pool."""
-        self._known(text)
-        for page in self._pages_of.pop(text):
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; its pages go back to the pool."""
+        self._known(sequence)
+        for page in self._pages_of.pop(sequence):
             heapq.heappush(self._free, page)
-        del self._length_of[text]
+        del self._length_of[sequence]
 
-    def crop(self, text: int, length: int) -> None:
-        """Forget the tokens of a text behind its first `length`."""
-        self._known(text)
+    def crop(self, sequence: int, length: int) -> None:
+        """Forget the tokens of a sequence behind its first `length`."""
+        self._known(sequence)
         _check_kept(length)
-        self._length_of[text] = min(self._length_of[text], length)
-        pages = self._pages_of[text]
-        for page in pages[self._needed(self._length_of[text]) :]:
+        self._length_of[sequence] = min(self._length_of[sequence], length)
+        pages = self._pages_of[sequence]
+        for page in pages[self._needed(self._length_of[sequence]) :]:
             heapq.heappush(self._free, page)
-        del pages[self._needed(self._length_of[text]) :]
+        del pages[self._needed(self._length_of[sequence]) :]
 
-    def length_of(self, text: int) -> int:
-        """Tokens of a text, on all ranks together."""
-        self._known(text)
-        return self._length_of[text]
+    def length_of(self, sequence: int) -> int:
+        """Tokens of a sequence, on all ranks together."""
+        self._known(sequence)
+        return self._length_of[sequence]
 
-    def batch(self, texts: Sequence[int]) -> ContextCache:
-        """The cache of a forward pass over these texts, in this order."""
-        if not isinstance(texts, (list, tuple)):
-            raise TypeError(f"texts must be a list of numbers that allocate() gave, not {type(texts).__name__}.")
-        for text in texts:
-            self._known(text)
-        if len(set(texts)) < len(texts) or not texts:
-            raise ValueError(f"texts is {list(texts)}; it must name at least one text, and each of them once.")
-        return _Texts(self, list(texts))
+    def batch(self, sequences: Sequence[int]) -> ContextCache:
+        """The cache of a forward pass over these sequences, in this order."""
+        if not isinstance(sequences, (list, tuple)):
+            raise TypeError(
+                f"sequences must be a list of numbers that allocate() gave, not {type(sequences).__name__}."
+            )
+        for sequence in sequences:
+            self._known(sequence)
+        if len(set(sequences)) < len(sequences) or not sequences:
+            raise ValueError(
+                f"sequences is {list(sequences)}; it must name at least one sequence, and each of them once."
+            )
+        return _Sequences(self, list(sequences))
 
-    def _known(self, text: int) -> None:
-        if text not in self._pages_of:
-            raise ValueError(f"there is no text {text} in the cache (any more); allocate() gives new ones.")
+    def _known(self, sequence: int) -> None:
+        if sequence not in self._pages_of:
+            raise ValueError(f"there is no sequence {sequence} in the cache (any more); allocate() gives new ones.")
 
     def _needed(self, length: int) -> int:
         return -(-self._most.count(length) // self.page_size)
 
-    def _reserve(self, k: Tensor, v: Tensor, texts: list[int], lengths: list[int]) -> None:
+    def _reserve(self, k: Tensor, v: Tensor, sequences: list[int], lengths: list[int]) -> None:
         wanted = {
-            text: self._needed(length) - len(self._pages_of[text]) for text, length in zip(texts, lengths, strict=True)
+            sequence: self._needed(length) - len(self._pages_of[sequence])
+            for sequence, length in zip(sequences, lengths, strict=True)
         }
         missing = sum(max(0, n) for n in wanted.values())
         if missing > len(self._free):
             raise ValueError(
                 f"the cache has {len(self._free)} of its {self.pages} pages of {self.page_size} tokens left and needs "
-                f"{missing} more; free() texts that are done, or make the pool larger."
+                f"{missing} more; free() sequences that are done, or make the pool larger."
             )
         for name, x in (("keys", k), ("values", v)):
             pool = getattr(self, f"_{name}")
@@ -439,30 +471,30 @@ class PagedContextKVCache:
                     f"the cache has pages of {name} of (kv_heads, head_dim) = {tuple(pool.shape[2:])} in {pool.dtype} "
                     f"on {pool.device} and got {tuple(x.shape[2:])} in {x.dtype} on {x.device}."
                 )
-        for text, n in wanted.items():
-            self._pages_of[text] += [heapq.heappop(self._free) for _ in range(n)]
+        for sequence, n in wanted.items():
+            self._pages_of[sequence] += [heapq.heappop(self._free) for _ in range(n)]
 
 
-class _Texts(ContextCache):
-    """Some texts of a PagedContextKVCache."""
+class _Sequences(ContextCache):
+    """Some sequences of a PagedContextKVCache."""
 
     one_by_one = True
 
-    def __init__(self, pool: PagedContextKVCache, texts: list[int]) -> None:
+    def __init__(self, pool: PagedContextKVCache, sequences: list[int]) -> None:
         super().__init__(pool.group, pool.block)
-        self._pool, self._texts = pool, texts
+        self._pool, self._sequences = pool, sequences
 
     def _lengths(self) -> list[int]:
-        return [self._pool.length_of(text) for text in self._texts]
+        return [self._pool.length_of(sequence) for sequence in self._sequences]
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self._pool._length_of.update(zip(self._texts, lengths, strict=True))
+        self._pool._length_of.update(zip(self._sequences, lengths, strict=True))
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        self._pool._reserve(k, v, self._texts, lengths)
+        self._pool._reserve(k, v, self._sequences, lengths)
 
-    def _write(self, texts: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        pages = torch.tensor(self._pool._pages_of[self._texts[texts.start]], device=rows.device)
+    def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        pages = torch.tensor(self._pool._pages_of[self._sequences[seqs.start]], device=rows.device)
         size = self._pool.page_size
         where = pages[rows // size] * size + rows % size
         for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
@@ -470,13 +502,48 @@ class _Texts(ContextCache):
             pool.flatten(0, 1).index_copy_(0, where, new[0])
 
     def _shards(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values = self._pool._keys, self._pool._values
-        if keys is None or values is None:
-            raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
-        pages = [self._pool._pages_of[text] for text in self._texts]
+        keys, values = _not_empty(self._pool._keys, self._pool._values)
+        pages = [self._pool._pages_of[sequence] for sequence in self._sequences]
         most = max(map(len, pages))
         table = torch.tensor([one + [0] * (most - len(one)) for one in pages], dtype=torch.int32)
         return keys, values, table.view(len(pages), most)
+
+
+def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """New keys and values in the dtype of matmuls: under autocast rotary embeddings leave k in another than v."""
+    for name, t in (("k", k), ("v", v)):
+        check_tensor(name, t)
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise ValueError("a cache is written in place, which autograd cannot follow; generate under torch.no_grad().")
+    dtype = autocast_dtype(k)
+    if dtype is not None:
+        k, v = cast(dtype, k, v)
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            "k and v must be alike but for head_dim, [batch, new, kv_heads, head_dim]; got "
+            f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
+        )
+    return k, v
+
+
+def _checked_max_length(max_length: int | None) -> int | None:
+    if max_length is not None:
+        check_positive("max_length", max_length)
+    return max_length
+
+
+def _check_room(owner: str, max_length: int | None, needed: int) -> None:
+    if max_length is not None and needed > max_length:
+        raise ValueError(
+            f"the {owner} has room for max_length={max_length} tokens of a sequence and {needed} are needed; make it "
+            "longer, or leave max_length out to let it grow."
+        )
+
+
+def _not_empty(keys: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor]:
+    if keys is None or values is None:
+        raise ValueError("the cache is empty; append the keys and values of the queries' tokens first.")
+    return keys, values
 
 
 def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
@@ -492,4 +559,4 @@ def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
 def _check_kept(length: Any) -> None:
     check_int("length", length)
     if length < 0:
-        raise ValueError(f"length is {length}; it must be at least 0: how many tokens of a text are kept.")
+        raise ValueError(f"length is {length}; it must be at least 0: how many tokens of a sequence are kept.")
