@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,59 +42,39 @@ class CpContext:
     def cu_seqlens(self) -> Tensor | None:
         return torch.tensor(self.documents, device="cpu") if self.documents else None
 
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"group": self.mesh, "layout": self.layout, "cu_seqlens": self.cu_seqlens}
+
     def positions(self, device: torch.device) -> Tensor:
         """Indices in the whole sequence of this rank's tokens."""
-        return sequence_positions(
-            self.seq_len, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens, device=device
-        )
+        return sequence_positions(self.seq_len, device=device, **self._where)
 
     def shard(self, t: Tensor, dim: int) -> Tensor:
         """This rank's tokens of `t`."""
-        return shard_sequence(t, dim, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens)
+        return shard_sequence(t, dim, **self._where)
 
     def unshard(self, t: Tensor, dim: int) -> Tensor:
         """The whole of what `shard` cut."""
-        return unshard_sequence(
-            t, dim, group=self.mesh, layout=self.layout, cu_seqlens=self.cu_seqlens, seq_len=self.seq_len
-        )
+        return unshard_sequence(t, dim, seq_len=self.seq_len, **self._where)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-        heads_sharded: bool,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of this rank's tokens over all tokens. q, v and the result: [batch, heads, seq, head_dim].
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
+        """Attention of this rank's tokens over all tokens, with keywords of `ring_attention`.
 
-        `heads_cut`: the TP ranks hold different heads. Dropout, which is drawn by head, then differs between them also
-        where their random numbers are the same; and it must not where all hold all heads.
+        q, v and the result: [batch, heads, seq, head_dim]. `heads_sharded`: the TP ranks hold different heads. Dropout,
+        which is drawn by head, then differs between them also where their random numbers are the same; and it must not
+        where all hold all heads.
         """
         out, _ = attention_over(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             *group_identity(self.mesh),
-            causal=causal,
-            scale=scale,
             layout=self.layout,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=None,
-            sinks=sinks,
-            dropout_p=dropout_p,
             cu_seqlens=self.cu_seqlens,
-            cu_seqlens_kv=None,
             seq_len=self.seq_len,
-            seq_len_kv=None,
             first_head=self.tp_rank * q.shape[1] if heads_sharded else 0,
+            **keywords,
         )
         return out.transpose(1, 2)
 

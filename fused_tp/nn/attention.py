@@ -301,9 +301,7 @@ class ParallelAttention(nn.Module):
             layout=layout,
             dropout_p=self._dropout_p,
             cu_seqlens=call.cu_seqlens,
-            cu_seqlens_kv=None,
             seq_len=call.seq_len,
-            seq_len_kv=None,
             first_head=self._first_head(),
             **self._scores(q),
         )
