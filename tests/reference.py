@@ -7,7 +7,9 @@ fp64, so that what is left between a result and its reference is only what the i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -141,3 +143,9 @@ def attention64(
     # -inf minus -inf would be NaN in rows that see nothing, and NaN times 0 stays NaN in the backward.
     probabilities = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
     return torch.einsum("bhij,bjhd->bihd", probabilities, v64), lse
+
+
+def refuses(error: type[Exception], says: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
+    """Asserts that call(*args, **keywords) raises an `error` whose text matches `says`."""
+    with pytest.raises(error, match=says):
+        call(*args, **keywords)

@@ -137,7 +137,7 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
     heads: Any = {name: t for name, t in keywords(one).items() if isinstance(t, Tensor)}
     scores = {name: one[name] for name in ("softcap", "scale") if name in one}
     for text, length in enumerate(one["lengths"]):
-        before = max(0, one["new"] - length)  # queries of no text
+        before = max(0, one["new"] - length)  # queries of no sequence
         assert (out[text, :before] == 0).all() and (one.get("sinks") or (lse[text, :, :before] == -torch.inf).all())
         if before == one["new"]:
             continue
@@ -320,7 +320,7 @@ def caches(group: dist.ProcessGroup) -> None:
     out = pool.batch([one]).attend(q[:1, :1]).double()
     torch.testing.assert_close(out, reference(q[:1, :1], k, v, [10]), rtol=0, atol=limit)
     pool.free(one)
-    with pytest.raises(ValueError, match=f"there is no text {one} in the cache"):
+    with pytest.raises(ValueError, match=f"there is no sequence {one} in the cache"):
         pool.batch([one])
     with pytest.raises(ValueError, match="name at least one text, and each of them once"):
         pool.batch([other, other])
@@ -418,7 +418,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
         cache.append_sharded(K, K, seq_len=9)
     with pytest.raises(ValueError, match=r"sequences is \[2\]; the cache holds the sequences 0 to 1"):
         cache.reorder(torch.tensor([2]))
-    with pytest.raises(ValueError, match="length is -1; it must be at least 0: how many tokens of a text are kept"):
+    with pytest.raises(ValueError, match="length is -1; it must be at least 0: how many tokens of a sequence are kept"):
         cache.crop(-1)
     given: list[Any] = [K.tolist(), None]
     for wrong in given:

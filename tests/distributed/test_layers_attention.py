@@ -19,10 +19,10 @@ from fused_tp.nn.local_attention import attention_with_mask
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.partition import shard_range
-from tests.reference import seeded
+from tests.distributed.layers import EXACT, assert_same
+from tests.reference import refuses, seeded
 from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, HEAD_DIM, HIDDEN, TOKENS = 12, 4, 10, 7
 
 
@@ -99,27 +99,9 @@ def check(
     mask: Tensor | None = None,
     full_mask: Tensor | None = None,
 ) -> None:
-    x_full = seeded(2, TOKENS, HIDDEN, dtype=torch.float64).requires_grad_()
-    start, stop = shard_range(TOKENS, group.size(), group.rank()) if sequence_parallel else (0, TOKENS)
-    x = x_full.detach()[:, start:stop].clone().requires_grad_()
-    y_full = full(x_full) if full_mask is None else full(x_full, full_mask)
-    y = sharded(x, attention_mask=mask, seq_len=TOKENS if sequence_parallel else None)
-    grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
-    y_full.backward(grad)
-    y.backward(grad[:, start:stop])
-    torch.testing.assert_close(y, y_full[:, start:stop], **EXACT)
-    assert x_full.grad is not None
-    torch.testing.assert_close(x.grad, x_full.grad[:, start:stop], **EXACT)
-    theirs = dict(full.named_parameters())
-    assert {name for name, _ in sharded.named_parameters()} == set(theirs)
-    for name, mine in sharded.named_parameters():
-        assert isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements
-        wanted = theirs[name].grad
-        assert wanted is not None
-        torch.testing.assert_close(mine.full_tensor(), theirs[name], rtol=0, atol=0)
-        torch.testing.assert_close(mine.grad.full_tensor(), wanted, **EXACT)
-    full.zero_grad()
-    sharded.zero_grad()
+    dim, seq_len = (1, TOKENS) if sequence_parallel else (None, None)
+    given: dict[str, Any] = {"cut": dim, "out_cut": dim, "attention_mask": mask, "seq_len": seq_len}
+    assert_same(group, full, sharded, (2, TOKENS, HIDDEN), full_given=(full_mask,), **given)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -134,20 +116,9 @@ def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
                 full = Attention(kv_heads, bias, norms, hook, causal)
                 sharded = ParallelAttention.from_module(full, mesh=mesh, rope=hook, sequence_parallel=sequence_parallel)
                 check(group, full, sharded, sequence_parallel)
-                full.zero_grad()
-                made = ParallelAttention(
-                    HIDDEN,
-                    HEADS,
-                    kv_heads,
-                    HEAD_DIM,
-                    mesh=mesh,
-                    bias=bias,
-                    qk_norm=norms,
-                    rope=hook,
-                    causal=causal,
-                    sequence_parallel=sequence_parallel,
-                    dtype=torch.float64,
-                )
+                options: dict[str, Any] = {"bias": bias, "qk_norm": norms, "rope": hook, "causal": causal}
+                options |= {"mesh": mesh, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+                made = ParallelAttention(HIDDEN, HEADS, kv_heads, HEAD_DIM, **options)
                 full.load_state_dict({name: p.full_tensor() for name, p in made.state_dict().items()})
                 check(group, full, made, sequence_parallel)
 
@@ -313,8 +284,7 @@ def test_generation_with_a_cache_cut_over_ranks(group: dist.ProcessGroup, tp: in
         with pytest.raises(ValueError, match=message):
             sharded(x, **given)
     sharded.dropout = 0.1
-    with pytest.raises(ValueError, match="dropout is for training"):
-        sharded.train()(x, kv_cache=cache)
+    refuses(ValueError, "dropout is for training", sharded.train(), x, kv_cache=cache)
 
 
 def turned_in_fp32(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -444,9 +414,7 @@ def test_dropout_under_a_mask_is_that_without() -> None:
     torch.manual_seed(3)
     masked = attention_with_mask(q, k, v, everything, causal=True, scale=None, dropout_p=0.4, first_head=2)
     torch.manual_seed(3)
-    how: dict[str, Any] = {"causal": True, "scale": None, "layout": "contiguous", "window": None, "softcap": 0.0}
-    how |= {"alibi_slopes": None, "sinks": None, "dropout_p": 0.4, "first_head": 2, "cu_seqlens": None}
-    how |= {"cu_seqlens_kv": None, "seq_len": None, "seq_len_kv": None}
+    how: dict[str, Any] = {"causal": True, "layout": "contiguous", "dropout_p": 0.4, "first_head": 2}
     torch.testing.assert_close(masked, attention_over(q, k, v, "", 1, 0, **how)[0], **EXACT)
 
 
@@ -489,8 +457,7 @@ def test_with_context_parallelism(group: dist.ProcessGroup, documents: bool) -> 
                 total = parameter.grad.full_tensor()
                 dist.all_reduce(total, group=mesh["cp"].get_group())  # as over data parallel ranks
                 torch.testing.assert_close(total, full.get_parameter(name).grad, **EXACT)
-    with pytest.raises(ValueError, match="layout"):
-        ParallelAttention(8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout="stripes")
+    refuses(ValueError, "layout", ParallelAttention, 8, 4, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout="stripes")
 
 
 @on_ranks(1, 3)
@@ -522,10 +489,8 @@ def test_from_multihead_attention(group: dist.ProcessGroup) -> None:
             ParallelAttention.from_module(nn.MultiheadAttention(24, HEADS, **option), mesh=mesh)
     memo: dict[Tensor, nn.Parameter] = {}
     ParallelAttention.from_module(full, mesh=mesh, memo=memo)
-    with pytest.raises(ValueError, match="in_proj_weight"):
-        ParallelAttention.from_module(full, mesh=mesh, memo=memo)
-    with pytest.raises(ValueError, match="num_heads is 6"):
-        ParallelAttention.from_module(full, mesh=mesh, num_heads=6)
+    refuses(ValueError, "in_proj_weight", ParallelAttention.from_module, full, mesh=mesh, memo=memo)
+    refuses(ValueError, "num_heads is 6", ParallelAttention.from_module, full, mesh=mesh, num_heads=6)
 
 
 @on_ranks(2)
@@ -554,39 +519,25 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     cut: dict[str, Any] = {"mesh": over["tp"], "cp_group": over["cp"]}
     attention = ParallelAttention(8, 4, mesh=mesh, causal=True)
     x = torch.ones(2, 3, 8)
-    with pytest.raises(ValueError, match="cannot be cut over 2 ranks"):
-        ParallelAttention(9, 3, mesh=mesh)
-    with pytest.raises(ValueError, match="no multiple of num_heads"):
-        ParallelAttention(9, 4, mesh=mesh)
-    with pytest.raises(ValueError, match="dropout must be in"):
-        ParallelAttention(8, 4, mesh=mesh, dropout=1.0)
-    with pytest.raises(ValueError, match=r"x must be a Tensor \[batch, seq, 8\]"):
-        attention(x[0])
-    with pytest.raises(ValueError, match=r"x must be a Tensor \[batch, seq, 8\]"):
-        attention(torch.ones(2, 3, 9))
-    with pytest.raises(TypeError, match=r"mask\.bool\(\)"):
-        attention(x, attention_mask=torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        attention(x, attention_mask=torch.ones(3, dtype=torch.bool))
+    refuses(ValueError, "cannot be cut over 2 ranks", ParallelAttention, 9, 3, mesh=mesh)
+    refuses(ValueError, "no multiple of num_heads", ParallelAttention, 9, 4, mesh=mesh)
+    refuses(ValueError, "dropout must be in", ParallelAttention, 8, 4, mesh=mesh, dropout=1.0)
+    refuses(ValueError, r"x must be a Tensor \[batch, seq, 8\]", attention, x[0])
+    refuses(ValueError, r"x must be a Tensor \[batch, seq, 8\]", attention, torch.ones(2, 3, 9))
+    refuses(TypeError, r"mask\.bool\(\)", attention, x, attention_mask=torch.ones(2, 3, dtype=torch.int64))
+    refuses(ValueError, "attention_mask has shape", attention, x, attention_mask=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="cu_seqlens and attention_mask cannot be combined"):
         attention(x, attention_mask=torch.ones(2, 3, dtype=torch.bool), cu_seqlens=torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match=r"cu_seqlens is \(0, 4\)"):
-        attention(x, cu_seqlens=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match="needs their cu_seqlens"):
-        ParallelAttention(8, 4, **cut, cp_layout="balanced")(x)
-    with pytest.raises(ValueError, match="positions were given"):
-        attention(x, positions=torch.arange(3))
+    refuses(ValueError, r"cu_seqlens is \(0, 4\)", attention, x, cu_seqlens=torch.tensor([0, 4]))
+    refuses(ValueError, "needs their cu_seqlens", ParallelAttention(8, 4, **cut, cp_layout="balanced"), x)
+    refuses(ValueError, "positions were given", attention, x, positions=torch.arange(3))
     turned = ParallelAttention(8, 4, mesh=mesh, rope=RotaryEmbedding(2))
-    with pytest.raises(ValueError, match=r"positions has shape \(4,\)"):
-        turned(x, positions=torch.arange(4))
-    with pytest.raises(ValueError, match="said to be 4 long"):
-        turned(x, seq_len=4)
-    with pytest.raises(ValueError, match="does not fit"):
-        attention(x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    refuses(ValueError, r"positions has shape \(4,\)", turned, x, positions=torch.arange(4))
+    refuses(ValueError, "said to be 4 long", turned, x, seq_len=4)
+    refuses(ValueError, "does not fit", attention, x, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="attention_mask cannot be used with cp_group"):
         ParallelAttention(8, 4, **cut)(x, attention_mask=torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="a KVCache holds all tokens on one rank"):
-        ParallelAttention(8, 4, **cut)(x, kv_cache=KVCache())
+    refuses(ValueError, "a KVCache holds all tokens on one rank", ParallelAttention(8, 4, **cut), x, kv_cache=KVCache())
     pool: Any = PagedContextKVCache(None, 4)
     for cache, message in (
         (pool, r"pass those of x, kv_cache\.batch\(\[sequence"),
@@ -594,10 +545,8 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     ):
         with pytest.raises(TypeError, match=message):
             attention(x, kv_cache=cache)
-    with pytest.raises(ValueError, match="has no q_proj"):
-        ParallelAttention.from_module(nn.Linear(3, 3), mesh=mesh)
-    with pytest.raises(ValueError, match="pass num_heads"):
-        ParallelAttention.from_module(_llama(), mesh=mesh)
+    refuses(ValueError, "has no q_proj", ParallelAttention.from_module, nn.Linear(3, 3), mesh=mesh)
+    refuses(ValueError, "pass num_heads", ParallelAttention.from_module, _llama(), mesh=mesh)
     with pytest.raises(ValueError, match="submodule extra"):
         module = _llama()
         module.extra = nn.Linear(2, 2)
@@ -632,22 +581,15 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
         ParallelAttention.from_module(module, mesh=mesh, num_heads=4)
 
     cache = KVCache(max_length=4)
-    with pytest.raises(ValueError, match=r"torch\.no_grad"):
-        attention(x, kv_cache=cache)
+    refuses(ValueError, r"torch\.no_grad", attention, x, kv_cache=cache)
     with torch.no_grad():
         attention(x, kv_cache=cache)
-        with pytest.raises(ValueError, match="room for max_length=4"):
-            attention(x, kv_cache=cache)
-        with pytest.raises(ValueError, match=r"reset\(\) it"):
-            attention(x[:1, :1], kv_cache=cache)
-    with pytest.raises(ValueError, match="max_length must be a positive integer"):
-        KVCache(0)
-    with pytest.raises(ValueError, match="k and v must be alike"):
-        KVCache().append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5))
-    with pytest.raises(ValueError, match="head_dim must be even"):
-        RotaryEmbedding(5)
-    with pytest.raises(ValueError, match="theta must be positive"):
-        RotaryEmbedding(4, 0.0)
+        refuses(ValueError, "room for max_length=4", attention, x, kv_cache=cache)
+        refuses(ValueError, r"reset\(\) it", attention, x[:1, :1], kv_cache=cache)
+    refuses(ValueError, "max_length must be a positive integer", KVCache, 0)
+    refuses(ValueError, "k and v must be alike", KVCache().append, torch.ones(1, 2, 3, 4), torch.ones(1, 3, 3, 4))
+    refuses(ValueError, "head_dim must be even", RotaryEmbedding, 5)
+    refuses(ValueError, "theta must be positive", RotaryEmbedding, 4, 0.0)
 
 
 def _llama() -> Any:

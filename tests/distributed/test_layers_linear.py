@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -15,125 +16,47 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import RepeatedColumnLinear
 from fused_tp.nn.sharding import local
-from fused_tp.runtime.partition import shard_range
-from tests.reference import seeded
-from tests.workers import device_mesh, on_ranks, run_ranks
+from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
+from tests.reference import refuses, seeded
+from tests.workers import device_mesh, on_ranks
 
-# fp64: what is left is the order of summation.
-EXACT = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def part(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    start, stop = shard_range(t.shape[dim], group.size(), group.rank())
-    return t.narrow(dim, start, stop - start).contiguous()
-
-
-def assert_same_parameters_and_grads(sharded: nn.Module, full: nn.Module) -> None:
-    for (name, mine), (_, theirs) in zip(sharded.named_parameters(), full.named_parameters(), strict=True):
-        assert isinstance(mine, DTensor), name
-        assert mine.shape == theirs.shape, name
-        assert torch.equal(mine.full_tensor(), theirs), name
-        if theirs.grad is None:
-            assert mine.grad is None
-            continue
-        assert isinstance(mine.grad, DTensor) and mine.grad.placements == mine.placements, name
-        assert mine.grad.shape == theirs.shape, name
-        torch.testing.assert_close(
-            mine.grad.full_tensor(), theirs.grad, msg=lambda m, name=name: f"{name}: {m}", **EXACT
-        )
-
-
-def check_column(
-    group: dist.ProcessGroup,
-    shape: tuple[int, ...],
-    out_features: int,
-    bias: bool,
-    sequence_parallel: bool,
-    gather_output: bool,
-) -> None:
-    mesh = device_mesh(group)
-    torch.manual_seed(0)
-    full = nn.Linear(shape[-1], out_features, bias, dtype=torch.float64)
-    layer = ColumnParallelLinear.from_linear(
-        full, mesh=mesh, sequence_parallel=sequence_parallel, gather_output=gather_output
-    )
-    x_full = seeded(*shape, dtype=torch.float64, seed=1).requires_grad_()
-    x = part(x_full.detach(), -2, group) if sequence_parallel else x_full.detach().clone()
-    x.requires_grad_()
-    y_full, y = full(x_full), layer(x, gather_size=shape[-2] if sequence_parallel else None)
-    grad = seeded(*y_full.shape, dtype=torch.float64, seed=2)
-    y_full.backward(grad)
-    y.backward(grad if gather_output else part(grad, -1, group))
-    torch.testing.assert_close(y, y_full if gather_output else part(y_full, -1, group), **EXACT)
-    wanted = part(x_full.grad, -2, group) if sequence_parallel else x_full.grad
-    torch.testing.assert_close(x.grad, wanted, **EXACT)
-    assert_same_parameters_and_grads(layer, full)
-
-
-def check_row(
-    group: dist.ProcessGroup,
-    shape: tuple[int, ...],
-    out_features: int,
-    bias: bool,
-    sequence_parallel: bool,
-    parallel_input: bool,
-) -> None:
-    mesh = device_mesh(group)
-    torch.manual_seed(0)
-    full = nn.Linear(shape[-1], out_features, bias, dtype=torch.float64)
-    layer = RowParallelLinear.from_linear(
-        full, mesh=mesh, sequence_parallel=sequence_parallel, input_is_parallel=parallel_input
-    )
-    x_full = seeded(*shape, dtype=torch.float64, seed=1).requires_grad_()
-    x = (part(x_full.detach(), -1, group) if parallel_input else x_full.detach().clone()).requires_grad_()
-    y_full, y = full(x_full), layer(x)
-    grad = seeded(*y_full.shape, dtype=torch.float64, seed=2)
-    y_full.backward(grad)
-    y.backward(part(grad, -2, group) if sequence_parallel else grad)
-    torch.testing.assert_close(y, part(y_full, -2, group) if sequence_parallel else y_full, **EXACT)
-    wanted = part(x_full.grad, -1, group) if parallel_input else x_full.grad
-    torch.testing.assert_close(x.grad, wanted, **EXACT)
-    assert_same_parameters_and_grads(layer, full)
-
-
-def check_embedding(
-    group: dist.ProcessGroup, vocabulary: int, padding_idx: int | None, sequence_parallel: bool
-) -> None:
-    mesh = device_mesh(group)
-    torch.manual_seed(0)
-    full = nn.Embedding(vocabulary, 6, padding_idx, dtype=torch.float64)
-    layer = VocabParallelEmbedding.from_embedding(full, mesh=mesh, sequence_parallel=sequence_parallel)
-    ids = torch.randint(vocabulary, (2, 7), generator=torch.Generator().manual_seed(3))
-    y_full, y = full(ids), layer(ids)
-    grad = seeded(*y_full.shape, dtype=torch.float64, seed=2)
-    y_full.backward(grad)
-    y.backward(part(grad, -2, group) if sequence_parallel else grad)
-    # One term of each sum is not zero: no tolerance.
-    assert torch.equal(y, part(y_full, -2, group) if sequence_parallel else y_full)
-    assert_same_parameters_and_grads(layer, full)
+# Of x, out_features, gather_output: odd sizes; 3 features over 4 ranks leave one without any; 5 tokens likewise.
+COLUMNS = [((2, 5, 6), 9, False), ((7, 5), 3, True), ((1, 1, 1), 1, False)]
+# Of x, out_features.
+ROWS = [((2, 5, 9), 6), ((7, 3), 5)]
 
 
 @on_ranks(1, 2, 3, 4)
 def test_linear_layers_equal_the_unsharded(group: dist.ProcessGroup) -> None:
-    for sequence_parallel in (False, True):
-        for bias in (False, True):
-            # odd sizes; 3 features over 4 ranks leave one without any; 5 tokens over 4 ranks likewise
-            check_column(group, (2, 5, 6), 9, bias, sequence_parallel, gather_output=False)
-            check_column(group, (7, 5), 3, bias, sequence_parallel, gather_output=True)
-            check_row(group, (2, 5, 9), 6, bias, sequence_parallel, parallel_input=True)
-            check_row(group, (7, 3), 5, bias, sequence_parallel, parallel_input=True)
-        check_column(group, (1, 1, 1), 1, True, sequence_parallel, gather_output=False)
-    check_column(group, (4,), 8, True, False, gather_output=False)
-    check_row(group, (2, 5, 7), 4, True, False, parallel_input=False)
+    mesh = device_mesh(group)
+    torch.manual_seed(0)
+    for sp, bias in itertools.product((False, True), repeat=2):
+        for shape, out, whole in [*COLUMNS, *([] if sp else [((4,), 8, False)])]:
+            full = nn.Linear(shape[-1], out, bias, dtype=torch.float64)
+            column = ColumnParallelLinear.from_linear(full, mesh=mesh, sequence_parallel=sp, gather_output=whole)
+            size = shape[-2] if sp else None
+            cuts = {"cut": -2 if sp else None, "out_cut": None if whole else -1}
+            assert_same(group, full, column, shape, gather_size=size, **cuts)
+        for shape, out in ROWS:
+            full = nn.Linear(shape[-1], out, bias, dtype=torch.float64)
+            row = RowParallelLinear.from_linear(full, mesh=mesh, sequence_parallel=sp)
+            assert_same(group, full, row, shape, cut=-1, out_cut=-2 if sp else None)
+    full = nn.Linear(7, 4, dtype=torch.float64)
+    assert_same(group, full, RowParallelLinear.from_linear(full, mesh=mesh, input_is_parallel=False), (2, 5, 7))
 
 
 @on_ranks(1, 2, 3, 4)
 def test_embedding_equals_the_unsharded(group: dist.ProcessGroup) -> None:
-    for sequence_parallel in (False, True):
-        check_embedding(group, 16, None, sequence_parallel)
-        check_embedding(group, 13, 12, sequence_parallel)
-        check_embedding(group, 5, -5, sequence_parallel)  # over 4 ranks: 2, 2, 1, 0 rows
-        check_embedding(group, 1, None, sequence_parallel)
+    torch.manual_seed(0)
+    # 5 rows over 4 ranks: 2, 2, 1, 0.
+    for vocabulary, padding_idx in ((16, None), (13, 12), (5, -5), (1, None)):
+        for sp in (False, True):
+            full = nn.Embedding(vocabulary, 6, padding_idx, dtype=torch.float64)
+            layer = VocabParallelEmbedding.from_embedding(full, mesh=device_mesh(group), sequence_parallel=sp)
+            ids = torch.randint(vocabulary, (2, 7), generator=torch.Generator().manual_seed(3))
+            assert_same(group, full, layer, ids, out_cut=-2 if sp else None)
+            # One term of each sum is not zero: no tolerance.
+            assert torch.equal(layer(ids), part(full(ids), -2 if sp else None, group))
 
 
 @on_ranks(2, 4)
@@ -158,7 +81,7 @@ def test_repeated_column_layer(group: dist.ProcessGroup) -> None:
         loss.backward()
         (y * (group.rank() + 1)).sum().backward()
         torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
-        assert_same_parameters_and_grads(layer, full)
+        assert_same_parameters(layer, full)
 
 
 @on_ranks(3)
@@ -254,16 +177,16 @@ def test_tied_weights_stay_tied(group: dist.ProcessGroup) -> None:
     grad = seeded(*y.shape, dtype=torch.float64)
     y_full.backward(grad)
     y.backward(grad)
-    assert_same_parameters_and_grads(model, full)
+    assert_same_parameters(model, full)
 
     memo = {}
     linear = nn.Linear(4, 4)
     ColumnParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
-    with pytest.raises(ValueError, match="tied weights must be cut alike"):
-        RowParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
+    refuses(ValueError, "tied weights must be cut alike", RowParallelLinear.from_linear, linear, mesh=mesh, memo=memo)
 
 
-def autocast(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_autocast(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
     full = nn.Linear(8, 6)
@@ -277,64 +200,41 @@ def autocast(group: dist.ProcessGroup) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
-def test_autocast() -> None:
-    run_ranks(2, autocast)
-
-
 @on_ranks(2)
 def test_bad_inputs_are_refused_before_anything_is_sent(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     grid: Any = object()
     column, row = ColumnParallelLinear(4, 6, mesh=mesh), RowParallelLinear(6, 4, mesh=mesh)
     for make in (ColumnParallelLinear, RowParallelLinear):
-        with pytest.raises(TypeError, match="mesh must be a 1-D DeviceMesh"):
-            make(4, 6, mesh=grid)
-        with pytest.raises(ValueError, match="in_features must be a positive integer"):
-            make(0, 6, mesh=mesh)
-        with pytest.raises(ValueError, match="out_features must be a positive integer"):
-            make(4, -1, mesh=mesh)
-        with pytest.raises(TypeError, match="dtype must be a floating point type"):
-            make(4, 6, mesh=mesh, dtype=torch.int32)
-        with pytest.raises(TypeError, match=r"from_linear takes an nn\.Linear"):
-            make.from_linear(nn.Embedding(4, 4), mesh=mesh)
-        with pytest.raises(TypeError, match="DTensor already"):
-            make.from_linear(_as_linear(column), mesh=mesh)
+        refuses(TypeError, "mesh must be a 1-D DeviceMesh", make, 4, 6, mesh=grid)
+        refuses(ValueError, "in_features must be a positive integer", make, 0, 6, mesh=mesh)
+        refuses(ValueError, "out_features must be a positive integer", make, 4, -1, mesh=mesh)
+        refuses(TypeError, "dtype must be a floating point type", make, 4, 6, mesh=mesh, dtype=torch.int32)
+        refuses(TypeError, r"from_linear takes an nn\.Linear", make.from_linear, nn.Embedding(4, 4), mesh=mesh)
+        refuses(TypeError, "DTensor already", make.from_linear, _as_linear(column), mesh=mesh)
     for layer, width in ((column, 4), (row, 3)):
-        with pytest.raises(TypeError, match="x must be a Tensor"):
-            layer([1.0])
-        with pytest.raises(TypeError, match="floating point"):
-            layer(torch.ones(2, width, dtype=torch.int64))
-        with pytest.raises(ValueError, match=f"last dim must be {width}"):
-            layer(torch.ones(2, width + 1))
-        with pytest.raises(ValueError, match="last dim must be"):
-            layer(torch.ones(()))
+        refuses(TypeError, "x must be a Tensor", layer, [1.0])
+        refuses(TypeError, "floating point", layer, torch.ones(2, width, dtype=torch.int64))
+        refuses(ValueError, f"last dim must be {width}", layer, torch.ones(2, width + 1))
+        refuses(ValueError, "last dim must be", layer, torch.ones(()))
     with pytest.raises(ValueError, match="input_is_parallel=True"):
         RowParallelLinear(6, 4, mesh=mesh, sequence_parallel=True, input_is_parallel=False)
     cut = ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True, sequence_dim=-1)
-    with pytest.raises(ValueError, match="sequence_dim is -1"):
-        cut(torch.ones(2, 4))
-    with pytest.raises(ValueError, match="sequence_dim is -2"):
-        ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True)(torch.ones(4))
-    with pytest.raises(ValueError, match="parts is 3"):
-        RepeatedColumnLinear(4, 6, parts=3, mesh=mesh)
+    refuses(ValueError, "sequence_dim is -1", cut, torch.ones(2, 4))
+    refuses(
+        ValueError, "sequence_dim is -2", ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True), torch.ones(4)
+    )
+    refuses(ValueError, "parts is 3", RepeatedColumnLinear, 4, 6, parts=3, mesh=mesh)
 
     embedding = VocabParallelEmbedding(5, 4, mesh=mesh, sequence_parallel=True, sequence_dim=1)
-    with pytest.raises(TypeError, match="ids must be a Tensor of dtype int64"):
-        embedding(torch.ones(2, 3))
-    with pytest.raises(IndexError, match="ids holds 0 to 5"):
-        embedding(torch.tensor([[0, 5]]))
-    with pytest.raises(IndexError, match="ids holds -1 to 1"):
-        embedding(torch.tensor([[-1, 1]]))
-    with pytest.raises(ValueError, match="sequence_dim is 1"):
-        embedding(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="padding_idx is 5"):
-        VocabParallelEmbedding(5, 4, 5, mesh=mesh)
-    with pytest.raises(ValueError, match="num_embeddings"):
-        VocabParallelEmbedding(0, 4, mesh=mesh)
-    with pytest.raises(ValueError, match="max_norm"):
-        VocabParallelEmbedding.from_embedding(nn.Embedding(5, 4, max_norm=1.0), mesh=mesh)
-    with pytest.raises(TypeError, match=r"takes an nn\.Embedding"):
-        VocabParallelEmbedding.from_embedding(nn.Linear(5, 4), mesh=mesh)
+    refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2, 3))
+    refuses(IndexError, "ids holds 0 to 5", embedding, torch.tensor([[0, 5]]))
+    refuses(IndexError, "ids holds -1 to 1", embedding, torch.tensor([[-1, 1]]))
+    refuses(ValueError, "sequence_dim is 1", embedding, torch.tensor([1, 2]))
+    refuses(ValueError, "padding_idx is 5", VocabParallelEmbedding, 5, 4, 5, mesh=mesh)
+    refuses(ValueError, "num_embeddings", VocabParallelEmbedding, 0, 4, mesh=mesh)
+    refuses(ValueError, "max_norm", VocabParallelEmbedding.from_embedding, nn.Embedding(5, 4, max_norm=1.0), mesh=mesh)
+    refuses(TypeError, r"takes an nn\.Embedding", VocabParallelEmbedding.from_embedding, nn.Linear(5, 4), mesh=mesh)
 
 
 def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:
@@ -356,7 +256,6 @@ def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do(group: dist.Pr
 @on_ranks(4)
 def test_a_mesh_of_two_dims(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"mesh has 2 dims .* such as mesh\['tp'\]"):
-        ColumnParallelLinear(4, 6, mesh=mesh)
+    refuses(ValueError, r"mesh has 2 dims .* such as mesh\['tp'\]", ColumnParallelLinear, 4, 6, mesh=mesh)
     layer = ColumnParallelLinear(4, 6, mesh=mesh["tp"], gather_output=True)
     assert layer(torch.ones(3, 4)).shape == (3, 6)

@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.nn import ColumnParallelLinear, ParallelMLP
 from fused_tp.nn.norm import sequence_parallel_
-from fused_tp.runtime.partition import shard_range
-from tests.reference import seeded
+from tests.distributed.layers import EXACT, assert_same
+from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks
-
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class Gated(nn.Module):
@@ -47,24 +45,9 @@ class Plain(nn.Module):
         return down(self.activation_fn(up(x)))
 
 
-def check(
-    group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **kwargs: Any
-) -> None:
-    x_full = seeded(2, 7, 6, dtype=torch.float64).requires_grad_()
-    start, stop = shard_range(7, group.size(), group.rank()) if sequence_parallel else (0, 7)
-    x = x_full.detach()[:, start:stop].clone().requires_grad_()
-    y_full, y = full(x_full), sharded(x, **kwargs)
-    grad = seeded(*y_full.shape, dtype=torch.float64, seed=1)
-    y_full.backward(grad)
-    y.backward(grad[:, start:stop])
-    torch.testing.assert_close(y, y_full[:, start:stop], **EXACT)
-    assert x_full.grad is not None
-    torch.testing.assert_close(x.grad, x_full.grad[:, start:stop], **EXACT)
-    for (name, mine), (full_name, theirs) in zip(sharded.named_parameters(), full.named_parameters(), strict=True):
-        assert name == full_name
-        assert isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and theirs.grad is not None
-        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=0)
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
+def check(group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **given: Any) -> None:
+    dim = 1 if sequence_parallel else None
+    assert_same(group, full, sharded, (2, 7, 6), cut=dim, out_cut=dim, **given)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -120,27 +103,19 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
         check(group, full, copy.deepcopy(sharded), True)
     dropout = nn.Dropout()
     assert sequence_parallel_(dropout, mesh) is dropout
-    with pytest.raises(ValueError, match="has submodules"):
-        sequence_parallel_(nn.Sequential(nn.LayerNorm(6)), mesh)
-    with pytest.raises(TypeError, match="DTensor already"):
-        sequence_parallel_(sharded, mesh)
-    with pytest.raises(TypeError, match="mesh must be"):
-        sequence_parallel_(nn.LayerNorm(6), group)
+    refuses(ValueError, "has submodules", sequence_parallel_, nn.Sequential(nn.LayerNorm(6)), mesh)
+    refuses(TypeError, "DTensor already", sequence_parallel_, sharded, mesh)
+    refuses(TypeError, "mesh must be", sequence_parallel_, nn.LayerNorm(6), group)
 
 
 @on_ranks(1)
 def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
-    with pytest.raises(ValueError, match="activation must be one of gelu"):
-        ParallelMLP(6, 8, mesh=mesh, activation="tanh")
-    with pytest.raises(TypeError, match="activation must be a name or a function"):
-        ParallelMLP(6, 8, mesh=mesh, activation=3)
-    with pytest.raises(ValueError, match="intermediate_size must be a positive integer"):
-        ParallelMLP(6, 0, mesh=mesh)
-    with pytest.raises(TypeError, match="mesh must be"):
-        ParallelMLP(6, 8, mesh=group)
-    with pytest.raises(ValueError, match="has none of the layers"):
-        ParallelMLP.from_module(nn.Linear(3, 3), mesh=mesh)
+    refuses(ValueError, "activation must be one of gelu", ParallelMLP, 6, 8, mesh=mesh, activation="tanh")
+    refuses(TypeError, "activation must be a name or a function", ParallelMLP, 6, 8, mesh=mesh, activation=3)
+    refuses(ValueError, "intermediate_size must be a positive integer", ParallelMLP, 6, 0, mesh=mesh)
+    refuses(TypeError, "mesh must be", ParallelMLP, 6, 8, mesh=group)
+    refuses(ValueError, "has none of the layers", ParallelMLP.from_module, nn.Linear(3, 3), mesh=mesh)
     with pytest.raises(TypeError, match=r"c_fc is a Conv1d"):
         ParallelMLP.from_module(_with(c_fc=nn.Conv1d(1, 1, 1), c_proj=nn.Linear(3, 3), act=nn.ReLU()), mesh=mesh)
     with pytest.raises(ValueError, match="pass activation="):
@@ -153,8 +128,7 @@ def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
         module = _with(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3), act=nn.ReLU())
         module.scale = nn.Parameter(torch.ones(3))
         ParallelMLP.from_module(module, mesh=mesh)
-    with pytest.raises(ValueError, match="last dim must be 6"):
-        ParallelMLP(6, 8, mesh=mesh)(torch.ones(2, 5))
+    refuses(ValueError, "last dim must be 6", ParallelMLP(6, 8, mesh=mesh), torch.ones(2, 5))
 
 
 def _with(**children: nn.Module) -> nn.Module:

@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.share_gather import share_gather
-from fused_tp.runtime.partition import shard_range
+from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
-
-EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
 class Counted:
@@ -74,6 +72,19 @@ class Projections(nn.Module):
         return q.sum(-1) * k.prod(-1) + v.sin().sum(-1)
 
 
+class Checkpointed(nn.Module):
+    """`model` inside of a checkpoint; as it is where `use_reentrant` is None."""
+
+    def __init__(self, model: Projections, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.linears, self.model, self.use_reentrant = model.linears, [model], use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return self.model[0](x)
+        return checkpoint(self.model[0], x, use_reentrant=self.use_reentrant)
+
+
 def shared_projections(group: dist.ProcessGroup, sequence_parallel: bool = False) -> Projections:
     model = Projections(device_mesh(group), sequence_parallel)
     share_gather(list(model.linears))
@@ -84,29 +95,15 @@ def shared_projections(group: dist.ProcessGroup, sequence_parallel: bool = False
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_results_are_those_of_separate_layers(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     full, model = Projections(None), shared_projections(group, sequence_parallel)
-    tokens = 2 * group.size()
-    x_full = seeded(tokens, 6, dtype=torch.float64).requires_grad_()
-    start, stop = shard_range(tokens, group.size(), group.rank()) if sequence_parallel else (0, tokens)
-    full(x_full).sum().backward()
-    for run in (
-        model,
-        lambda x: checkpoint(model, x, use_reentrant=False),
-        lambda x: checkpoint(model, x, use_reentrant=True),
-    ):
-        model.zero_grad()
-        x = x_full.detach()[start:stop].clone().requires_grad_()
+    dim, tokens = 0 if sequence_parallel else None, 2 * group.size()
+    for use_reentrant in (None, False, True):
         with Counted() as counted:
-            y = run(x)
-            assert counted.calls == [3]
-            with torch.no_grad():
-                assert torch.equal(model(x), y)
-            y.sum().backward()
-        torch.testing.assert_close(y, full(x_full), **EXACT)
-        assert x_full.grad is not None
-        torch.testing.assert_close(x.grad, x_full.grad[start:stop], **EXACT)
-        for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
-            assert mine.grad is not None and theirs.grad is not None
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
+            assert_same(group, full, Checkpointed(model, use_reentrant), (tokens, 6), cut=dim)
+            assert counted.calls == [3] * (1 if use_reentrant is None else 2)
+        x = part(seeded(tokens, 6, dtype=torch.float64), dim, group)
+        with torch.no_grad():
+            without = model(x)
+        assert torch.equal(model(x), without)
 
 
 @on_ranks(2)
@@ -202,9 +199,7 @@ def compiled(group: dist.ProcessGroup) -> None:
         y.sum().backward()
         torch.testing.assert_close(y, full(x_full), **EXACT)
         torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
-        for mine, theirs in zip(model.parameters(), full.parameters(), strict=True):
-            assert mine.grad is not None and theirs.grad is not None
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)
+        assert_same_parameters(model, full)
 
     torch._dynamo.reset()
     q, k, _ = model.linears

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
-from tests.reference import seeded
+from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -230,38 +230,28 @@ def test_whose_weights(group: dist.ProcessGroup) -> None:
 def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     for style in (FusedColwiseParallel, FusedRowwiseParallel):
-        with pytest.raises(TypeError, match="input_layouts must be a Placement"):
-            style(input_layouts="replicate")
-        with pytest.raises(ValueError, match="cannot be Partial"):
-            style(output_layouts=Partial())
+        refuses(TypeError, "input_layouts must be a Placement", style, input_layouts="replicate")
+        refuses(ValueError, "cannot be Partial", style, output_layouts=Partial())
         with pytest.raises(TypeError, match=r"nn\.Linear and nn\.Embedding, not to LayerNorm"):
             parallelize_module(nn.LayerNorm(4), mesh, style())
-        with pytest.raises(ValueError, match="forward of its own"):
-            parallelize_module(_Doubled(4, 4), mesh, style())
+        refuses(ValueError, "forward of its own", parallelize_module, _Doubled(4, 4), mesh, style())
         with pytest.raises(ValueError, match="DTensor already"):
             parallelize_module(parallelize_module(nn.Linear(4, 4), mesh, style()), mesh, style())
-        with pytest.raises(ValueError, match="max_norm"):
-            parallelize_module(nn.Embedding(4, 4, max_norm=1.0), mesh, style())
+        refuses(ValueError, "max_norm", parallelize_module, nn.Embedding(4, 4, max_norm=1.0), mesh, style())
         linear = parallelize_module(nn.Linear(4, 4), mesh, style())
-        with pytest.raises(TypeError, match="must be a Tensor"):
-            linear([1.0])
-        with pytest.raises(TypeError, match="floating point"):
-            linear(torch.ones(2, 4, dtype=torch.int64))
-        with pytest.raises(ValueError, match="last dim must be"):
-            linear(torch.ones(2, 5))
+        refuses(TypeError, "must be a Tensor", linear, [1.0])
+        refuses(TypeError, "floating point", linear, torch.ones(2, 4, dtype=torch.int64))
+        refuses(ValueError, "last dim must be", linear, torch.ones(2, 5))
         embedding = parallelize_module(nn.Embedding(4, 4), mesh, style(input_layouts=Replicate()))
-        with pytest.raises(TypeError, match="ids must be a Tensor of dtype int64"):
-            embedding(torch.ones(2))
+        refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2))
         assert style.__name__ in repr(style())
-    with pytest.raises(IndexError, match="ids holds 4 to 4"):
-        embedding(torch.tensor([4]))
-    with pytest.raises(ValueError, match="has submodules"):
-        parallelize_module(nn.Sequential(nn.LayerNorm(4)), mesh, FusedSequenceParallel())
+    refuses(IndexError, "ids holds 4 to 4", embedding, torch.tensor([4]))
+    refuses(
+        ValueError, "has submodules", parallelize_module, nn.Sequential(nn.LayerNorm(4)), mesh, FusedSequenceParallel()
+    )
     norm = parallelize_module(nn.LayerNorm(4), mesh, FusedSequenceParallel())
-    with pytest.raises(TypeError, match="must be a Tensor, not list"):
-        norm([1.0])
-    with pytest.raises(TypeError, match="DTensor already"):
-        parallelize_module(norm, mesh, FusedSequenceParallel())
+    refuses(TypeError, "must be a Tensor, not list", norm, [1.0])
+    refuses(TypeError, "DTensor already", parallelize_module, norm, mesh, FusedSequenceParallel())
     assert repr(FusedSequenceParallel()) == "FusedSequenceParallel(sequence_dim=1, use_local_output=False)"
 
 

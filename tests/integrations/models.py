@@ -148,5 +148,14 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
         assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")
 
 
+def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable[[Any], Any]) -> None:
+    """The same loss, and after its backward the same gradients."""
+    losses = [loss_of(model) for model in (whole, parallel)]
+    assert_near(losses[1], losses[0], "loss")
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(parallel, whole)
+
+
 def copy_of(model: Any) -> Any:
     return copy.deepcopy(model)

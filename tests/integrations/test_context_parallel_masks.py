@@ -14,6 +14,7 @@ from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import (
     assert_near,
     assert_same_gradients,
+    assert_trains_alike,
     copy_of,
     make,
     make_tokens,
@@ -43,11 +44,7 @@ def compare(whole: Any, parallel: Any, tokens: Tensor, labels: Tensor, **more: A
     """Logits, loss and every gradient of the same call."""
     with torch.no_grad():
         assert_near(parallel(tokens, **more).logits, whole(tokens, **more).logits, "logits")
-    losses = [model(tokens, labels=labels, **more).loss for model in (whole, parallel)]
-    assert_near(losses[1], losses[0], "loss")
-    for loss in losses:
-        loss.backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=labels, **more).loss)
 
 
 WINDOWS = [("mistral", {"sliding_window": 4}), ("qwen2", {}), ("gemma2", {}), ("gpt_oss", {}), ("granite_swa", {})]

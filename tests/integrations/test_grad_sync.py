@@ -8,7 +8,7 @@ import gc
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,9 +28,8 @@ from tests.integrations.models import (
     make,
     make_tokens,
     mesh_of,
-    pair,
 )
-from tests.workers import on_ranks, run_ranks
+from tests.workers import on_ranks
 
 TRANSPORTS = ["shm", "gloo"]
 
@@ -108,17 +107,17 @@ def step(model: nn.Module, sync: GradientSync | None, *inputs: Any) -> None:
     output.square().mean().backward()
 
 
+def both_of(group: dist.ProcessGroup) -> tuple[int, Mixed, Mixed, GradientSync]:
+    """This rank's number, a model of its own and one whose gradients are summed, by the last."""
+    alone = Mixed()
+    return group.rank(), alone, copy.deepcopy(alone), GradientSync(mesh_of(group, group.size(), 1))
+
+
+@on_ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sums(world_size: int, transport: str) -> None:
-    run_ranks(world_size, sums, transport)
-
-
-def sums(group: dist.ProcessGroup, transport: str) -> None:
-    mesh, rank = mesh_of(group, group.size(), 1), group.rank()
+def test_sums(group: dist.ProcessGroup, transport: str) -> None:
     for how in ("", "branches", "reentrant"):
-        alone = Mixed()
-        synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+        rank, alone, synced, sync = both_of(group)
         with on(transport):
             step(synced, sync, tokens_of(rank), how)
             step(alone, None, tokens_of(rank), how)
@@ -148,15 +147,10 @@ def test_what_was_there_is_not_summed_again(group: dist.ProcessGroup) -> None:
             assert mine.grad is not None and torch.equal(mine.grad, theirs[1].grad), name
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_autograd_grad_gives_sums_and_leaves_grad_alone(transport: str) -> None:
-    run_ranks(2, functional, transport)
-
-
-def functional(group: dist.ProcessGroup, transport: str) -> None:
-    mesh, rank = mesh_of(group, 2, 1), group.rank()
-    alone = Mixed()
-    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+def test_autograd_grad_gives_sums_and_leaves_grad_alone(group: dist.ProcessGroup, transport: str) -> None:
+    rank, _, synced, sync = both_of(group)
     with on(transport):
         step(synced, sync, tokens_of(rank))
         before = [None if p.grad is None else p.grad.clone() for p in synced.parameters()]
@@ -172,9 +166,7 @@ def functional(group: dist.ProcessGroup, transport: str) -> None:
 
 @on_ranks(2)
 def test_hooks_that_look_in_the_middle_of_backward_find_sums(group: dist.ProcessGroup) -> None:
-    mesh, rank = mesh_of(group, 2, 1), group.rank()
-    alone = Mixed()
-    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    rank, alone, synced, sync = both_of(group)
     seen: list[Tensor] = []
 
     def look(parameter: Tensor) -> None:
@@ -206,9 +198,7 @@ def test_ddp_averages_the_sums(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_backward_that_raised_leaves_no_rank_apart(group: dist.ProcessGroup, zero: bool) -> None:
-    mesh, rank = mesh_of(group, 2, 1), group.rank()
-    alone = Mixed()
-    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    rank, alone, synced, sync = both_of(group)
     step(synced, sync, tokens_of(rank))
     step(alone, None, tokens_of(rank))
     handle = synced.embed.weight.register_hook(_fail)
@@ -226,9 +216,7 @@ def test_a_backward_that_raised_leaves_no_rank_apart(group: dist.ProcessGroup, z
 
 @on_ranks(2)
 def test_hooks_registered_later_act_on_sums(group: dist.ProcessGroup) -> None:
-    mesh, rank = mesh_of(group, 2, 1), group.rank()
-    alone = Mixed()
-    synced, sync = copy.deepcopy(alone), GradientSync(mesh)
+    rank, alone, synced, sync = both_of(group)
     step(synced, sync, tokens_of(rank))
     synced.zero_grad()
     synced.first.weight.register_hook(lambda grad: grad * 0)
@@ -298,29 +286,8 @@ def test_models_are_freed(group: dist.ProcessGroup) -> None:
     assert held() is None
 
 
-def test_sparse_gradients_are_refused() -> None:
-    run_ranks(2, sparse)
-
-
-def sparse(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_refused(group: dist.ProcessGroup) -> None:
     model = nn.Embedding(5, 3, sparse=True)
     with pytest.raises(ValueError, match="sparse=False"):
         step(model, GradientSync(mesh_of(group, 2, 1)), torch.tensor([1, 2]))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_checkpointed_layers(group: dist.ProcessGroup, use_reentrant: bool, transport: str) -> None:
-    whole, parallel = pair(group, "cp2", "plain", num_hidden_layers=4)
-    for layer in parallel.model.layers:
-        layer.forward = _checkpointing(layer.forward, use_reentrant)
-    tokens = make_tokens(2, 13)
-    with on(transport):
-        for model in (whole, parallel):
-            model(tokens, labels=tokens).loss.backward()
-    assert_same_gradients(parallel, whole)
-
-
-def _checkpointing(forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=use_reentrant)

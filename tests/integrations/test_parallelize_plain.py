@@ -20,6 +20,7 @@ from fused_tp.integrations.plan import resolve_plan
 from tests.integrations.models import (
     assert_near,
     assert_same_gradients,
+    assert_trains_alike,
     copy_of,
     make,
     make_tokens,
@@ -27,6 +28,7 @@ from tests.integrations.models import (
     on_layouts,
     pair,
 )
+from tests.reference import refuses
 from tests.workers import on_ranks
 
 
@@ -38,11 +40,7 @@ def test_example_llama(group: dist.ProcessGroup, layout: str) -> None:
     with torch.no_grad():
         assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
         assert torch.equal(parallel.generate(tokens, 4), whole.generate(tokens, 4))
-    losses = [model(tokens, labels=tokens).loss for model in (whole, parallel)]
-    assert_near(losses[1], losses[0], "loss")
-    for loss in losses:
-        loss.backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
 @on_ranks(4)
@@ -50,9 +48,7 @@ def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> No
     whole = make("plain")
     parallel = copy.deepcopy(parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True))
     tokens = make_tokens(2, 9)
-    for model in (whole, parallel):
-        model(tokens, labels=tokens).loss.backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
 @on_layouts("cp2", full=["cp2_tp2_sp_lossparallel"])  # all that there is in one graph takes long to compile
@@ -137,9 +133,7 @@ def test_parallel_styles_in_a_plan(group: dist.ProcessGroup) -> None:
     whole = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), nn.LayerNorm(8))
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
     x, weights = torch.randn(3, 8), torch.randn(3, 8)
-    for model in (whole, parallel):
-        (model(x) * weights).sum().backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: (model(x) * weights).sum())
 
 
 def test_patterns() -> None:
@@ -194,32 +188,24 @@ class OtherLoss(Llama):
 def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
     for mode in (True, False):
-        with pytest.raises(ValueError, match=r"nn\.MultiheadAttention"):
-            parallelize(WholeAttention().train(mode), mesh)(x)
-    with pytest.raises(TypeError, match="returned a Scores"):
-        parallelize(Unsearchable(), mesh)(x)
+        refuses(ValueError, r"nn\.MultiheadAttention", parallelize, WholeAttention().train(mode), mesh)(x)
+    refuses(TypeError, "returned a Scores", parallelize, Unsearchable(), mesh)(x)
     model = make("plain")
     model.__class__ = OtherLoss
     parallelize(model, mesh)
     for keywords in ({"ignore_index": 3}, {"label_smoothing": 0.1}, {"weight": torch.ones(67)}):
         OtherLoss.keywords = keywords
-        with pytest.raises(ValueError, match=f"loss_function with {next(iter(keywords))}"):
-            model(tokens, labels=tokens)
+        refuses(ValueError, f"loss_function with {next(iter(keywords))}", model, tokens, labels=tokens)
 
 
 @on_ranks(2)
 def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     cp_mesh, tp_mesh = mesh_of(group, 2, 1), mesh_of(group, 1, 2)
-    with pytest.raises(ValueError, match="`positions` or `position_ids`"):
-        parallelize(NoPositions(), cp_mesh)
-    with pytest.raises(ValueError, match="no tp_plan of its own"):
-        parallelize(NoPositions(), tp_mesh)
+    refuses(ValueError, "`positions` or `position_ids`", parallelize, NoPositions(), cp_mesh)
+    refuses(ValueError, "no tp_plan of its own", parallelize, NoPositions(), tp_mesh)
     with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters and is not in the plan"):
         parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
-    with pytest.raises(ValueError, match="one output layer"):
-        parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
-    with pytest.raises(ValueError, match="attn_mask"):
-        parallelize(Masked(), cp_mesh)(torch.randn(1, 6, 16))
+    refuses(ValueError, "one output layer", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
+    refuses(ValueError, "attn_mask", parallelize, Masked(), cp_mesh)(torch.randn(1, 6, 16))
     model = make("plain", num_key_value_heads=1)
-    with pytest.raises(ValueError, match="TP sizes that work: 1"):
-        parallelize(model, tp_mesh)
+    refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)

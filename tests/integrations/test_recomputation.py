@@ -20,6 +20,7 @@ from tests.integrations.models import (
     LAYOUTS,
     assert_near,
     assert_same_gradients,
+    assert_trains_alike,
     copy_of,
     make,
     make_tokens,
@@ -120,10 +121,11 @@ def test_transformers_checkpointing(group: dist.ProcessGroup, layout: str, use_r
     parallel.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
         parallel.enable_input_require_grads()
-    for model in (whole, parallel):
-        losses = [model(tokens, labels=tokens).loss for tokens in (make_tokens(2, seq) for seq in (9, 10, 14))]
-        sum(losses).backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(
+        parallel,
+        whole,
+        lambda model: sum(model(tokens, labels=tokens).loss for tokens in (make_tokens(2, seq) for seq in (9, 10, 14))),
+    )
 
 
 @on_layouts("tp2_sp", "cp2", full=["cp2_tp2_sp"])
@@ -231,9 +233,7 @@ def test_a_parallel_model_inside_of_another(group: dist.ProcessGroup, layout: st
     whole = Distilled(make("plain"), make("plain"))
     outer = Distilled(copy_of(whole.student), parallelize(make("plain"), mesh, **keywords))
     parallelize(outer, mesh, plan=PLAN, **keywords)
-    for model in (whole, outer):
-        model(tokens, labels=tokens).backward()
-    assert_same_gradients(outer, whole)
+    assert_trains_alike(outer, whole, lambda model: model(tokens, labels=tokens))
     with pytest.raises(ValueError, match="tokens"):  # a call that is refused leaves the one around it as it was
         outer.teacher[0](torch.zeros(3))
     assert_near(outer(tokens), whole(tokens), "logits")
