@@ -1,1 +1,28 @@
 """The `fused-tp` command: one module per subcommand, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+
+def shipped_module(folder: str, name: str) -> ModuleType:
+    """Module `name` of a folder beside this package, such as benchmarks.
+
+    Installed, the folder is `fused_tp.benchmarks`, as a top-level package of that name would be anybody's; in a
+    checkout it is found where it lies.
+
+    Raises:
+        FileNotFoundError: it is neither installed nor in a checkout around this package.
+    """
+    if find_spec(f"fused_tp.{folder}") is not None:
+        return importlib.import_module(f"fused_tp.{folder}.{name}")
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / folder / f"{name}.py").exists():
+        raise FileNotFoundError(f"the {folder} are not part of this installation; run this from a checkout of fused_tp")
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
+    return importlib.import_module(f"{folder}.{name}")

@@ -1,23 +1,18 @@
-"""`fused-tp bench`: the CPU benchmark suite, and with `--tune` this machine's dispatch table.
-
-The suite is the `benchmarks` folder beside this package. Installed, it is `fused_tp.benchmarks`, as a top-level package
-of that name would be anybody's; in a checkout it is found where it lies.
-"""
+"""`fused-tp bench`: the CPU benchmark suite, and with `--tune` this machine's dispatch table."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+
+from fused_tp.cli import shipped_module
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the suite, and those of tuning."""
     try:
-        _suite("cpu").add_arguments(parser)
+        shipped_module("benchmarks", "cpu").add_arguments(parser)
     except FileNotFoundError as error:
         parser.error(str(error))
     tuning = parser.add_argument_group("tuning")
@@ -40,35 +35,17 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.table is not None:
             print("--table is for --tune; the suite runs on the table that FUSED_TP_TABLE names.", file=sys.stderr)
             return 2
-        return int(_suite("cpu").main(arguments))
+        return int(shipped_module("benchmarks", "cpu").main(arguments))
     if arguments.case or arguments.list or arguments.scale != 1.0:
         print("--case, --list and --scale are for the suite; --tune takes --ranks, --rounds, --out.", file=sys.stderr)
         return 2
     from fused_tp.runtime.settings import table_path
 
     table = arguments.table or Path(table_path() or arguments.out / "dispatch.json")
-    tune = _suite("tune")
+    tune = shipped_module("benchmarks", "tune")
     try:
         tune.tune(table, arguments.ranks, arguments.rounds or tune.ROUNDS)
     except (tune.RankFailure, ValueError) as error:
         print(f"Tuning did not get through, and {table} is as it was. {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _suite(name: str) -> ModuleType:
-    """Module `name` of the benchmarks.
-
-    Raises:
-        FileNotFoundError: they are neither installed nor in a checkout around this package.
-    """
-    if find_spec("fused_tp.benchmarks") is not None:
-        return importlib.import_module(f"fused_tp.benchmarks.{name}")
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "benchmarks" / "cpu.py").exists():
-        raise FileNotFoundError(
-            "the benchmarks are not part of this installation; run `fused-tp bench` from a checkout of fused_tp"
-        )
-    if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
-    return importlib.import_module(f"benchmarks.{name}")

@@ -7,8 +7,6 @@ the machine does affects both alike, and the ratio of their times can be trusted
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -32,13 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fused_tp.cli import shipped_module
 from fused_tp.cli.demo import LOOPBACK, DemoSettings
 from fused_tp.cli.demo_report import FUSED, PLAIN, SINGLE, THREADED, DemoResult, Run, Sample, report
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.runtime import tracing
 from fused_tp.runtime.settings import timeout_seconds
 
-EXAMPLE = "fused_tp.examples.llama"
 WARMUP_STEPS = 5  # of the learning rate
 GRAD_NORM = 1.0
 # Tables and underlined titles. A row of dashes is no English, and what a young model makes of a hundred equal tokens
@@ -348,21 +345,6 @@ def make_batch(tokens: Tensor, *, batch: int, seq: int, seed: int, step: int) ->
 # ---- model ----
 
 
-def example_module() -> ModuleType:
-    """examples/llama.py: installed as `fused_tp.examples`, read by its path in a checkout that is not installed."""
-    try:
-        return importlib.import_module(EXAMPLE)
-    except ModuleNotFoundError:
-        path = Path(__file__).parents[2] / "examples" / "llama.py"
-        spec = importlib.util.spec_from_file_location(EXAMPLE, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[EXAMPLE] = module  # before it runs: dataclasses look their module up by name
-        spec.loader.exec_module(module)
-        return module
-
-
 def build_model(settings: DemoSettings) -> Any:
     """The unsharded model in fp32: the example Llama with seeded weights, or the transformers checkpoint of --hf.
 
@@ -374,7 +356,7 @@ def build_model(settings: DemoSettings) -> Any:
 
         model = AutoModelForCausalLM.from_pretrained(settings.hf, dtype=torch.float32, local_files_only=True)
     else:
-        llama = example_module()
+        llama = shipped_module("examples", "llama")
         torch.manual_seed(settings.seed)
         model = llama.Llama(
             llama.LlamaConfig(

@@ -34,7 +34,6 @@ from fused_tp.transport import cuda_driver, native_kernels
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 10)
 MINIMUM_CUDA = 12
 TOOLKIT_NVCC = "/usr/local/cuda/bin/nvcc"
@@ -104,11 +103,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
-    core = native_core()
+    core, why_no_core = native_core()
     sections = {
         "Software": _software(),
         "CPU": _processor(core),
-        "CPU shared memory": _shared_memory(core),
+        "CPU shared memory": _shared_memory(core, why_no_core),
         "GPU": examine_gpu(core),
         "Optional libraries": _libraries(),
         "Settings": _settings(),
@@ -141,17 +140,12 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _software() -> Iterator[Finding]:
-    too_old = sys.version_info[:2] < MINIMUM_PYTHON
-    advice = f"Python {dotted(MINIMUM_PYTHON)} or later is needed." if too_old else ""
-    yield Finding("python", platform.python_version(), PROBLEM if too_old else OK, advice)
+    yield Finding("python", platform.python_version())  # an older one could not read this file
     yield Finding("fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     too_old = release < MINIMUM_TORCH
     advice = f"torch {dotted(MINIMUM_TORCH)} or later is needed: pip install -U torch" if too_old else ""
     yield Finding("torch", torch.__version__, PROBLEM if too_old else OK, advice)
-    if not dist.is_available():
-        yield Finding("torch.distributed", "missing", PROBLEM, "Install a torch that was built with it.")
-        return
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
     yield Finding("backends", ", ".join(backends), OK if backends else PROBLEM)
     compiler = next(iter(output_of("c++", "--version")), "")
@@ -182,13 +176,13 @@ def _processor(core: ModuleType | None) -> Iterator[Finding]:
         yield Finding("native core uses", core.isa())
 
 
-def _shared_memory(core: ModuleType | None) -> Iterator[Finding]:
+def _shared_memory(core: ModuleType | None, why_no_core: str) -> Iterator[Finding]:
+    if core is None and sys.platform != "linux":
+        yield Finding("native core", "none: it needs Linux; ops run on torch.distributed", NOTE)
+        return
     if core is None:
-        if sys.platform != "linux":
-            yield Finding("native core", "none: it needs Linux; ops run on torch.distributed", NOTE)
-        else:
-            value = f"not there, so ops run on torch.distributed ({_why_no_core()})"
-            yield Finding("native core", value, PROBLEM, _how_to_build())
+        value = f"not there, so ops run on torch.distributed ({why_no_core})"
+        yield Finding("native core", value, PROBLEM, _how_to_build())
         return
     yield Finding("native core", Path(str(core.__file__)).name)
     if not shared_memory_allowed():
@@ -213,19 +207,12 @@ def shared_memory_allowed() -> bool:
         return True
 
 
-def native_core() -> ModuleType | None:
+def native_core() -> tuple[ModuleType | None, str]:
+    """The native core, or why there is none."""
     try:
-        return importlib.import_module("fused_tp._core")
-    except ImportError:
-        return None
-
-
-def _why_no_core() -> str:
-    try:
-        importlib.import_module("fused_tp._core")
+        return importlib.import_module("fused_tp._core"), ""
     except ImportError as error:
-        return str(error)
-    return ""
+        return None, str(error)
 
 
 def _how_to_build() -> str:

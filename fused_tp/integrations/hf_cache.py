@@ -26,7 +26,7 @@ BLOCK = DEFAULT_BLOCK
 class ContextLayer:
     """One attention layer's keys and values. `update` keeps this rank's part of new ones, of which all ranks have all.
 
-    A sliding window is a matter of masks here: nothing is thrown away. `make_layer` makes it one of transformers'.
+    A sliding window is a matter of masks here: nothing is thrown away.
     """
 
     is_sliding = False
@@ -37,7 +37,7 @@ class ContextLayer:
         super().__init__()  # of transformers' class
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
-        self.columns = 0  # of the batch: the longest text and what it is padded with
+        self.columns = 0  # of the batch: the longest sequence and what it is padded with
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -83,7 +83,7 @@ class ContextLayer:
         if tokens_to_remove > 0:
             tokens_to_remove = min(tokens_to_remove - self.columns, 0)
         if len(set(self.cache.lengths)) > 1:
-            raise ValueError("crop needs texts that are equally long where context parallel ranks share the cache.")
+            raise ValueError("crop needs sequences that are equally long where context parallel ranks share the cache.")
         removed = min(abs(tokens_to_remove), self.columns)
         self.cache.crop(max(0, self.cache.length - removed))
         self.columns -= removed
@@ -99,14 +99,9 @@ class ContextLayer:
         self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
 
 
-def make_layer(mesh: DeviceMesh) -> ContextLayer:
-    """A ContextLayer for the layers of transformers' Cache."""
-    layer: ContextLayer = _layer_class()(mesh)
-    return layer
-
-
 @lru_cache
 def _layer_class() -> Any:
+    """ContextLayer as one of transformers' cache layers."""
     from transformers.cache_utils import CacheLayerMixin
 
     return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
@@ -141,7 +136,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
     The caller has made sure that a cache that is empty now may be shared.
 
     Raises:
-        ValueError: the mask hides other tokens of the texts than it did before.
+        ValueError: the mask hides other tokens of the sequences than it did before.
     """
     from transformers import DynamicCache
 
@@ -153,7 +148,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
             return None
         text = config.get_text_config(decoder=True)
-        cache.layers = [make_layer(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
+        cache.layers = [_layer_class()(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
@@ -189,7 +184,7 @@ def _can_be_shared(cache: Any) -> bool:
 
 
 def _pads_left(mask: Tensor) -> bool:
-    """Whether `mask` [batch, columns] shows the last so many tokens of each text."""
+    """Whether `mask` [batch, columns] shows the last so many tokens of each sequence."""
     if mask.ndim != 2:
         return False
     keep = mask.bool()
@@ -210,7 +205,7 @@ def _new_lengths(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int
         shown, counted = keep[:, :columns].sum(1).tolist(), keep[:, columns:].sum(1).tolist()
     if held and shown != held:
         raise ValueError(
-            f"attention_mask shows {shown} tokens of the texts in the cache, which holds {held}: padding is not kept "
-            "where context parallel ranks share the cache, so the mask must stay what it was."
+            f"attention_mask shows {shown} tokens of the sequences in the cache, which holds {held}: padding is not "
+            "kept where context parallel ranks share the cache, so the mask must stay what it was."
         )
     return counted

@@ -5,7 +5,7 @@ Tensor parallelism needs one thing: `forward` takes head counts from the width o
 parallelism:
 
 - forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting.
-  Positions are called `positions` or `position_ids`, and every use of a token's place in the text goes by them.
+  Positions are called `positions` or `position_ids`, and every use of a token's place in the sequence goes by them.
 - Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
   is_causal=True, or with neither a mask nor is_causal, called below the modules that the plan names layers of.
 - With sequence parallelism, a module that owns `q_proj` (`wq`, ...) hands its first argument to it as it is.
@@ -51,7 +51,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
         asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
         raise ValueError(
             f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
-            "of the sequence and must be told where in the text it lies."
+            "of the sequence and must be told where in the sequence it lies."
         )
     heads = _heads(plan)
     for asked in ("sequence_parallel", "loss_parallel"):

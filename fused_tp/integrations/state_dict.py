@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from fused_tp.nn import gather_state_dict
-from fused_tp.runtime.partition import shard_range
+from fused_tp.nn.sharding import copy_full_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,9 @@ def load_full_state_dict(
             continue
         if full.shape != own[name].shape:
             raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(own[name].shape)}.")
-        _copy_own_part(own[name], full)
+        if any(type(placement) not in (Shard, Replicate) for placement in getattr(own[name], "placements", ())):
+            raise ValueError(f"Cannot load into a parameter placed as {own[name].placements}; load before fully_shard.")
+        copy_full_(own[name], full.to(own[name].device), broadcast=False)
         loaded.add(id(own[name]))
     missing = [name for name, tensor in own.items() if id(tensor) not in loaded]
     if strict and (missing or unknown):
@@ -60,24 +62,6 @@ def load_full_state_dict(
             if names
         ]
         raise ValueError(f"state_dict {' and '.join(problems)}; pass strict=False to load what fits.")
-
-
-def _copy_own_part(target: Tensor, full: Tensor) -> None:
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    coordinates = target.device_mesh.get_coordinate()
-    assert coordinates is not None  # a rank outside of the mesh has no such model
-    # Mesh dims cut in order, as DTensor does; FSDP2's strided shards are cut the other way round and refused.
-    for mesh_dim, placement in enumerate(target.placements):
-        if type(placement) is Shard:
-            start, stop = shard_range(
-                full.shape[placement.dim], target.device_mesh.size(mesh_dim), coordinates[mesh_dim]
-            )
-            full = full.narrow(placement.dim, start, stop - start)
-        elif not placement.is_replicate():
-            raise ValueError(f"Cannot load into a parameter placed as {target.placements}; load before fully_shard.")
-    target.to_local().copy_(full)
 
 
 def check_buffers(model: nn.Module, *, hf: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,19 @@ from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Required, Self, Unpack
 
     from fused_tp.nn.share_gather import SharedGather
+
+
+class LayerKeywords(TypedDict, total=False):
+    """The keywords that parallel layers have in common, with the defaults of `_ParallelLinear`."""
+
+    mesh: Required[DeviceMesh]
+    sequence_parallel: bool
+    sequence_dim: int
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class _ParallelLinear(nn.Module):
@@ -169,23 +179,10 @@ class ColumnParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
         gather_output: bool = False,
-        sequence_dim: int = -2,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **keywords: Unpack[LayerKeywords],
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, bias, **keywords)
         self.gather_output = gather_output
         self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
 
@@ -230,29 +227,16 @@ class RowParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
         input_is_parallel: bool = True,
-        sequence_dim: int = -2,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **keywords: Unpack[LayerKeywords],
     ) -> None:
-        if sequence_parallel and not input_is_parallel:
+        if keywords.get("sequence_parallel") and not input_is_parallel:
             # x cut by sequence and y cut by sequence would be a plain linear layer with a needless all-to-all.
             raise ValueError(
                 "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of "
                 "its own features. Feed it from a column-parallel layer, or turn sequence_parallel off."
             )
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, bias, **keywords)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -335,16 +319,15 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         bias: bool = True,
         *,
         parts: int,
-        mesh: DeviceMesh,
-        **keywords: Any,
+        **keywords: Unpack[LayerKeywords],
     ) -> None:
         check_positive("parts", parts)
-        if check_mesh(mesh).size() % parts or out_features % parts:
+        ranks = check_mesh(keywords["mesh"]).size()
+        if ranks % parts or out_features % parts:
             raise ValueError(
-                f"parts is {parts}; it must divide the {mesh.size()} ranks of the mesh and the {out_features} "
-                "out_features."
+                f"parts is {parts}; it must divide the {ranks} ranks of the mesh and the {out_features} out_features."
             )
-        super().__init__(in_features, out_features, bias, mesh=mesh, **keywords)
+        super().__init__(in_features, out_features, bias, **keywords)
         self.parts = parts
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
+    LayerKeywords,
     RowParallelLinear,
     check_nothing_dropped,
     check_positive,
@@ -20,6 +20,9 @@ from fused_tp.nn.linear import (
     linear_of,
 )
 from fused_tp.nn.sharding import Memo
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -51,7 +54,7 @@ class ParallelMLP(nn.Module):
         activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function.
         gated: SwiGLU-like (https://arxiv.org/abs/2002.05202), with a third weight `gate_proj`.
         bias, device, dtype: of all linear layers, as in nn.Linear.
-        mesh: the 1-D DeviceMesh of the tensor parallel ranks.
+        mesh, sequence_parallel, sequence_dim: as in ColumnParallelLinear.
 
     Raises:
         TypeError, ValueError: as the linear layers; an activation of another name.
@@ -66,14 +69,10 @@ class ParallelMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        mesh: DeviceMesh,
         activation: str | Activation = "gelu",
         gated: bool = False,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **keywords: Unpack[LayerKeywords],
     ) -> None:
         super().__init__()
         check_positive("hidden_size", hidden_size)
@@ -81,12 +80,10 @@ class ParallelMLP(nn.Module):
         self.activation = _activation(activation)
         self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
 
-        options: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
-        options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         if gated:
-            self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
-        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **options)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+            self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **keywords)
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, **keywords)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **keywords)
 
     @classmethod
     def from_module(

@@ -122,17 +122,17 @@ def shard_parameter(
 
 
 @torch.no_grad()
-def copy_full_(parameter: Tensor, full: Tensor) -> None:
+def copy_full_(parameter: Tensor, full: Tensor, *, broadcast: bool = True) -> None:
     """Writes this rank's part of `full` into a parameter of any placement (also on the 2-D mesh that FSDP2 makes).
 
-    Parts come from this rank's own `full`. What is replicated everywhere is broadcast from the mesh's first rank, as
-    ranks whose random states differ would otherwise train different copies.
+    Parts come from this rank's own `full`. With `broadcast`, what is replicated everywhere is that of the mesh's first
+    rank, as ranks whose random states differ would otherwise train different copies.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
     replicated = all(isinstance(placement, Replicate) for placement in parameter.placements)
-    source = 0 if replicated else None
+    source = 0 if replicated and broadcast else None
     shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=source)
     parameter.to_local().copy_(shard.to_local())
 

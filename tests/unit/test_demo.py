@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.cli import demo
+from fused_tp.cli import demo, shipped_module
 from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Run, Sample, report, shown_steps, verdict
 from fused_tp.cli.demo_run import (
     BYTES,
     Trainer,
     build_model,
-    example_module,
     generate_sample,
     make_batch,
     make_tokens,
@@ -43,13 +42,16 @@ def settings_of(line: str) -> DemoSettings:
     return DemoSettings.from_arguments(parse(line))
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = settings_of("")
     assert (settings.tp, settings.cp, settings.steps, settings.dtype) == (2, 1, 30, "fp32")
     assert settings.sequence_parallel and settings.loss_parallel
     assert (settings.hidden, settings.heads) == (512, 8)
     assert not settings_of("--tp 1").sequence_parallel
     assert not settings_of("--no-sequence-parallel").sequence_parallel
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="--layers given with --hf"):
+        settings_of(f"--hf {tmp_path} --layers 3")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"torchrun started 3 ranks, but --tp 2 x --cp 2 needs 4"):
@@ -168,7 +170,7 @@ def test_sample_of_the_example() -> None:
 
 
 def test_example_cache_gives_the_logits_of_the_whole_sequence() -> None:
-    llama = example_module()
+    llama = shipped_module("examples", "llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2)).double()
     tokens = torch.randint(256, (2, 13))

@@ -39,7 +39,7 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_processes_share_memory() -> None:
-    core = doctor.native_core()
+    core, _ = doctor.native_core()
     if core is None:
         pytest.skip("the native core is not built")
     assert doctor._try_shared_memory(core)
