@@ -322,7 +322,7 @@ def caches(group: dist.ProcessGroup) -> None:
     pool.free(one)
     with pytest.raises(ValueError, match=f"there is no sequence {one} in the cache"):
         pool.batch([one])
-    with pytest.raises(ValueError, match="name at least one text, and each of them once"):
+    with pytest.raises(ValueError, match="name at least one sequence, and each of them once"):
         pool.batch([other, other])
     much = 90 * group.size()  # the same sentence on all ranks, so that nobody waits for another
     with pytest.raises(ValueError, match=r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"):

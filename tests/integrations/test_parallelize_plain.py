@@ -188,8 +188,8 @@ class OtherLoss(Llama):
 def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
     for mode in (True, False):
-        refuses(ValueError, r"nn\.MultiheadAttention", parallelize, WholeAttention().train(mode), mesh)(x)
-    refuses(TypeError, "returned a Scores", parallelize, Unsearchable(), mesh)(x)
+        refuses(ValueError, r"nn\.MultiheadAttention", parallelize(WholeAttention().train(mode), mesh), x)
+    refuses(TypeError, "returned a Scores", parallelize(Unsearchable(), mesh), x)
     model = make("plain")
     model.__class__ = OtherLoss
     parallelize(model, mesh)
@@ -206,6 +206,6 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters and is not in the plan"):
         parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
     refuses(ValueError, "one output layer", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
-    refuses(ValueError, "attn_mask", parallelize, Masked(), cp_mesh)(torch.randn(1, 6, 16))
+    refuses(ValueError, "attn_mask", parallelize(Masked(), cp_mesh), torch.randn(1, 6, 16))
     model = make("plain", num_key_value_heads=1)
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)

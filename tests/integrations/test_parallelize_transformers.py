@@ -381,7 +381,7 @@ def test_attention_that_is_not_causal(group: dist.ProcessGroup) -> None:
     mask = torch.ones_like(tokens)
     mask[:, 6:] = 0  # every token would see this padding
     refuses(ValueError, "is not causal", parallel, tokens, attention_mask=mask)
-    refuses(ValueError, "'pooler_output'", parallelize, _bert(), mesh)(tokens)
+    refuses(ValueError, "'pooler_output'", parallelize(_bert(), mesh), tokens)
 
 
 @on_ranks(2)
