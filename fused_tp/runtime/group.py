@@ -75,24 +75,23 @@ _slots: list[GroupSlot[Any]] = []
 
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
 
-_groups: dict[str, Group] = {}
+# By process group and, for names that are alive, by name: destroy_process_group() and a second init reuse names.
+_groups: dict[ProcessGroup | str | None, Group] = {}
 
 
 def _describe(process_group: ProcessGroup) -> Group:
-    name = process_group.group_name
-    known = _groups.get(name)
-    # The name alone does not identify a group: destroy_process_group() and a second init reuse names.
-    if known is not None and known.process_group is process_group:
+    known = _groups.get(process_group)
+    if known is not None:
         return known
     drop_destroyed()
     group = Group(
         process_group=process_group,
-        name=name,
+        name=process_group.group_name,
         rank=process_group.rank(),
         size=process_group.size(),
         ranks=tuple(dist.get_process_group_ranks(process_group)),
     )
-    _groups[name] = group
+    _groups[process_group] = _groups[group.name] = group
     return group
 
 
@@ -163,10 +162,7 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
         known = _groups.get(group)
         return known if known is not None and known.process_group in _pg_map else None
     process_group = group if isinstance(group, ProcessGroup) else _process_group(group)
-    if process_group is None or process_group not in _pg_map:
-        return None
-    known = _groups.get(process_group.group_name)
-    return known if known is not None and known.process_group is process_group else None
+    return _groups.get(process_group) if process_group in _pg_map else None
 
 
 def group_identity(group: GroupLike | GroupName) -> tuple[str, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,6 +83,14 @@ class Schedule(ABC):
         return self.messages.all_to_all("all_to_all", rows, send_sizes, recv_sizes).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+        """Forward of `op` for tensors like those in `args`, called with them one by one, without the group.
+
+        Decoding repeats one call: what comes out the same for every token is done here, once. None, as here: the op
+        calls its own method of this class.
+        """
+        return None
 
     @abstractmethod
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:

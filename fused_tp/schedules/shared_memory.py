@@ -12,12 +12,13 @@ costs the same packing).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import FusedTPError, raised_midway
@@ -32,7 +33,6 @@ with suppress(ImportError):  # where it is not built no group shares memory, and
 
 # Below this many bytes of result the native all-reduce, which chunks for the cache, beats a call of several steps.
 _DIRECT_BYTES = 1 << 20
-_MAX_DESCRIBED = 1024
 
 
 class SharedMemory(RowSchedule):
@@ -44,8 +44,6 @@ class SharedMemory(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._core_group = transport.core_group
-        self._described: dict[Any, tuple[int, Any]] = {}  # of sums, by shape and dtype
         self._gathers: WeakSet[Workspace] = WeakSet()  # under way
 
     @property
@@ -137,19 +135,12 @@ class SharedMemory(RowSchedule):
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]
         own_bias = bias if self.rank == 0 else None
-        # Few steps for decoding, which is here token after token: see ops/op.py.
-        if x.shape[:-1].numel() * w.shape[0] * x.dtype.itemsize < _DIRECT_BYTES:
-            y = linear(x, w, own_bias) if len(products) == 1 else sum_of_products(products, own_bias)
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        if shape.numel() * x.dtype.itemsize < _DIRECT_BYTES:
+            y = sum_of_products(products, own_bias)
             if meanwhile is not None:
                 meanwhile()
-            described = self._described.get((y.shape, y.dtype))
-            if described is None:
-                described = self.transport.described("matmul_all_reduce", y.dtype, y.shape)
-                if len(self._described) >= _MAX_DESCRIBED:  # lengths that keep changing
-                    self._described.clear()
-                self._described[y.shape, y.dtype] = described
-            address = y.data_ptr()
-            _core.all_reduce(self._core_group, address, address, *described)
+            self.transport.all_reduce(y, y, "matmul_all_reduce")
             return y
         return self._matmul_sum(products, own_bias, meanwhile)
 
@@ -162,6 +153,24 @@ class SharedMemory(RowSchedule):
             lambda y: sum_of_products(products, bias, out=as_rows(y)),
             meanwhile,
         )
+
+    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+        if op != "matmul_all_reduce":
+            return None
+        x, w, *_ = args
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
+            return None
+        core_group, rank = self.transport.core_group, self.rank
+        described = self.transport.described(op, x.dtype, shape)
+
+        def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            y = linear(x, w, bias if rank == 0 else None)
+            address = y.data_ptr()
+            _core.all_reduce(core_group, address, address, *described)
+            return y
+
+        return call
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
