@@ -101,10 +101,6 @@ def compile_step(output: str, source: str, command: Sequence[str], log: str = ""
     return Step(output, [source], [*command, *files], headers_too=True, log=log)
 
 
-def seen_from(folder: Path, path: Path) -> str:
-    return os.path.relpath(path, folder)
-
-
 class CoreBuild:
     """The compile and link commands of the core."""
 
@@ -128,9 +124,9 @@ class CoreBuild:
         steps = []
         for source in self.sources():
             own = [*FOLDER_FLAGS.get(source.parent.name, []), *X86_FLAGS.get(isa_of(source), [])]
-            command = [*self.compiler, f"-I{seen_from(folder, CSRC)}", *self.flags, *own]
+            command = [*self.compiler, f"-I{os.path.relpath(CSRC, folder)}", *self.flags, *own]
             name = f"{source.parent.name}_{source.stem}.o"
-            steps.append(compile_step(name, seen_from(folder, source), command))
+            steps.append(compile_step(name, os.path.relpath(source, folder), command))
         objects = [step.output for step in steps]
         command = [*self.compiler, *objects, *self.link_flags, "-o", output.name]
         run_steps([*steps, Step(output.name, objects, command)], folder)
@@ -225,13 +221,13 @@ class CudaBuild:
         codes = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
             threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
-        csrc = seen_from(folder, CSRC)
+        csrc = os.path.relpath(CSRC, folder)
         # A sixth of the size. Drivers of CUDA 13, which code of that toolkit needs anyway, can unpack it.
         small = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
         command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *small, f"-I{csrc}", *codes]
         steps = []
         for source, log in zip(self.sources, self.logs(folder), strict=True):
-            steps.append(compile_step(log.stem, seen_from(folder, source), command, log.name))
+            steps.append(compile_step(log.stem, os.path.relpath(source, folder), command, log.name))
         says = [f'-DFUSED_TP_BUILT_FOR="{self.built_for}"', *COMPILE_FLAGS]
         steps.append(compile_step("built_for.o", f"{csrc}/cuda/built_for.cpp", [*self.compiler, *says]))
         objects = [step.output for step in steps]
@@ -245,10 +241,7 @@ class CudaBuild:
 
 def find_compiler() -> list[str]:
     """The C++ compiler: $CXX, else c++, g++ or clang++; one that cannot compile a trivial file counts as none."""
-    if os.environ.get("CXX"):
-        candidates = [shlex.split(os.environ["CXX"])]
-    else:
-        candidates = [[name] for name in ("c++", "g++", "clang++")]
+    candidates = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
     for command in candidates:
         if shutil.which(command[0]) and compiles(command, []):
             return command
@@ -279,20 +272,16 @@ def isa_of(source: Path) -> str:
 def find_nvcc() -> Path:
     """That of $CUDA_HOME or $CUDA_PATH where one is set, and then no other; else of PATH, else of the usual place."""
     named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
-    if named is not None:
-        candidates = [Path(os.environ[named], "bin", "nvcc")]
-    else:
-        in_path = shutil.which("nvcc")
-        candidates = [Path(in_path)] if in_path else []
-        candidates.append(Path(TOOLKIT, "bin", "nvcc"))
-    for nvcc in candidates:
+    home = os.environ[named] if named is not None else TOOLKIT
+    in_path = shutil.which("nvcc") if named is None else None
+    for nvcc in ([Path(in_path)] if in_path else []) + [Path(home, "bin", "nvcc")]:
         version = nvcc_version(nvcc)
         if version and int(version.split(".")[0]) < OLDEST_TOOLKIT:
             raise NotBuiltError(f"nvcc {version} ({nvcc}) is too old", A_TOOLKIT)
         if version:
             return nvcc
     if named is not None:
-        why = f"no nvcc that runs was found in {candidates[0].parent}: {named} is {os.environ[named]!r}"
+        why = f"no nvcc that runs was found in {Path(home, 'bin')}: {named} is {home!r}"
         raise NotBuiltError(why, f"{A_TOOLKIT} there, or correct {named},")
     raise NotBuiltError(f"no nvcc was found (looked in CUDA_HOME, CUDA_PATH, PATH and {TOOLKIT})", A_TOOLKIT)
 
@@ -341,12 +330,12 @@ def parse_archs(text: str) -> list[Arch]:
 
 def jobs() -> int:
     """How many commands may run at once."""
-    text = os.environ.get("MAX_JOBS", "")
-    if text:
-        if not text.strip().isdecimal() or int(text) == 0:
-            raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files may compile at once, 1 or more.")
-        return int(text)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    text = os.environ.get("MAX_JOBS", "").strip()
+    if not text:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not text.isdecimal() or int(text) == 0:
+        raise SettingError(f"MAX_JOBS is {text!r}; set it to how many files may compile at once, 1 or more.")
+    return int(text)
 
 
 def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -372,10 +361,9 @@ def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str
 
 def ninja_file(steps: Sequence[Step]) -> str:
     def names(paths: Sequence[str]) -> str:
-        return " ".join(path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in paths)
+        return " ".join(re.sub(r"([$ :])", r"$\1", path) for path in paths)
 
-    lines = ["rule run", "  command = $run"]
-    lines += ["rule compile", "  command = $run", "  depfile = $out.d", "  deps = gcc"]
+    lines = ["rule run", "  command = $run", "rule compile", "  command = $run", "  depfile = $out.d", "  deps = gcc"]
     for step in steps:
         outputs = step.output + (f" | {step.log}" if step.log else "")
         rule = "compile" if step.headers_too else "run"
@@ -394,15 +382,9 @@ def find_ninja() -> list[str] | None:
 
 
 def check_run(command: list[str], folder: Path, environment: Mapping[str, str] | None) -> None:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, **(environment or {})}
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, cwd=folder, env=env, stdout=pipe, stderr=out, text=True, check=False)
     print(done.stdout, end="")
     if done.returncode != 0:
         raise NotBuiltError(f"`{shlex.join(command)}` failed in {folder}:\n{done.stdout[-4000:]}")

@@ -41,6 +41,34 @@ T unpacked(const py::bytes& packed, const char* name) {
 
 DType to_dtype(int number);
 
+// What Python gives for a parameter of type T, and how it becomes one.
+template <typename T>
+struct From {
+  using Given = T;
+  static T value(T given) { return given; }
+};
+template <typename T>
+struct From<T*> {
+  using Given = Address;
+  static T* value(Address given) { return pointer<T>(given); }
+};
+template <typename T>
+struct From<T&> {
+  using Given = T&;
+  static T& value(T& given) { return given; }
+};
+template <>
+struct From<DType> {
+  using Given = int;
+  static DType value(int given) { return to_dtype(given); }
+};
+
+// `function`, for Python.
+template <typename Result, typename... Parameters>
+auto bound(Result (*function)(Parameters...)) {
+  return [function](typename From<Parameters>::Given... given) { return function(From<Parameters>::value(given)...); };
+}
+
 void require(bool condition, const char* sentence);
 
 // Lets Ctrl-C end a wait. Takes the GIL.

@@ -24,31 +24,8 @@
 
 namespace fused_tp::bindings {
 
-namespace {
-
-using driver::Driver;
-using driver::Stream;
-
-Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
-
 using Range = std::pair<Address, size_t>;  // address and bytes
 
-// What Python gives for a parameter of type T, and how it becomes one.
-template <typename T>
-struct From {
-  using Given = T;
-  static T value(T given) { return given; }
-};
-template <typename T>
-struct From<T*> {
-  using Given = Address;
-  static T* value(Address given) { return pointer<T>(given); }
-};
-template <typename T>
-struct From<T&> {
-  using Given = T&;
-  static T& value(T& given) { return given; }
-};
 template <>
 struct From<copy_engine::Memory> {
   using Given = Range;
@@ -72,6 +49,13 @@ struct From<copy_engine::Op> {
   using Given = int;
   static copy_engine::Op value(int given) { return static_cast<copy_engine::Op>(given); }
 };
+
+namespace {
+
+using driver::Driver;
+using driver::Stream;
+
+Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
 
 // ---- the driver ------------------------------------------------------------------------------------------------
 
@@ -401,6 +385,8 @@ Algorithm to_algorithm(int number) {
   return static_cast<Algorithm>(number);
 }
 
+}  // namespace
+
 template <>
 struct From<Algorithm> {
   using Given = int;
@@ -437,6 +423,8 @@ struct From<const cuda::RmsNorm*> {
              std::get<4>(n), std::get<5>(n), std::get<6>(n)}};
   }
 };
+
+namespace {
 
 // Stays loaded until the process ends: kernels may run in it until then, and the CUDA runtime in it ends with it.
 class DeviceKernels {

@@ -201,40 +201,13 @@ void bind_group(py::module_& m) {
   m.attr("MAX_CALLS_IN_FLIGHT") = shm::kSlots;
 }
 
-void require_counts(const Group& group, const std::vector<size_t>& counts) {
-  require(counts.size() == static_cast<size_t>(group.size()), "one count is needed for each rank");
-}
-
 // Signatures have the op and the shape as the user knows them: ranks must agree on those, not on counts alone.
 void bind_collectives(py::module_& m) {
-  m.def(
-      "all_reduce",
-      [](Group& group, Address in, Address out, size_t count, const shm::Signature& signature) {
-        shm::all_reduce(group, pointer<>(in), pointer<>(out), count, signature);
-      },
-      NoGil());
-  m.def(
-      "sum_workspaces",
-      [](Group& group, shm::Call& call, size_t count, int dtype) {
-        shm::sum_workspaces(group, call, count, to_dtype(dtype));
-      },
-      NoGil(), "Replaces the elements at the start of every rank's workspace of `call` by their sum over ranks.");
-  m.def(
-      "reduce_scatter",
-      [](Group& group, Address in, Address out, const std::vector<size_t>& counts, const shm::Signature& signature) {
-        require_counts(group, counts);
-        shm::reduce_scatter(group, pointer<>(in), pointer<>(out), counts, signature);
-      },
-      NoGil());
-  m.def(
-      "all_to_all",
-      [](Group& group, Address in, Address out, const std::vector<size_t>& send_counts,
-         const std::vector<size_t>& receive_counts, int dtype) {
-        require_counts(group, send_counts);
-        require_counts(group, receive_counts);
-        shm::all_to_all(group, pointer<>(in), pointer<>(out), send_counts, receive_counts, to_dtype(dtype));
-      },
-      NoGil());
+  m.def("all_reduce", bound(&shm::all_reduce), NoGil());
+  m.def("sum_workspaces", bound(&shm::sum_workspaces), NoGil(),
+        "Replaces the elements at the start of every rank's workspace of `call` by their sum over ranks.");
+  m.def("reduce_scatter", bound(&shm::reduce_scatter), NoGil());
+  m.def("all_to_all", bound(&shm::all_to_all), NoGil());
   m.def("barrier", &shm::barrier, NoGil());
   m.def(
       "all_reduce_rms_norm",

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
 
 #include "kernels.h"
 
@@ -39,7 +40,9 @@ size_t chunk_elements(size_t largest, size_t parts, size_t size) {
   return std::min(round_up(bytes, kLine), std::max(round_up(largest * size, kLine), kLine)) / size;
 }
 
-std::vector<size_t> offsets_of(const std::vector<size_t>& counts) {
+std::vector<size_t> offsets_of(const Group& group, const std::vector<size_t>& counts) {
+  if (counts.size() != static_cast<size_t>(group.size()))
+    throw std::invalid_argument("one count is needed for each rank");
   std::vector<size_t> offsets(counts.size() + 1, 0);
   std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
   return offsets;
@@ -66,39 +69,41 @@ void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, si
 // Per chunk, rank b owns block b: the others hand it theirs, it reduces and hands the result back.
 // A chunk's parity picks its half of the workspace. Signals in program order: in(0), out(0), in(1), out(1), ...
 // Half p is rewritten by in(k + 1) only after out(k - 1) of all ranks, which says that they have read it.
-void all_reduce_two_shot(Group& group, Call& call, const void* in, void* out, size_t count, size_t block, DType dtype) {
-  const size_t size = element_size(dtype);
+//
+// Of `count` units of so many bytes: own(first, length, terms) reduces units of this rank, whose terms are given by
+// rank, and returns where the result is; take(first, length, result) is given what another rank has reduced.
+template <typename Own, typename Take>
+void two_shot(Group& group, Call& call, const void* in, size_t count, size_t block, size_t unit, Own&& own,
+              Take&& take) {
   const int ranks = group.size();
   const int me = group.rank();
-  const size_t chunk = block * ranks;
+  const size_t chunk = block * static_cast<size_t>(ranks);
   const size_t chunks = ceil_div(count, chunk);
-  const size_t half = (chunk + block) * size;  // a block for every rank, and one for the result
+  const size_t half = (chunk + block) * unit;  // a block for every rank, and one for the result
   auto begin_of = [&](size_t k, int b) { return std::min(count, k * chunk + static_cast<size_t>(b) * block); };
   auto length_of = [&](size_t k, int b) { return std::min(count, begin_of(k, b) + block) - begin_of(k, b); };
   auto workspace = [&](int r, size_t k, int b) {
-    return call.workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * size;
+    return call.workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * unit;
   };
   auto copy_in = [&](size_t k) {
     for (int step = 1; step < ranks; ++step) {
       const int b = (me + step) % ranks;
-      copy(workspace(me, k, b), at(in, begin_of(k, b) * size), length_of(k, b) * size);
+      copy(workspace(me, k, b), at(in, begin_of(k, b) * unit), length_of(k, b) * unit);
     }
     call.signal(static_cast<uint32_t>(2 * k + 1));
   };
   copy_in(0);
   for (size_t k = 0; k < chunks; ++k) {
     call.wait_all(static_cast<uint32_t>(2 * k + 1));
-    std::array<const void*, kMaxRanks> sources;
-    for (int r = 0; r < ranks; ++r) sources[r] = r == me ? at(in, begin_of(k, me) * size) : workspace(r, k, me);
-    void* own = at(out, begin_of(k, me) * size);
-    kernels().sum(own, sources.data(), ranks, length_of(k, me), dtype);
-    copy(workspace(me, k, ranks), own, length_of(k, me) * size);
+    std::array<const void*, kMaxRanks> terms;
+    for (int r = 0; r < ranks; ++r) terms[r] = r == me ? at(in, begin_of(k, me) * unit) : workspace(r, k, me);
+    copy(workspace(me, k, ranks), own(begin_of(k, me), length_of(k, me), terms.data()), length_of(k, me) * unit);
     call.signal(static_cast<uint32_t>(2 * k + 2));
     if (k + 1 < chunks) copy_in(k + 1);
     for (int step = 1; step < ranks; ++step) {
       const int b = (me + step) % ranks;
       call.wait(b, static_cast<uint32_t>(2 * k + 2));
-      copy(at(out, begin_of(k, b) * size), workspace(b, k, ranks), length_of(k, b) * size);
+      take(begin_of(k, b), length_of(k, b), workspace(b, k, ranks));
     }
   }
 }
@@ -117,7 +122,12 @@ void all_reduce(Group& group, const void* in, void* out, size_t count, const Sig
   const size_t ranks = static_cast<size_t>(group.size());
   const size_t block = chunk_elements(ceil_div(count, ranks), ranks, size);
   const auto call = group.begin(called, 2 * (ranks + 1) * block * size, false);
-  all_reduce_two_shot(group, *call, in, out, count, block, dtype);
+  auto own = [&](size_t first, size_t length, const void* const* terms) {
+    kernels().sum(at(out, first * size), terms, group.size(), length, dtype);
+    return at(out, first * size);
+  };
+  auto take = [&](size_t first, size_t length, const void* sum) { copy(at(out, first * size), sum, length * size); };
+  two_shot(group, *call, in, count, block, size, own, take);
   call->end();
 }
 
@@ -165,7 +175,7 @@ void reduce_scatter(Group& group, const void* in, void* out, const std::vector<s
   const size_t size = element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
-  const auto offsets = offsets_of(counts);
+  const auto offsets = offsets_of(group, counts);
   const size_t largest = *std::max_element(counts.begin(), counts.end());
   const size_t block = chunk_elements(largest, static_cast<size_t>(ranks), size);
   Signature signature = called;
@@ -196,8 +206,8 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   const size_t size = element_size(dtype);
   const int ranks = group.size();
   const int me = group.rank();
-  const auto send_offsets = offsets_of(send_counts);
-  const auto receive_offsets = offsets_of(receive_counts);
+  const auto send_offsets = offsets_of(group, send_counts);
+  const auto receive_offsets = offsets_of(group, receive_counts);
   // The workspace starts with what the rank sends to each and expects from each: where its peers find their part, and
   // what lets all of them notice when any two disagree.
   const size_t n = static_cast<size_t>(ranks);
@@ -252,46 +262,24 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
     call->end();
     return;
   }
-  // Two-shot by rows, as all_reduce_two_shot: the owner of a row sums it; the others normalise what it hands back.
+  // Two-shot by rows: the owner of a row sums it; the others normalise what it hands back.
   const size_t block = std::max<size_t>({1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes,
                                          ceil_div(a.rows, kMaxChunks * static_cast<size_t>(ranks))});
-  const size_t chunk = block * static_cast<size_t>(ranks);
-  const size_t chunks = ceil_div(a.rows, chunk);
-  const size_t half = (chunk + block) * row_bytes;
-  const auto call = group.begin(signature, 2 * half, false);
-  auto begin_of = [&](size_t k, int b) { return std::min(a.rows, k * chunk + static_cast<size_t>(b) * block); };
-  auto length_of = [&](size_t k, int b) { return std::min(a.rows, begin_of(k, b) + block) - begin_of(k, b); };
-  auto workspace = [&](int r, size_t k, int b) {
-    return call->workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * row_bytes;
+  const auto call = group.begin(signature, 2 * (static_cast<size_t>(ranks) + 1) * block * row_bytes, false);
+  auto own = [&](size_t first, size_t length, const void* const* terms) {
+    for (size_t i = 0; i < length; ++i) {
+      for (int r = 0; r < ranks; ++r) partials[r] = at(terms[r], i * row_bytes);
+      norm_row(first + i, partials.data(), ranks, true);
+    }
+    return at(a.new_residual, first * row_bytes);
   };
-  auto copy_in = [&](size_t k) {
-    for (int step = 1; step < ranks; ++step) {
-      const int b = (me + step) % ranks;
-      copy(workspace(me, k, b), at(a.partial, begin_of(k, b) * row_bytes), length_of(k, b) * row_bytes);
+  auto take = [&](size_t first, size_t length, const void* summed) {
+    for (size_t i = 0; i < length; ++i) {
+      const void* row = at(summed, i * row_bytes);
+      norm_row(first + i, &row, 1, false);
     }
-    call->signal(static_cast<uint32_t>(2 * k + 1));
   };
-  copy_in(0);
-  for (size_t k = 0; k < chunks; ++k) {
-    call->wait_all(static_cast<uint32_t>(2 * k + 1));
-    for (size_t i = 0; i < length_of(k, me); ++i) {
-      const size_t row = begin_of(k, me) + i;
-      for (int r = 0; r < ranks; ++r)
-        partials[r] = r == me ? at(a.partial, row * row_bytes) : workspace(r, k, me) + i * row_bytes;
-      norm_row(row, partials.data(), ranks, true);
-    }
-    copy(workspace(me, k, ranks), at(a.new_residual, begin_of(k, me) * row_bytes), length_of(k, me) * row_bytes);
-    call->signal(static_cast<uint32_t>(2 * k + 2));
-    if (k + 1 < chunks) copy_in(k + 1);
-    for (int step = 1; step < ranks; ++step) {
-      const int b = (me + step) % ranks;
-      call->wait(b, static_cast<uint32_t>(2 * k + 2));
-      for (size_t i = 0; i < length_of(k, b); ++i) {
-        const void* summed = workspace(b, k, ranks) + i * row_bytes;
-        norm_row(begin_of(k, b) + i, &summed, 1, false);
-      }
-    }
-  }
+  two_shot(group, *call, a.partial, a.rows, block, row_bytes, own, take);
   call->end();
 }
 

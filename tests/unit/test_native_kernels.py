@@ -155,35 +155,28 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return library
 
 
-def test_a_gpu_that_was_built_for(installed: Path) -> None:
+def test_whether_it_can_be_used_here(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(arch: int = 90) -> str:
+        return native_kernels_available(arch).reason
+
     assert native_kernels.built_for(installed) == BuiltFor(("sm_90a", "compute_100"), (13, 0, 88))
-    assert native_kernels_available()
-    assert native_kernels_available(90) and native_kernels_available(120)
+    assert native_kernels_available() and native_kernels_available(90) and native_kernels_available(120)
     assert native_kernels.native_kernels() is native_kernels.native_kernels()
-
-
-def test_a_gpu_that_was_not_built_for(installed: Path) -> None:
-    reason = native_kernels_available(80).reason
-    assert reason == (
+    assert reason(80) == (
         "they were built for sm_90a, compute_100, and this GPU is sm_80; reinstall fused_tp with FUSED_TP_CUDA_ARCHS=80"
     )
-
-
-def test_a_driver_older_than_the_toolkit(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (12, 4))
-    said = native_kernels_available(90).reason
-    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in said
-
-
-def test_no_gpu_to_use_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "built by CUDA 13.0, and the driver serves CUDA 12.4; update the driver" in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert native_kernels_available().reason == "torch finds no GPU here (no GPU or no driver for it)"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert native_kernels_available().reason == "torch finds no GPU here (a torch that was built without CUDA)"
+    for version, why in (("13.0", "no GPU or no driver for it"), (None, "a torch that was built without CUDA")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert reason() == f"torch finds no GPU here ({why})"
 
 
-def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_library_or_core(installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
+        assert "_core" in native_kernels_available().reason
     monkeypatch.setattr(native_kernels, "LIBRARY", tmp_path / "_cuda.so")
     reason = native_kernels_available().reason
     assert reason.startswith("they were not built when fused_tp was installed; install the CUDA toolkit")
@@ -192,26 +185,18 @@ def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         native_kernels.native_kernels()
 
 
-def test_no_core_to_load_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fused_tp._core", None)  # import raises ImportError
-    assert "_core" in native_kernels_available().reason
-
-
-@pytest.mark.parametrize(
-    ("name", "served"),
-    [
-        ("sm_80", [80, 86, 89]),
-        ("sm_86", [86, 89]),
-        ("sm_90", [90]),
-        ("sm_90a", [90]),
-        ("sm_100a", [100]),
-        ("sm_100f", [100, 103]),
-        ("compute_90", [90, 100, 103, 120]),
-    ],
-)
-def test_which_gpus_code_serves(name: str, served: list[int]) -> None:
+def test_which_gpus_code_serves() -> None:
     gpus = (75, 80, 86, 89, 90, 100, 103, 120)
-    assert [gpu for gpu in gpus if BuiltFor((name,), (13,)).runs_on(gpu)] == served
+    for name, served in {
+        "sm_80": [80, 86, 89],
+        "sm_86": [86, 89],
+        "sm_90": [90],
+        "sm_90a": [90],
+        "sm_100a": [100],
+        "sm_100f": [100, 103],
+        "compute_90": [90, 100, 103, 120],
+    }.items():
+        assert [gpu for gpu in gpus if BuiltFor((name,), (13,)).runs_on(gpu)] == served, name
 
 
 def test_a_process_without_driver_has_none() -> None:
