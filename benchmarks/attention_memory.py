@@ -4,9 +4,9 @@ Forward and backward of causal zigzag attention in bf16, inputs and gradients in
 thread, new ones for each figure. A rank's figure is what it adds to the host at its peak: private pages (the peak that
 Linux counts, VmHWM) above those it had before, and the pages of its own shared memory. A peer's memory that it reads in
 place is the peer's; it is mapped and touched beforehand, so that its share of VmHWM is known. malloc gives back at once
-what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps; `--as-is` leaves malloc.
-Writes attention_memory.jsonl, after each figure, and attention_memory.png. Figures that are there already and are not
-measured again stay, if they come from such a machine and setting: long ones can be had one by one (`--ways`, `--plot`).
+what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps. Writes
+attention_memory.jsonl after each figure; figures that are there and not measured again stay, if they come from such a
+machine and setting.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Setting:
 
     heads: int = HEADS
     head_dim: int = HEAD_DIM
-    as_is: bool = False
 
     def chunk_mib(self, tokens: int) -> float:
         """K and V of so many tokens."""
@@ -79,16 +78,18 @@ def measure(context: RankContext, way: str, tokens: int, setting: Setting) -> fl
 def peak_mib(way: str, tokens: int, world_size: int, setting: Setting) -> float:
     """The same; the world has `world_size` ranks, and FUSED_TP_SHM is set."""
     libc = ctypes.CDLL(None)
-    if not setting.as_is:
-        libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
+    libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
+
+    def trim() -> None:
+        gc.collect()
+        libc.malloc_trim(0)
+
     _run(way, 64 * world_size, world_size, setting)  # whatever is made once
-    gc.collect()
-    libc.malloc_trim(0)
+    trim()
     before = _kib("RssAnon") + _kib("RssFile")
     if way in WAYS:
         _touch_peers(tokens // world_size, world_size, setting)
-    gc.collect()
-    libc.malloc_trim(0)
+    trim()
     shared = _kib("RssShmem")  # grows, if at all: so no part of a peak is missed
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     _run(way, tokens, world_size, setting)
@@ -171,32 +172,6 @@ def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
     return alone[0] + 2 * setting.chunk_mib(length) if alone and peak.ranks > 1 else None
 
 
-def picture(found: Sequence[Peak], setting: Setting, path: Path) -> None:
-    """Sequence against memory, a line for each way and number of ranks."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
-    axis = figure.subplots()
-    for way, ranks in dict.fromkeys((peak.way, peak.ranks) for peak in found):
-        line = [peak for peak in found if (peak.way, peak.ranks) == (way, ranks)]
-        style = "--" if way in TORCH else "-" if way.endswith("messages") else ":"
-        label = f"{way}, whole" if way in TORCH else f"{way}, W = {ranks}"
-        axis.plot([p.tokens for p in line], [p.mib for p in line], style, marker="o", markersize=3, label=label)
-    most = max(peak.ranks for peak in found)
-    bars = [(p.tokens, limit(found, p, setting)) for p in found if p.ranks == most and p.way.endswith("messages")]
-    if any(bar for _, bar in bars):
-        axis.plot(*zip(*bars, strict=True), "_", color="black", markersize=14, label="W = 1 and two chunks of K/V")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.set_xlabel("tokens of the whole sequence")
-    axis.set_ylabel("MiB on each rank, peak")
-    what = f"Causal attention, forward and backward, bf16, heads: {setting.heads} of {setting.head_dim}"
-    axis.set_title(what, fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(prog="benchmarks.attention_memory", description=__doc__)
@@ -204,29 +179,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="W")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, *TORCH], default=[*WAYS, *TORCH])
     parser.add_argument("--heads", type=int, default=HEADS, help=f"of {HEAD_DIM}")
-    parser.add_argument("--as-is", action="store_true", help="leave malloc as it is")
-    parser.add_argument("--plot", action="store_true", help="measure nothing, draw what is there")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")
     options = parser.parse_args(arguments)
     if sys.platform != "linux":
         print("benchmarks.attention_memory reads /proc, which only Linux has.", file=sys.stderr)
         return 2
-    setting = Setting(heads=options.heads, as_is=options.as_is)
+    setting = Setting(heads=options.heads)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
     source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
     found = stored(path, source)
-    for peak in () if options.plot else peaks(options.ways, options.tokens, options.ranks, setting):
+    for peak in peaks(options.ways, options.tokens, options.ranks, setting):
         found = sorted([*(one for one in found if one.where != peak.where), peak], key=lambda one: one.where)
         path.write_text("".join(json.dumps({**asdict(one), **source}) + "\n" for one in found))
         bar = limit(found, peak, setting)
         told = "" if bar is None else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {bar:.1f}"
         print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{told}", flush=True)
-    if not found:
-        print(f"{path} has no figures of this machine, these versions and this setting.", file=sys.stderr)
-        return 1
-    picture(found, setting, path.with_suffix(".png"))
-    print(f"Results: {path} and {path.with_suffix('.png')}")
+    print(f"Results: {path}")
     return 0
 
 

@@ -26,7 +26,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,35 +47,33 @@ ROUNDS, QUICK_ROUNDS = 25, 7
 
 def cases(quick: bool) -> list[Case]:
     """All cases, those that say most first: minutes may run out."""
-    from . import gpu_attention, gpu_collectives, gpu_matmul
+    from . import gpu_attention as attention
+    from . import gpu_collectives as collectives
+    from . import gpu_matmul as matmul
 
-    small, large = gpu_collectives.SMALL, gpu_collectives.LARGE
     common = [
-        *gpu_matmul.alone_cases(["bf16"], quick),
-        *gpu_matmul.flag_cases(quick),
-        *gpu_matmul.rank_cases(2, quick),
-        *gpu_attention.cases(quick),
-        *gpu_attention.ring_cases(quick),
-        *gpu_attention.rank_cases(quick),
+        *matmul.alone_cases(["bf16"], quick),
+        *matmul.flag_cases(quick),
+        *matmul.rank_cases(2, quick),
+        *attention.cases(quick),
+        *attention.ring_cases(quick),
+        *attention.rank_cases(quick),
     ]
-
-    def exchanges(sizes: Sequence[int], rows: Sequence[int], latencies: Sequence[int]) -> Iterator[Case]:
-        yield from gpu_collectives.latency_cases(2, latencies)
-        yield from gpu_collectives.exchange_cases(2, sizes)
-        yield from gpu_collectives.norm_cases(2, rows)
-        yield from gpu_collectives.overhead_cases()
-
+    small, large = collectives.SMALL, collectives.LARGE
     if quick:
-        return [*exchanges((small[1], large[0]), (128,), (small[1],)), *common]
+        return [
+            *collectives.cases(2, (small[1], large[0]), (128,), (small[1],)),
+            *collectives.overhead_cases(),
+            *common,
+        ]
     return [
-        *exchanges(large, gpu_collectives.NORM_ROWS, gpu_collectives.LATENCY_BYTES),
+        *collectives.cases(2, large),
+        *collectives.overhead_cases(),
         *common,
-        *gpu_collectives.exchange_cases(2, small),
-        *gpu_matmul.rank_cases(4, quick),
-        *gpu_collectives.latency_cases(4),
-        *gpu_collectives.exchange_cases(4),
-        *gpu_collectives.norm_cases(4),
-        *gpu_matmul.alone_cases(["fp16"], quick),
+        *collectives.exchange_cases(2, small),
+        *matmul.rank_cases(4, quick),
+        *collectives.cases(4),
+        *matmul.alone_cases(["fp16"], quick),
     ]
 
 
@@ -95,7 +93,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         chosen = select(cases(options.quick), options.only, "--only")
     except ValueError as error:
-        return _refuse(str(error))
+        print(error, file=sys.stderr)
+        return 2
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
@@ -103,18 +102,16 @@ def main(options: argparse.Namespace) -> int:
     os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not take all the minutes
     problem = obstacle()
     if problem:
-        return _refuse(problem)
+        print(problem, file=sys.stderr)
+        return 2
     import torch
 
     from .gpu_timing import Budget, GpuContext, gpu_machine, gpu_versions
 
     budget = Budget(60 * options.minutes)
     device = torch.device("cuda", torch.cuda.current_device())
-    context = GpuContext(device)
-    machine = gpu_machine(device)
+    context, machine = GpuContext(device), gpu_machine(device)
     path = options.out / "gpu.jsonl"
-    if not options.check:
-        options.out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
 
     def measure(case: Case) -> Mapping[str, str]:
@@ -137,9 +134,9 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join([*skipped, f"{ran} of {len(chosen)} cases have right answers."]))
         return int(failed or not ran)
     table = markdown(records, skipped, budget.spent() / 60)
+    options.out.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text(table)
-    print(table)
-    print(f"Results: {path} and {path.with_suffix('.md')}")
+    print(f"{table}\nResults: {path} and {path.with_suffix('.md')}")
     return int(failed or not records)
 
 
@@ -198,11 +195,6 @@ def obstacle() -> str:
     if triton.knobs.runtime.interpret:
         return "benchmarks.gpu measures compiled kernels: unset TRITON_INTERPRET."
     return ""
-
-
-def _refuse(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 2
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ against one launch of the whole on all SMs. Forward, causal, zigzag.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -39,49 +40,59 @@ TOKENS = 32768  # of all batch rows together
 LENGTHS = (4096, 8192, 16384, 32768)
 FORWARD_BAR, FORWARD_AIM, BACKWARD_BAR, BACKWARD_AIM = 0.70, 0.90, 0.65, 0.85
 RING_BAR = 0.92
+WHOLE_BAR = 0.85
+STEPS = "a launch for each step"
+# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
+# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
+RELAYS = 2
 CHUNK = 2048  # queries at a time, of the fp64 reference
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for head_dim in (128,) if quick else (128, 64):
-        for causal in (True,) if quick else (True, False):
-            for seq in LENGTHS[:1] if quick else LENGTHS:
-                for backward in (False, True):
-                    bar, aim = (BACKWARD_BAR, BACKWARD_AIM) if backward else (FORWARD_BAR, FORWARD_AIM)
-                    name = "/".join(
-                        ["attention", "backward" if backward else "forward", f"D={head_dim}", _mask(causal), f"S={seq}"]
-                    )
-                    yield Case(
-                        name,
-                        alone,
-                        {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
-                        {backend: Rival(SPEEDUP, bar, aim) for backend in BACKENDS},
-                        seconds=1.75,
-                        flops=_flops(max(TOKENS, seq), seq, causal, backward),
-                    )
+    few = ((128,), (True,), LENGTHS[:1]) if quick else ((128, 64), (True, False), LENGTHS)
+    for head_dim, causal, seq, backward in itertools.product(*few, (False, True)):
+        judged = (BACKWARD_BAR, BACKWARD_AIM) if backward else (FORWARD_BAR, FORWARD_AIM)
+        yield Case(
+            f"attention/{_way(backward)}/D={head_dim}/{'causal' if causal else 'full'}/S={seq}",
+            alone,
+            {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
+            {backend: Rival(SPEEDUP, *judged) for backend in BACKENDS},
+            seconds=1.75,
+            flops=_flops(max(TOKENS, seq), seq, causal, backward),
+        )
 
 
 def ring_cases(quick: bool) -> Iterator[Case]:
-    for ranks, seq in ((8, 16384),) if quick else ((8, 16384), (8, 32768)):
-        for backward in (False, True):
-            way = "backward" if backward else "forward"
-            yield Case(
-                f"attention-ring/{way}/W={ranks}/S={seq}",
-                ring,
-                {"seq": seq, "head_dim": 128, "ranks": ranks, "backward": backward},
-                {WHOLE: Rival(SPEEDUP, RING_BAR)},
-                seconds=3.0,
-                flops=_flops(seq, seq, True, backward),
-            )
+    for seq, backward in itertools.product((16384,) if quick else (16384, 32768), (False, True)):
+        yield Case(
+            f"attention-ring/{_way(backward)}/W=8/S={seq}",
+            ring,
+            {"seq": seq, "head_dim": 128, "ranks": 8, "backward": backward},
+            {WHOLE: Rival(SPEEDUP, RING_BAR)},
+            seconds=3.0,
+            flops=_flops(seq, seq, True, backward),
+        )
+
+
+def rank_cases(quick: bool) -> Iterator[Case]:
+    for world_size, seq in itertools.product((2,) if quick else (2, 4), (16384,) if quick else (16384, 32768)):
+        yield Case(
+            f"attention-ranks/forward/W={world_size}/S={seq}",
+            rank_contestants,
+            {"seq": seq, "head_dim": 128, "world_size": world_size},
+            {STEPS: Rival(SPEEDUP, 1.0), WHOLE: Rival(SPEEDUP, WHOLE_BAR)},
+            seconds=3.0,
+            flops=_flops(seq, seq, True, False),
+        )
+
+
+def _way(backward: bool) -> str:
+    return "backward" if backward else "forward"
 
 
 def _flops(rows: int, seq: int, causal: bool, backward: bool) -> float:
     """Of its matmuls: two forward, five backward, half of each where the mask is causal."""
     return (5 if backward else 2) * 2.0 * rows * seq * (0.5 if causal else 1.0) * WIDTH
-
-
-def _mask(causal: bool) -> str:
-    return "causal" if causal else "full"
 
 
 class Inputs:
@@ -125,14 +136,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> li
 
 def alone(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: bool) -> Makers:
     inputs = Inputs(context, seq, head_dim, max(1, TOKENS // seq))
-    made: Makers = {
-        OURS: partial(_contestant, context, inputs, causal, lambda: _whole_by_ours(inputs, causal, backward))
-    }
-    for name, backend in BACKENDS.items():
-        made[name] = partial(
-            _contestant, context, inputs, causal, partial(_whole_by_torch, inputs, causal, backward, backend)
-        )
-    return made
+    made = {name: partial(_whole_by_torch, inputs, causal, backward, backend) for name, backend in BACKENDS.items()}
+    made = {OURS: partial(_whole_by_ours, inputs, causal, backward), **made}
+    return {name: partial(_contestant, context, inputs, causal, make) for name, make in made.items()}
 
 
 def ring(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool) -> Makers:
@@ -252,28 +258,6 @@ def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
     return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5))
-
-
-# -- ranks that run at once --------------------------------------------------------------------------------------------
-
-STEPS = "a launch for each step"
-# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
-# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
-RELAYS = 2
-WHOLE_BAR = 0.85
-
-
-def rank_cases(quick: bool) -> Iterator[Case]:
-    for world_size in (2,) if quick else (2, 4):
-        for seq in (16384,) if quick else (16384, 32768):
-            yield Case(
-                f"attention-ranks/forward/W={world_size}/S={seq}",
-                rank_contestants,
-                {"seq": seq, "head_dim": 128, "world_size": world_size},
-                {STEPS: Rival(SPEEDUP, 1.0), WHOLE: Rival(SPEEDUP, WHOLE_BAR)},
-                seconds=3.0,
-                flops=_flops(seq, seq, True, False),
-            )
 
 
 class Ring:

@@ -30,7 +30,7 @@ import fused_tp
 from fused_tp.transport.native_kernels import native_kernels_available
 
 from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
-from .gpu_ranks import normal
+from .gpu_ranks import Driven, normal
 from .gpu_timing import GpuContext, assert_near, counted, each
 from .local_ranks import LocalRank, run_local
 
@@ -98,10 +98,20 @@ def latency_cases(world_size: int, sizes: Sequence[int] = LATENCY_BYTES) -> Iter
 
 def norm_cases(world_size: int, rows: Sequence[int] = NORM_ROWS) -> Iterator[Case]:
     for m in rows:
-        rivals = {APART: Rival(TIME_RATIO, NORM_BAR)}
         parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
-        name = f"norm/bf16/W={world_size}/{m}x{COLUMNS}"
+        name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {APART: Rival(TIME_RATIO, NORM_BAR)}
         yield Case(name, norm_contestants, parameters, rivals, 1.5)
+
+
+def cases(
+    world_size: int,
+    sizes: Sequence[int] = (*SMALL, *LARGE),
+    rows: Sequence[int] = NORM_ROWS,
+    latencies: Sequence[int] = LATENCY_BYTES,
+) -> Iterator[Case]:
+    yield from latency_cases(world_size, latencies)
+    yield from exchange_cases(world_size, sizes)
+    yield from norm_cases(world_size, rows)
 
 
 def size(nbytes: int) -> str:
@@ -109,7 +119,7 @@ def size(nbytes: int) -> str:
     return f"{nbytes // MB}MB" if nbytes >= MB else f"{nbytes // KB}KB"
 
 
-# One call of a rank: (its collectives, number of a set of inputs) to what comes out.
+# One call of a rank: (its collectives, its number, number of a set of inputs) to what comes out.
 Call = Callable[[Any, int, int], Any]
 
 
@@ -131,27 +141,24 @@ class Alone:
     def sequence_to_heads(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    def all_reduce_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, algorithm: str
-    ) -> tuple[Tensor, Tensor]:
+    def all_reduce_rms_norm(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(x), torch.empty_like(x)
 
 
-class Ranks:
-    """The `DeviceCollectives` of ranks on one GPU: made by threads, then driven from one.
+class Ranks(Driven):
+    """The `DeviceCollectives` of ranks on one GPU.
 
     Args:
-        call: of a rank, `call(collectives, rank, set)`. Loading a kernel and taking memory from the device may wait for
-            kernels that run, and these for other ranks: so all of a call but its collectives is rehearsed first, one
-            rank after the other, and then all ranks do it twice together.
+        call: of a rank. Loading a kernel and taking memory from the device may wait for kernels that run, and these for
+            other ranks: so all of a call but its collectives is rehearsed first, one rank after the other, and then all
+            ranks do it twice together.
     """
 
     def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
         available = native_kernels_available(context.arch)
         if not available:
             raise Unavailable(f"it needs the library of device kernels, and {available.reason} ({HOW_TO_BUILD})")
-        self.context, self.world_size, self.call = context, world_size, call
-        self.streams = context.streams(world_size)
+        super().__init__(context, world_size, lambda rank, number: call(self.collectives[rank], rank, number))
         alone = Alone(world_size)
 
         def rehearse(rank: int) -> None:
@@ -174,31 +181,32 @@ class Ranks:
         each(self.streams, rehearse)
         context.synchronize()
 
-    def run_set(self, number: int) -> list[Any]:
-        """One call of every rank, in its stream."""
-        return each(self.streams, lambda rank: self.call(self.collectives[rank], rank, number))
-
     def checked_set(self) -> list[Any]:
         """What one call of every rank gives, once all have ended in time."""
-        results = self.run_set(0)
+        results = self.run_set()
         self.raise_if_expired()
         return results
 
     def graphs(self, calls: int) -> Callable[[], object]:
         """Replays a graph of so many calls for each rank, in its stream."""
-        graphs = []
-        for rank, stream in enumerate(self.streams):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for number in range(calls):
-                    self.call(self.collectives[rank], rank, number)
-            graphs.append(graph)
-        return lambda: each(self.streams, lambda rank: graphs[rank].replay())
+        return graphs(self.streams, self.one, calls)
 
     def raise_if_expired(self) -> None:
         self.context.synchronize()
         for collectives in self.collectives:
             collectives.raise_if_expired()
+
+
+def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any], calls: int) -> Callable[[], object]:
+    """Replays a graph of so many calls one(rank, number) for each rank, in its stream."""
+    made = []
+    for rank, stream in enumerate(streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for number in range(calls):
+                one(rank, number)
+        made.append(graph)
+    return lambda: each(streams, lambda rank: made[rank].replay())
 
 
 @dataclass
@@ -295,17 +303,9 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
         return Contestant(replay, check, "in a graph", repeats=LATENCY_CALLS)
 
     def copy() -> Contestant:
-        graphs = []
-        for stream, x in zip(ranks.streams, exchange.inputs[0], strict=True):
-            graph, target = torch.cuda.CUDAGraph(), torch.empty_like(x)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(LATENCY_CALLS):
-                    target.copy_(x)
-            graphs.append((graph, target))
-
-        def replay() -> None:
-            each(ranks.streams, lambda rank: graphs[rank][0].replay())
-
+        sources = exchange.inputs[0]
+        targets = [torch.empty_like(x) for x in sources]
+        replay = graphs(ranks.streams, lambda rank, _: targets[rank].copy_(sources[rank]), LATENCY_CALLS)
         return Contestant(replay, None, "of the data of each rank, in a graph", repeats=LATENCY_CALLS)
 
     return {OURS: ours, COPY: copy}
@@ -423,25 +423,20 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
     """A call of one rank of `DeviceCollectives`; both ranks' calls are made by this host, and one of them counted."""
     exchange = Exchange(context, "one-shot", nbytes, world_size)
     ranks = Ranks(context, world_size, exchange.call)
-    calls = CALLS * world_size
+    (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
+    how: dict[str, Any] = {"repeats": CALLS * world_size, "on_host": True}
 
-    def ours() -> Contestant:
-        def run() -> None:
-            repeat(ranks.streams, lambda rank: exchange.call(ranks.collectives[rank], rank, 0))
+    def calls(one: Callable[[int], Any]) -> Callable[[], None]:
+        return lambda: repeat(ranks.streams, one)
 
-        return Contestant(run, lambda: exchange.check(ranks.checked_set()), repeats=calls, on_host=True)
+    def check() -> None:
+        exchange.check(ranks.checked_set())
 
-    def add() -> Contestant:
-        def run() -> None:
-            repeat(ranks.streams, lambda rank: torch.add(exchange.inputs[0][rank], 1.0, out=exchange.outs[0][rank]))
-
-        return Contestant(run, None, "", repeats=calls, on_host=True)
-
-    def in_graph() -> Contestant:
-        replay = ranks.graphs(CALLS)
-        return Contestant(replay, None, f"{CALLS} calls in the graph of each rank", repeats=calls, on_host=True)
-
-    return {OURS: ours, ADD: add, IN_GRAPH: in_graph}
+    return {
+        OURS: lambda: Contestant(calls(lambda rank: ranks.one(rank, 0)), check, **how),
+        ADD: lambda: Contestant(calls(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **how),
+        IN_GRAPH: lambda: Contestant(ranks.graphs(CALLS), None, f"{CALLS} calls in the graph of each rank", **how),
+    }
 
 
 def repeat(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:

@@ -55,8 +55,20 @@ def prepare(
     return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
 
 
-class KernelRanks:
-    """The ranks of a fused kernel: made and rehearsed by threads, then driven from one.
+class Driven:
+    """Ranks made by threads and driven from one: `one(rank, number of a set of inputs)` is a call of a rank."""
+
+    def __init__(self, context: GpuContext, world_size: int, one: Callable[[int, int], Any]) -> None:
+        self.context, self.one = context, one
+        self.streams = context.streams(world_size)
+
+    def run_set(self, number: int = 0) -> list[Any]:
+        """One call of every rank, in its stream."""
+        return each(self.streams, lambda rank: self.one(rank, number))
+
+
+class KernelRanks(Driven):
+    """The ranks of a fused kernel.
 
     Args:
         call: of a rank, `call(rank, number of a set of inputs, its workspace)`.
@@ -73,8 +85,7 @@ class KernelRanks:
         results: Callable[[int], object],
         kind: Any = None,
     ) -> None:
-        self._context, self._call = context, call
-        self.streams = context.streams(world_size)
+        super().__init__(context, world_size, lambda rank, number: call(rank, number, self.memories[rank].workspace))
 
         def make(rank: LocalRank) -> RankMemory:
             def rehearse(workspace: Any) -> None:
@@ -87,17 +98,9 @@ class KernelRanks:
         self.memories = run_local(world_size, make, device=context.device, timeout=300)
         each(self.streams, results)
 
-    def one(self, rank: int, number: int) -> Tensor:
-        """The call of one rank, in whichever stream is current."""
-        return self._call(rank, number, self.memories[rank].workspace)
-
-    def run_set(self, number: int = 0) -> list[Tensor]:
-        """One call of every rank, in its stream."""
-        return each(self.streams, lambda rank: self.one(rank, number))
-
     def assert_in_time(self) -> None:
         """Raises AssertionError where a wait has expired, once all has ended."""
-        self._context.synchronize()
+        self.context.synchronize()
         for memory in self.memories:
             memory.assert_in_time()
 

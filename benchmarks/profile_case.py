@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,15 @@ Step = Callable[[], object]
 Leaf = Callable[..., Tensor]  # leaf(*shape): random numbers that require grad, the rank's own
 
 
-def all_gather_matmul(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    x_shard, w = leaf(tokens // size, hidden), leaf(4 * hidden // size, hidden)
-    return lambda: fused_tp.all_gather_matmul(x_shard, w, group=None).sum().backward()
-
-
-def matmul_reduce_scatter(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    x, w = leaf(tokens, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
-    return lambda: fused_tp.matmul_reduce_scatter(x, w, group=None).sum().backward()
-
-
-def matmul_all_reduce(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    x, w = leaf(tokens, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
-    return lambda: fused_tp.matmul_all_reduce(x, w, group=None).sum().backward()
+def matmul(name: str, leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
+    """Forward and backward of one op, between a model's features and an MLP's."""
+    inner = 4 * hidden // size
+    shapes = ((tokens, inner), (hidden, inner))
+    if name == "all_gather_matmul":
+        shapes = ((tokens // size, hidden), (inner, hidden))
+    x, w = (leaf(*shape) for shape in shapes)
+    op = getattr(fused_tp, name)
+    return lambda: op(x, w, group=None).sum().backward()
 
 
 def ring_attention(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
@@ -55,12 +52,8 @@ def ring_attention(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
 def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     """A gated MLP of a block, forward and backward, under sequence parallelism."""
     inner = 4 * hidden // size
-    x_shard, gate, up, down = (
-        leaf(tokens // size, hidden),
-        leaf(inner, hidden),
-        leaf(inner, hidden),
-        leaf(hidden, inner),
-    )
+    x_shard, gate, up = leaf(tokens // size, hidden), leaf(inner, hidden), leaf(inner, hidden)
+    down = leaf(hidden, inner)
 
     def step() -> None:
         gated, wide = fused_tp.all_gather_matmul(x_shard, [gate, up], group=None)
@@ -81,10 +74,10 @@ def decode(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
     return step
 
 
-CASES = {
-    case.__name__: case
-    for case in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, ring_attention, mlp, decode)
+CASES: dict[str, Callable[[Leaf, int, int, int], Step]] = {
+    name: partial(matmul, name) for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 }
+CASES |= {"ring_attention": ring_attention, "mlp": mlp, "decode": decode}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,14 +97,14 @@ def run(options: argparse.Namespace) -> None:
     step = CASES[options.case](leaf, options.tokens, options.hidden, world_size)
     for _ in range(options.warmup):
         step()
-    _together(device)
-    with _watched(options.trace, options.case, rank, device):
+    _together()
+    with _watched(options.trace, options.case, rank):
         for number in range(options.steps):
             with fused_tp.runtime.tracing.span("step", number):
                 step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    _together(device)
+    _together()
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -124,37 +117,29 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _together(device: torch.device) -> None:
-    if device.type == "cuda":
+def _together() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()
 
 
 @contextlib.contextmanager
-def _watched(folder: Path | None, case: str, rank: int, device: torch.device) -> Iterator[None]:
+def _watched(folder: Path | None, case: str, rank: int) -> Iterator[None]:
     """The steps that the profiler is to see."""
+    on_gpu = torch.cuda.is_available()
     if folder is not None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
         with torch.profiler.profile(activities=kinds) as profile:
             yield
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"{case}.rank{rank}.json"))
-        return
-    if device.type != "cuda":
+    elif on_gpu:
+        marked = torch.cuda.nvtx.range("profiled") if rank == 0 else contextlib.nullcontext()
+        with torch.cuda.profiler.profile(), marked:
+            yield
+    else:
         yield
-        return
-    torch.cuda.profiler.start()
-    if rank == 0:
-        torch.cuda.nvtx.range_push("profiled")
-    try:
-        yield
-    finally:
-        if rank == 0:
-            torch.cuda.nvtx.range_pop()
-        torch.cuda.profiler.stop()
 
 
 def merge(out: Path, files: Sequence[Path]) -> None:

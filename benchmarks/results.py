@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,10 +45,8 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that take part, as far as installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -120,8 +119,8 @@ def records_of(
 ) -> list[Record]:
     """The records of a case, from what each rank measured; each is compared with fused_tp if that has run."""
     seconds = {name: slowest([t.seconds[name] for t in times]) for name in times[0].seconds}
-    records = []
-    for name, taken in seconds.items():
+
+    def record(name: str, taken: Sequence[float]) -> Record:
         rival = case.rivals.get(name)
         comparison = None
         if rival is not None and OURS in seconds:
@@ -130,22 +129,21 @@ def records_of(
         ms, note = Quartiles.of([1e3 * second for second in taken]), times[0].notes[name]
         if machine.gpu:
             note = "; ".join(filter(None, (case.rate(ms.median), note)))
-        records.append(
-            Record(
-                case=case.name,
-                contestant=name,
-                ms=ms,
-                rounds=len(taken),
-                calls=times[0].calls[name],
-                comparison=comparison,
-                world_size=world_size,
-                note=note,
-                machine=machine,
-                versions=dict(found),
-                date=now(),
-            )
+        return Record(
+            case=case.name,
+            contestant=name,
+            ms=ms,
+            rounds=len(taken),
+            calls=times[0].calls[name],
+            comparison=comparison,
+            world_size=world_size,
+            note=note,
+            machine=machine,
+            versions=dict(found),
+            date=now(),
         )
-    return records
+
+    return [record(name, taken) for name, taken in seconds.items()]
 
 
 def read(path: Path) -> list[Record]:
@@ -169,13 +167,13 @@ def merge(path: Path, new: Sequence[Record]) -> list[Record]:
     measured = {(record.case, record.machine) for record in new}
     old = read(path) if path.exists() else []
     records = [record for record in old if (record.case, record.machine) not in measured] + list(new)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write(path, records)
     return records
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
     """Write a file as a whole or not at all, so that an interrupted run leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text("".join(f"{record.to_json()}\n" for record in records))
     part.replace(path)

@@ -77,25 +77,15 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(_as_text({"about": about, "arch": tuned}))
+    # JSON with a rule to a line: people read and edit tables.
+    text = json.dumps({"about": about, "arch": tuned}, indent=1)
+    part.write_text(re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     part.replace(path)
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
-    use = (
-        "FUSED_TP_TABLE names it already"
-        if named is not None and Path(named) == path
-        else f"to use it: {_export(path)}"
-    )
+    use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
+    if named is not None and Path(named) == path:
+        use = "FUSED_TP_TABLE names it already"
     say(f"{path}: {choices} changed; {use}. A process reads its table once: start anew what runs already.")
-
-
-def _export(path: Path) -> str:
-    return f"export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
-
-
-def _as_text(table: Mapping[str, Any]) -> str:
-    """JSON with a rule to a line: people read and edit tables."""
-    text = json.dumps(table, indent=1)
-    return re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n"
 
 
 def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.native_build import native_build
+from tests.native_build import cache, native_build
 
 from .variants import ARCHS, Variant, all_variants
 
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = parser.parse_args(arguments).out
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        results = measure_all(ARCHS, Path(folder))
+        results = measure_all(ARCHS, cache() / "kernel_resources")
         complaints = [one if isinstance(one, str) else one.complaint for one in results]
         found = [one for one in results if isinstance(one, Resources)]
         _write(out / "kernel_resources.md", table(found), found)

@@ -88,26 +88,22 @@ def test_who_starts_changes_from_round_to_round() -> None:
     assert len(take_turns({"a": lambda: 1.0}, 25, lambda done: done < 5)["a"]) == 5
 
 
-def test_records_come_back_from_their_line(tmp_path: Path) -> None:
+def test_records_and_their_file(tmp_path: Path) -> None:
     for record in (RECORD, replace(RECORD, comparison=None)):
         assert Record.from_json(record.to_json()) == record
     for change in ({"schema": 0}, {"case": None}, {"unknown": 1}, {"ms": 3.0}):
         fields = {key: value for key, value in (json.loads(RECORD.to_json()) | change).items() if value is not None}
         with pytest.raises(ValueError, match="not a benchmark record"):
             Record.from_json(json.dumps(fields))
-    path = tmp_path / "cpu.jsonl"
+    path = tmp_path / "deep" / "cpu.jsonl"
+    elsewhere = replace(RECORD, machine=replace(MACHINE, cpu="another"))
+    other_case, newer = replace(RECORD, case="op/fp32/M=1"), replace(RECORD, rounds=11)
+    merge(path, [RECORD, elsewhere, other_case])
+    # A case replaces its lines of the same machine, and no others.
+    assert merge(path, [newer]) == read(path) == [elsewhere, other_case, newer]
     path.write_text(f"{RECORD.to_json()}\n\nnonsense\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 3"):
         read(path)
-
-
-def test_a_case_replaces_its_lines_of_the_same_machine_only(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "cpu.jsonl"
-    elsewhere = replace(RECORD, machine=replace(MACHINE, cpu="another"))
-    other_case = replace(RECORD, case="op/fp32/M=1")
-    merge(path, [RECORD, elsewhere, other_case])
-    newer = replace(RECORD, rounds=11)
-    assert merge(path, [newer]) == read(path) == [elsewhere, other_case, newer]
 
 
 def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
@@ -153,31 +149,30 @@ def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]  # whatever was measured last
 
 
-def test_the_picture_of_all_that_was_measured_is_of_a_readable_size() -> None:
-    records = read(RESULTS / "cpu.jsonl")
-    assert {record.machine.gpu for record in records} == {""}
-    figure = plot.drawn(records)
+def test_the_picture_of_the_stored_results_is_readable() -> None:
+    figure = plot.drawn(read(RESULTS / "cpu.jsonl"))
     figure.canvas.draw()
     width, height = figure.get_size_inches() * plot.DPI
     assert width <= 1600 and height <= 1400
-    titles = [axis._left_title for axis in figure.axes]
-    boxes = [text.get_window_extent() for text in (figure._suptitle, *titles) if text.get_text()]
-    assert len(boxes) > 2
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)
-    for axis in figure.axes:  # every rival has a name, and every bar its figure
-        if axis.patches:
-            named = axis.get_legend().get_texts()
-            assert len({patch.get_facecolor() for patch in axis.patches}) == len(named)
-            assert len(axis.texts) == len(axis.patches)
+    titles = [figure._suptitle, *(axis._left_title for axis in figure.axes)]
+    boxes = [text.get_window_extent() for text in titles if text.get_text()]
+    assert len(boxes) > 2 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    for axis in filter(lambda axis: axis.patches, figure.axes):  # every rival has a name, and every bar its figure
+        assert len({patch.get_facecolor() for patch in axis.patches}) == len(axis.get_legend().get_texts())
+        assert len(axis.texts) == len(axis.patches)
 
 
-def test_case_names_are_those_of_the_stored_results_and_families_stand_together() -> None:
+def test_case_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the stored results are among them; families, whose ranks start once, stand together."""
     names = [case.name for case in cpu.cpu_cases()]
     assert len(set(names)) == len(names)
     assert {record.case for record in read(RESULTS / "cpu.jsonl")} <= set(names)
     families = [case.family for case in cpu.cpu_cases()]
-    assert len(list(itertools.groupby(families))) == len(set(families))  # ranks start once for each
+    assert len(list(itertools.groupby(families))) == len(set(families))
+    assert command(["bench", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == names
+    assert cpu.from_command_line(["--list", "--case", "ring"]) == 0
+    assert capsys.readouterr().out.splitlines() == [name for name in names if "ring" in name]
 
 
 @pytest.mark.parametrize(
@@ -205,13 +200,6 @@ def test_arguments_that_do_not_fit_are_refused(
         status = int(refused.code or 0)
     assert status == 2
     assert arguments["bench" in arguments] in capsys.readouterr().err
-
-
-def test_list_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["bench", "--list"]) == 0
-    assert "matmul_all_reduce/bf16/M=1" in capsys.readouterr().out.splitlines()
-    assert cpu.from_command_line(["--list", "--case", "ring"]) == 0
-    assert "ring_attention/bf16/forward" in capsys.readouterr().out.splitlines()
 
 
 # ---- from end to end, in ranks of its own, and what becomes of ranks that fail ----
