@@ -70,28 +70,74 @@ def is_missing(tensor: Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == 0xFF).all())
 
 
+def check_op(
+    ranks: Ranks,
+    xs: list[Tensor],
+    expected: list[Tensor],
+    call: Callable[[Rank, Tensor, Tensor, int], None],
+    in_place: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    """`call(rank, x, out, blocks)` with arrays that are aligned, alike and unlike misaligned, and where one is in the
+    other: in_place(rank, x) is (x, out) of memory like the larger one's."""
+    for number, (x_offset, out_offset) in enumerate(((0, 0), (1, 1), (3, 0), (0, 5))):
+        blocks = 1 + number
+        x_at = [placed(x, x_offset * (rank + 1)) for rank, x in enumerate(xs)]
+        outs = [placed(torch.zeros_like(wanted), out_offset) for wanted in expected]
+        ranks.run(lambda r: call(r, x_at[r.rank], outs[r.rank], blocks))
+        for x, given, out, wanted in zip(xs, x_at, outs, expected, strict=True):
+            assert_bits(out, wanted)
+            assert_bits(given, x)
+            assert guards_hold(out)
+        shared = [in_place(rank, x) for rank, x in enumerate(x_at)]
+        ranks.run(lambda r: call(r, *shared[r.rank], blocks))
+        for (_, out), wanted in zip(shared, expected, strict=True):
+            assert_bits(out, wanted)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce(world: int, dtype: torch.dtype, algorithm: int) -> None:
-    ranks = Ranks(world)
     for number, count in enumerate(COUNTS):
         xs = inputs(world, count, dtype=dtype, seed=number)
-        expected = summed(xs)
-        # Aligned, alike and unlike misaligned, and in place.
-        for x_offset, out_offset in ((0, 0), (1, 1), (3, 0), (0, 5)):
-            x_at = [placed(x, x_offset * (rank + 1)) for rank, x in enumerate(xs)]
-            outs = [placed(torch.zeros_like(x), out_offset) for x in xs]
-            blocks = 1 + (number + out_offset) % 4
-            ranks.run(lambda r: r.all_reduce(x_at[r.rank], outs[r.rank], algorithm=algorithm, blocks=blocks))
-            for x, given, out in zip(xs, x_at, outs, strict=True):
-                assert_bits(out, expected)
-                assert_bits(given, x)
-                assert guards_hold(out)
-            ranks.run(lambda r: r.all_reduce(x_at[r.rank], x_at[r.rank], algorithm=algorithm, blocks=blocks))
-            for given in x_at:
-                assert_bits(given, expected)
-                assert guards_hold(given)
+
+        def call(r: Rank, x: Tensor, out: Tensor, blocks: int) -> None:
+            r.all_reduce(x, out, algorithm=algorithm, blocks=blocks)
+
+        check_op(Ranks(world), xs, [summed(xs)] * world, call, lambda rank, x: (x, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_scatter(world: int, dtype: torch.dtype) -> None:
+    for number, count in enumerate(COUNTS):
+        chunk, parts = -(-count // world), [slice(*shard_range(count, world, rank)) for rank in range(world)]
+        xs = inputs(world, count, dtype=dtype, seed=number)
+        bias = seeded(3, dtype=dtype, seed=7) if number % 2 else None
+        total = summed(xs, bias)
+
+        def call(r: Rank, x: Tensor, out: Tensor, blocks: int) -> None:
+            r.reduce_scatter(x, out, chunk, bias=bias, blocks=blocks)
+
+        check_op(Ranks(world), xs, [total[part] for part in parts], call, lambda rank, x: (x, x[parts[rank]]))
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather(world: int, dtype: torch.dtype) -> None:
+    for count in COUNTS:
+        chunk, parts = -(-count // world), [slice(*shard_range(count, world, rank)) for rank in range(world)]
+        whole = (torch.arange(count) * 37 % 251).to(dtype)
+
+        def call(r: Rank, x: Tensor, out: Tensor, blocks: int) -> None:
+            r.all_gather(x, out, chunk, blocks=blocks)
+
+        def in_place(rank: int, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = torch.ones_like(whole)
+            out[parts[rank]] = x
+            return out[parts[rank]], out
+
+        check_op(Ranks(world), [whole[part] for part in parts], [whole] * world, call, in_place)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -108,63 +154,6 @@ def test_all_reduce_with_bias(columns: int, algorithm: int) -> None:
             expected = summed([x.flatten() for x in xs], bias)
         for out in outs:
             assert_bits(out.flatten(), expected)
-
-
-def test_sums_are_as_exact_as_their_dtype() -> None:
-    xs = inputs(4, 5000, dtype=torch.bfloat16)
-    outs = [torch.empty_like(x) for x in xs]
-    Ranks(4).run(lambda r: r.all_reduce(xs[r.rank], outs[r.rank]))
-    reference = torch.stack([x.double() for x in xs]).sum(0)
-    assert_within_dtype_error(outs[0], reference, torch.bfloat16, reduced_over=4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLDS)
-def test_reduce_scatter(world: int, dtype: torch.dtype) -> None:
-    ranks = Ranks(world)
-    for number, count in enumerate(COUNTS):
-        chunk = -(-count // world)
-        xs = inputs(world, count, dtype=dtype, seed=number)
-        bias = seeded(3, dtype=dtype, seed=7) if number % 2 else None
-        expected = summed(xs, bias)
-        x_at = [placed(x, (number + rank) % 3) for rank, x in enumerate(xs)]
-        mine = [slice(*shard_range(count, world, rank)) for rank in range(world)]
-        outs = [placed(torch.zeros_like(x[own]), number % 2) for x, own in zip(xs, mine, strict=True)]
-        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], outs[r.rank], chunk, bias=bias, blocks=3))
-        for rank, out in enumerate(outs):
-            assert_bits(out, expected[mine[rank]])
-            assert_bits(x_at[rank], xs[rank])
-            assert guards_hold(out)
-        ranks.run(lambda r: r.reduce_scatter(x_at[r.rank], x_at[r.rank][mine[r.rank]], chunk, bias=bias))
-        for rank, given in enumerate(x_at):
-            assert_bits(given[mine[rank]], expected[mine[rank]])
-
-
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.int64))
-@pytest.mark.parametrize("world", WORLDS)
-def test_all_gather(world: int, dtype: torch.dtype) -> None:
-    ranks = Ranks(world)
-    for number, count in enumerate(COUNTS):
-        chunk = -(-count // world)
-        whole = (torch.arange(count) * 37 % 251).to(dtype)
-        shards = [placed(whole[slice(*shard_range(count, world, rank))], number % 5) for rank in range(world)]
-        outs = [placed(torch.zeros_like(whole), (number + rank) % 4) for rank in range(world)]
-        ranks.run(lambda r: r.all_gather(shards[r.rank], outs[r.rank], chunk, blocks=3))
-        for out in outs:
-            assert_bits(out, whole)
-            assert guards_hold(out)
-
-        def in_place(r: Rank) -> None:
-            own = slice(*shard_range(count, world, r.rank))
-            out = outs[r.rank]
-            own_part = out[own].clone()
-            out.fill_(1)
-            out[own] = own_part
-            r.all_gather(out[own], out, chunk, blocks=1)
-
-        ranks.run(in_place)
-        for out in outs:
-            assert_bits(out, whole)
 
 
 # [batches, rows, ranks, columns] of each rank to [ranks, batches, rows, columns], where rows and columns may be odd.
@@ -255,13 +244,10 @@ def test_sum_terms(dtype: torch.dtype) -> None:
         out = placed(torch.zeros(count, dtype=dtype), offset)
         bias_arguments = (0, 1) if bias is None else (bias.data_ptr(), 7)
         sizes = out.data_ptr(), count, dtype_number(dtype), bias_arguments
+        kernels().preload()  # which is nothing on a CPU
         kernels().sum_terms(memory.data_ptr(), terms, stride, *sizes, 0)
         assert_bits(out, summed([memory[term * stride :][:count] for term in range(terms)], bias))
         assert guards_hold(out)
-
-
-def test_preloading_on_a_cpu_is_nothing() -> None:
-    kernels().preload()
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come() -> None:

@@ -199,28 +199,14 @@ def test_random_cases(isa: str, seed: int) -> None:
     kv_heads, group, dim = draw.randint(1, 2), draw.randint(1, 3), draw.choice([1, 7, 16, 33, 64, 80, 96, 128])
     v_dim = draw.choice([dim, dim, 5, 48])
     heads = kv_heads * group
-    x = inputs(
-        mask,
-        DTYPES[seed % 4],
-        batch=draw.randint(1, 2),
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        v_dim=v_dim,
-        seed=seed,
-    )
-    check(NativeCpu(isa), mask, random_scores(draw, heads, dim), x)
+    how = {"batch": draw.randint(1, 2), "heads": heads, "kv_heads": kv_heads, "dim": dim, "v_dim": v_dim, "seed": seed}
+    check(NativeCpu(isa), mask, random_scores(draw, heads, dim), inputs(mask, DTYPES[seed % 4], **how))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wide_heads_and_many_blocks(dtype: torch.dtype) -> None:
-    # More blocks of queries than a pass of the backward takes.
-    check(
-        NativeCpu(),
-        AttentionMask(900, 900, causal=True),
-        Scores(0.1),
-        inputs(AttentionMask(900, 900), dtype, heads=1, kv_heads=1),
-    )
+    mask = AttentionMask(900, 900, causal=True)  # more blocks of queries than a pass of the backward takes
+    check(NativeCpu(), mask, Scores(0.1), inputs(mask, dtype, heads=1, kv_heads=1))
     mask = AttentionMask(70, 130, causal=True)
     check(NativeCpu(), mask, Scores(1 / 17), inputs(mask, dtype, dim=271, v_dim=256, heads=2, kv_heads=1))
 
@@ -292,17 +278,6 @@ def test_several_steps_are_one(isa: str, name: str, dtype: torch.dtype) -> None:
         got, got_lse = forward(provider, mask, scores, x, rows, steps).result(dtype)
         assert_within_dtype_error(got, out[:, rows.indices], dtype, reduced_over=500, roundings=3)
         assert_within_dtype_error(got_lse, lse[..., rows.indices], torch.float32, reduced_over=500, roundings=3)
-
-
-def test_gradients_are_added() -> None:
-    mask = MASKS["window"]
-    x = inputs(mask, torch.float64)
-    scores = Scores(0.3, alibi_slopes=torch.tensor([0.1, 0.02], dtype=torch.float64))
-    out, lse, grads = reference(mask, scores, x)
-    sums = torch.einsum("bshd,bshd->bhs", x.grad_out, out)
-    made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, sums, start=3.0)
-    for name in ("dq", "dk", "dv", "d_slopes"):
-        torch.testing.assert_close(getattr(made, name) - 3.0, getattr(grads, name), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -423,17 +398,13 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     x.k[..., 0] = -torch.inf
     out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
     assert not out.any() and (lse == -torch.inf).all()
-
-
-def test_padding_of_a_block_of_queries_meets_no_infinity(isa: str) -> None:
-    """50 queries are not a multiple of a block, and each sees all keys: one of these scores -inf and gets zeros."""
+    # 50 queries are no whole block: the padding of theirs meets no infinity.
     mask = AttentionMask(50, 64)
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = -1.0, 0.0
     x.k[:, 3, :, 0] = torch.inf
-    step = make_step(mask, *whole(mask))
     out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
-    made = backward(NativeCpu(isa), step, Scores(0.3), x, lse, row_sums(x.grad_out, out, None))
+    made = backward(NativeCpu(isa), make_step(mask, *whole(mask)), Scores(0.3), x, lse, row_sums(x.grad_out, out, None))
     assert made.dk.isfinite().all() and made.dv.isfinite().all()
     assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
 
@@ -506,23 +477,21 @@ def test_blocks_that_are_visited(name: str) -> None:
         "blind": gaps,
     }[name]
     x = inputs(mask, torch.float64, heads=1, kv_heads=1, dim=4)
-    out, lse, grads = reference(mask, Scores(0.3), x)
+    scores = Scores(0.3, alibi_slopes=torch.tensor([0.01], dtype=torch.float64))
+    out, lse, grads = reference(mask, scores, x)
     sums = torch.einsum("bshd,bshd->bhs", x.grad_out, out)
     for count in (1, 2):
-        with threads(count):
-            made = backward(NativeCpu(), make_step(mask, *whole(mask)), Scores(0.3), x, lse, sums)
-        for of in ("dq", "dk", "dv"):
-            torch.testing.assert_close(getattr(made, of), getattr(grads, of), rtol=1e-9, atol=1e-9)
+        with threads(count):  # gradients are added to what is there
+            made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, sums, start=3.0)
+        for of in ("dq", "dk", "dv", "d_slopes"):
+            torch.testing.assert_close(getattr(made, of) - 3.0, getattr(grads, of), rtol=1e-9, atol=1e-9)
 
 
-def test_what_it_cannot_compute_is_said() -> None:
+def test_what_it_computes_and_by_what(isa: str) -> None:
     query = KernelQuery(torch.device("cpu"), torch.float32, 8, 8)
     assert NativeCpu().available(query) and NativeCpu().is_faster(torch.float32)
     assert "meta" in NativeCpu().available(replace(query, device=torch.device("meta"))).reason
     assert "not int32" in NativeCpu().available(replace(query, dtype=torch.int32)).reason
-
-
-def test_an_instruction_set_is_named(isa: str) -> None:
     assert [core.attention_isa(number, isa) for number in (0, 2, 3)] == [isa] * 3
     assert core.attention_isa(1, isa) in (isa, "avx512_bf16")
 
