@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.attention.spec import Dropout
+from fused_tp.attention.spec import AttentionMask, Dropout
 
 
 def dense_mask(
@@ -40,6 +40,12 @@ def dense_mask(
             if left >= 0:
                 seen[i] &= place - keys <= left
     return seen, distance
+
+
+def dense(mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """`dense_mask` of an AttentionMask."""
+    bounds = {name: getattr(mask, name) or None for name in ("cu_seqlens", "cu_seqlens_kv")}
+    return dense_mask(mask.seq_len, mask.seq_len_kv, causal=mask.causal, window=mask.window, **bounds)
 
 
 def dense_attention(

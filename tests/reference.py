@@ -100,51 +100,6 @@ def gradients64(
     return output.detach(), [leaf.grad for leaf in leaves]
 
 
-def attention64(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out [B, Sq, H, D], lse [B, H, Sq]) in fp64 for q [B, Sq, H, D] and k, v [B, Sk, Hkv, D], H a multiple of Hkv.
-
-    Key j is seen by query i when j - i <= window[1] and i - j <= window[0] (-1: no limit), in global positions. Without
-    positions, queries stand at the end of the keys, as in flash attention. A row that sees nothing is 0 with lse -inf.
-    """
-    heads, head_dim = q.shape[2], q.shape[3]
-    k64, v64 = (t.double().repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k64) * (head_dim**-0.5 if scale is None else scale)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    i = torch.arange(q.shape[1]) + k.shape[1] - q.shape[1] if q_positions is None else q_positions
-    j = torch.arange(k.shape[1]) if k_positions is None else k_positions
-    ahead = j[None, :] - i[:, None]  # how far the key lies after the query
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs().double()
-    left, right = (-1, -1) if window is None else window
-    right = 0 if causal else right
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    hidden = hidden | (ahead > right) if right >= 0 else hidden
-    hidden = hidden | (-ahead > left) if left >= 0 else hidden
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        sink_column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        lse = torch.logsumexp(torch.cat([scores, sink_column], dim=-1), dim=-1)
-    else:
-        lse = torch.logsumexp(scores, dim=-1)
-    # -inf minus -inf would be NaN in rows that see nothing, and NaN times 0 stays NaN in the backward.
-    probabilities = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
-    return torch.einsum("bhij,bjhd->bihd", probabilities, v64), lse
-
-
 def refuses(error: type[Exception], says: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
     """Asserts that call(*args, **keywords) raises an `error` whose text matches `says`."""
     with pytest.raises(error, match=says):

@@ -31,7 +31,8 @@ from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence
 from fused_tp.runtime.partition import shard_range
 from tests import faults, shm_soak
-from tests.reference import assert_within_dtype_error, attention64, gradients64, matmul64, rms_norm64, seeded
+from tests.attention_reference import dense_attention, dense_mask
+from tests.reference import assert_within_dtype_error, gradients64, matmul64, rms_norm64, seeded
 from tests.workers import Outcome, fresh_ranks
 
 CALLS = 300
@@ -119,7 +120,7 @@ def attention(group: Any, rng: random.Random) -> None:
     seed = rng.randrange(1 << 30)
     q = seeded(1, seq, kv_heads * 2, head_dim, dtype=dtype, seed=seed)
     k, v = (seeded(1, seq, kv_heads, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2))
-    out64 = attention64(q, k, v, causal=causal)[0]
+    out64 = dense_attention(q, k, v, *dense_mask(seq, seq, causal=causal))[0]
     shards = [shard_sequence(t, 1, group=group, layout=layout) for t in (q, k, v)]
     out = ring_attention(*shards, group=group, causal=causal, layout=layout, seq_len=seq)
     check("ring_attention", out, shard_sequence(out64, 1, group=group, layout=layout), dtype, head_dim + seq)

@@ -72,17 +72,6 @@ class Step:
         return bool((self.starts == 0).all() and (self.stops == self.keys).all())
 
     @cached_property
-    def is_triangle(self) -> bool:
-        """Whether query i sees keys 0 to i, and there are as many queries as keys."""
-        rows = np.arange(1, self.rows + 1)
-        return self.rows == self.keys and bool((self.starts == 0).all() and (self.stops == rows).all())
-
-    @cached_property
-    def work(self) -> int:
-        """How many pairs of a query and a key there are."""
-        return int((self.stops.astype(np.int64) - self.starts).sum())
-
-    @cached_property
     def seen_by(self) -> tuple[Int32s, Int32s]:
         """int32 [keys] each: key k_start + j is seen by the queries q_start + [first[j], last[j])."""
         return _seen_by(self.starts, self.stops, self.keys)

@@ -80,11 +80,6 @@ class AttentionMask:
         return left, (0 if self.causal else right)
 
     @property
-    def is_full(self) -> bool:
-        """Whether every query sees every key."""
-        return self.limits == (UNLIMITED, UNLIMITED) and not self._has_documents
-
-    @property
     def is_one_piece(self) -> bool:
         """Whether it is a rectangle or a lower triangle: what any flash attention has."""
         unlimited = self.window == (UNLIMITED, UNLIMITED)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +16,10 @@ from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
+from tests.attention_cases import ROUTES
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 from tests.workers import run_ranks
-
-ROUTES = {
-    "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
-    "pipelined": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "pipelined"},
-    "plain": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "plain"},
-}
 
 Case = dict[str, Any]
 KEYWORDS = ("window", "softcap", "causal", "block", "scale")
@@ -108,18 +105,19 @@ def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor]
     return pools, table.to(torch.int32)
 
 
+def of_rank(group: dist.ProcessGroup, one: Case) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+    """q, this rank's shards, and keywords."""
+    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    q, *both = whole(one)
+    shards = [held(x, one["lengths"], dealing) for x in both]
+    lengths = torch.tensor(one["lengths"])
+    return q, shards, {"group": group, "cache_seqlens": lengths, "return_lse": True, **keywords(one)}
+
+
 def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
     found = []
     for one in cases:
-        dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
-        q, *both = whole(one)
-        shards = [held(x, one["lengths"], dealing) for x in both]
-        given: dict[str, Any] = {
-            "group": group,
-            "cache_seqlens": torch.tensor(one["lengths"]),
-            "return_lse": True,
-            **keywords(one),
-        }
+        q, shards, given = of_rank(group, one)
         out, lse = context_parallel_decode(q, *shards, **given)
         assert out.dtype == q.dtype and out.shape == (*q.shape[:3], one["v_head_dim"])
         for size, in_order in ((3, True), (16, False)):
@@ -150,17 +148,13 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
         torch.testing.assert_close(lse[text, :, before:].double(), wanted_lse[0], rtol=2e-5, atol=2e-5)
 
 
-def run(world_size: int, cases: list[Case], route: str) -> None:
-    ranks = run_ranks(world_size, on_ranks, cases, env=ROUTES[route])
-    for index, one in enumerate(cases):
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
+def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
+    ranks = run_ranks(world_size, on_ranks, list(CASES.values()), env=ROUTES[route])
+    for index, one in enumerate(CASES.values()):
         check(one, *ranks[0][index])
         for other in ranks[1:]:
             assert all(torch.equal(a, b) for a, b in zip(ranks[0][index], other[index], strict=True)), one
-
-
-@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
-def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
-    run(world_size, list(CASES.values()), route)
 
 
 def test_tokens_are_placed_in_blocks() -> None:
@@ -187,27 +181,16 @@ def disagreeing(group: dist.ProcessGroup) -> None:
 
 
 def some_at_a_time(group: dist.ProcessGroup) -> None:
+    """A long prompt is gathered some queries at a time."""
     one = CASES["chunk, all scores"]
-    q, k, v = whole(one)
-    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
-    shards = [held(x, one["lengths"], dealing) for x in (k, v)]
-    given: dict[str, Any] = {
-        "group": group,
-        "cache_seqlens": torch.tensor(one["lengths"]),
-        "return_lse": True,
-        **keywords(one),
-    }
+    q, shards, given = of_rank(group, one)
     wanted = context_parallel_decode(q, *shards, **given)
     module = sys.modules["fused_tp.ops.context_parallel_decode"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_GATHERED_BYTES", 4000)
-        assert 1 < module._queries_at_once(2, q, v) < one["new"] // 2
+        assert 1 < module._queries_at_once(2, q, shards[1]) < one["new"] // 2
         found = context_parallel_decode(q, *shards, **given)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_a_long_prompt_is_gathered_some_queries_at_a_time() -> None:
-    run_ranks(2, some_at_a_time)
 
 
 def dealing_otherwise(group: dist.ProcessGroup) -> None:
@@ -227,30 +210,22 @@ def dealing_otherwise(group: dist.ProcessGroup) -> None:
         assert cache.length == held
 
 
-@pytest.mark.parametrize("how", [disagreeing, dealing_otherwise])
-def test_ranks_that_disagree(how: Any) -> None:
-    run_ranks(2, how)
-
-
 def compiled(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
-    one = CASES["all scores"]
-    q, k, v = whole(one)
-    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
-    keys, values = (held(x, one["lengths"], dealing) for x in (k, v))
+    q, shards, given = of_rank(group, CASES["all scores"])
+    lengths = given.pop("cache_seqlens")
 
-    given = keywords(one)
+    def decode(q: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = context_parallel_decode(q * 2, *shards, cache_seqlens=lengths, **given)
+        return out + 1, lse
 
-    def decode(q: Tensor, lengths: Tensor) -> Tensor:
-        return context_parallel_decode(q * 2, keys, values, group=group, cache_seqlens=lengths, **given) + 1
-
-    lengths = torch.tensor(one["lengths"])
-    wanted = decode(q, lengths)
-    assert torch.equal(torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lengths), wanted)
+    got = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lengths)
+    assert all(torch.equal(a, b) for a, b in zip(got, decode(q, lengths), strict=True))
 
 
-def test_compile() -> None:
-    run_ranks(2, compiled)
+@pytest.mark.parametrize("of", [disagreeing, dealing_otherwise, some_at_a_time, compiled])
+def test_contracts(of: Callable[[dist.ProcessGroup], None]) -> None:
+    run_ranks(2, of)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) -> Tensor:
@@ -377,12 +352,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), BAD, ids=[message[:40] for _, _, message in BAD])
-def test_bad_input(given: dict[str, Any], kind: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"q": Q, "k": K, "v": K, "cache_seqlens": LENGTHS, "group": None, **given}
-    with pytest.raises(kind) as raised:
-        context_parallel_decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
-    assert message in str(raised.value)
+def test_bad_input() -> None:
+    for given, kind, message in BAD:
+        arguments: dict[str, Any] = {"q": Q, "k": K, "v": K, "cache_seqlens": LENGTHS, "group": None, **given}
+        with pytest.raises(kind, match=re.escape(message)):
+            context_parallel_decode(*(arguments.pop(name) for name in "qkv"), **arguments)
 
 
 def test_gradients_are_refused() -> None:

@@ -1,4 +1,7 @@
-"""Ring attention on real ranks: every mask, score, layout and dtype against dense fp64, and its contracts."""
+"""Ring attention on real ranks: every mask, score, layout and dtype against dense fp64, and its contracts.
+
+Contracts that attention by heads has too are tested of both here; test_ulysses has the rest of it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp import ring_attention, sequence_positions, shard_sequence, unshard_sequence
+from fused_tp import ring_attention, sequence_positions, shard_sequence, ulysses_attention, unshard_sequence
 from fused_tp.attention.layout import all_tokens
 from fused_tp.attention.ring import Backward, Forward
+from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD, _forward_fake, _grad_input_fake
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, RankMismatchError
+from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.transport.shm import ShmTransport
 from fused_tp.transport.torch_dist import TorchDist
 from tests.attention_cases import (
@@ -29,6 +33,7 @@ from tests.attention_cases import (
     FEATURES,
     ROUTES,
     Case,
+    Op,
     any_case,
     case,
     check,
@@ -40,10 +45,17 @@ from tests.attention_cases import (
     whole,
 )
 from tests.attention_reference import dense_attention, dense_mask
-from tests.reference import attention64, seeded
+from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
 ON_EVERY_ROUTE = pytest.mark.parametrize("route", list(ROUTES))
+OPS = (ring_attention, ulysses_attention)
+ANYWHERE: list[tuple[Op, int, str]] = [
+    (ring_attention, 2, "one_sided"),
+    (ring_attention, 3, "pipelined"),
+    (ulysses_attention, 2, "one_sided"),
+    (ulysses_attention, 4, "plain"),
+]
 SHAPES: list[Case] = [
     # Single tokens, fewer tokens than ranks or chunks, primes, and multiples of everything.
     *(case(n, causal=n % 2 == 1, layout=layout) for n in (2, 3, 5, 7, 24) for layout in ("zigzag", "contiguous")),
@@ -58,8 +70,7 @@ SHAPES: list[Case] = [
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@ON_EVERY_ROUTE
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), *itertools.product((2, 3, 4), ROUTES)])
 def test_features(world_size: int, route: str) -> None:
     run(world_size, [*FEATURES.values(), *SHAPES], route)
 
@@ -78,8 +89,9 @@ def on_ranks_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list
         return on_ranks(group, cases)
 
 
-@pytest.mark.parametrize("route", ["one_sided", "pipelined"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "route"), [(2, "one_sided"), (2, "pipelined"), (3, "one_sided"), (4, "pipelined")]
+)
 def test_backward_in_chunks(world_size: int, route: str) -> None:
     cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
     results = run_ranks(world_size, on_ranks_in_chunks, cases, env=ROUTES[route])
@@ -88,10 +100,11 @@ def test_backward_in_chunks(world_size: int, route: str) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from([(2, "one_sided"), (3, "pipelined")]))
-def test_any_mask(cases: list[Case], where: tuple[int, str]) -> None:
-    run(where[0], cases, where[1])
+@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cases=st.lists(any_case(), min_size=6, max_size=6), where=st.sampled_from(ANYWHERE))
+def test_any_mask(cases: list[Case], where: tuple[Op, int, str]) -> None:
+    op, world_size, route = where
+    run(world_size, cases, route, op)
 
 
 @ON_EVERY_ROUTE
@@ -100,6 +113,32 @@ def test_same_bits_in_every_run(route: str) -> None:
     first, again = (run_ranks(3, on_ranks, cases, env=ROUTES[route]) for _ in range(2))
     for one, other in zip(itertools.chain(*first), itertools.chain(*again), strict=True):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+UNWRITTEN = ("softcap", "cross, causal, more queries", "cross, documents without keys")
+
+
+def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
+    """Where the first step has all rows of a state, some of them, or there is none."""
+    made = SoftmaxState.uninitialised.__func__  # type: ignore[attr-defined]
+
+    def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
+        state: SoftmaxState = made(cls, q, v_head_dim)
+        for x in (state.weighted, state.highest, state.total):
+            x.fill_(torch.nan)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoftmaxState, "uninitialised", classmethod(filled))
+        patch.setenv("FUSED_TP_ATTENTION", kernel)
+        return on_ranks(group, [FEATURES[name] for name in UNWRITTEN])
+
+
+@pytest.mark.parametrize("kernel", ["native-cpu", "torch-blocks"])
+def test_no_state_is_read_before_it_was_written(kernel: str) -> None:
+    results = run_ranks(2, with_unwritten_states, kernel, env=ROUTES["one_sided"])
+    for index, name in enumerate(UNWRITTEN):
+        check(FEATURES[name], whole(FEATURES[name], [rank[index] for rank in results]))
 
 
 def test_dropout_does_not_depend_on_the_group() -> None:
@@ -132,9 +171,8 @@ def leaks(group: dist.ProcessGroup, one: Case) -> list[list[bool]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_leaks_between_documents_or_out_of_windows(dtype: torch.dtype) -> None:
-    one = case(37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS, layout="balanced", dtype=dtype)
+def test_nothing_leaks_between_documents_or_out_of_windows() -> None:
+    one = case(37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS, layout="balanced")
     seen, _ = dense_mask(37, 37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS)
     tokens = all_tokens(37, 2, "balanced", tuple(DOCUMENTS))
     for rank, changed in enumerate(run_ranks(2, leaks, one, env=ROUTES["one_sided"])):
@@ -189,27 +227,31 @@ def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
 # -- autograd and compilers -------------------------------------------------------------------------------------------
 
 
-def through(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """Full tensors in and out, so that every rank perturbs the same element and sees the whole effect."""
+def through(op: Op, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """out and lse from full tensors, so that every rank perturbs the same element and sees the whole effect."""
     where = {"group": arguments["group"], "layout": arguments["layout"]}
-    out = ring_attention(*(shard_sequence(t, 1, **where) for t in (q, k, v)), seq_len=q.shape[1], **arguments)
-    return unshard_sequence(out, 1, seq_len=q.shape[1], **where)
+    shards = (shard_sequence(t, 1, **where) for t in (q, k, v))
+    out, lse = op(*shards, seq_len=q.shape[1], return_lse=True, **arguments)
+    both = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
+    return unshard_sequence(both, 1, seq_len=q.shape[1], **where)
 
 
-def gradchecked(group: dist.ProcessGroup) -> None:
-    for causal, layout, fast in ((True, "zigzag", False), (False, "zigzag", True), (True, "contiguous", True)):
+def gradchecked(group: dist.ProcessGroup, op: Op) -> None:
+    for causal, layout in ((True, "zigzag"), (False, "contiguous")):
         torch.manual_seed(0)  # fast gradcheck draws directions, which must be those of all ranks
-        shapes = enumerate((2, 1, 1))
-        leaves = [seeded(1, 5, heads, 2, dtype=torch.float64, seed=heads + i).requires_grad_() for i, heads in shapes]
-        arguments = {"group": group, "causal": causal, "layout": layout}
-        assert torch.autograd.gradcheck(lambda *t, a=arguments: through(*t, **a), leaves, fast_mode=fast)
+        heads = enumerate((2 * dist.get_world_size(group), 2, 2))
+        leaves = [seeded(1, 5, n, 2, dtype=torch.float64, seed=n + i).requires_grad_() for i, n in heads]
+        arguments = {"group": group, "causal": causal, "layout": layout, "softcap": 3.0}
+        assert torch.autograd.gradcheck(lambda *t, a=arguments: through(op, *t, **a), leaves, fast_mode=True)
 
 
 @pytest.mark.full
-@ON_EVERY_ROUTE
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradcheck(world_size: int, route: str) -> None:
-    run_ranks(world_size, gradchecked, env=ROUTES[route])
+@pytest.mark.parametrize(
+    ("op", "world_size", "route"),
+    [(ring_attention, 3, "one_sided"), (ring_attention, 2, "plain"), (ulysses_attention, 3, "pipelined")],
+)
+def test_gradcheck(op: Op, world_size: int, route: str) -> None:
+    run_ranks(world_size, gradchecked, op, env=ROUTES[route])
 
 
 def block(x: Tensor, weight: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
@@ -241,41 +283,41 @@ def compiled_and_checkpointed(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close((got, *torch.autograd.grad(got.sum(), x)), (2 * x, torch.full_like(x, 2.0)))
 
 
-@pytest.mark.parametrize("route", ["one_sided", "pipelined"])
-def test_compile_and_activation_checkpointing(route: str) -> None:
-    run_ranks(2, compiled_and_checkpointed, env=ROUTES[route])
+def test_compile_and_activation_checkpointing() -> None:
+    run_ranks(2, compiled_and_checkpointed, env=ROUTES["pipelined"])
 
 
-def used_in_part(group: dist.ProcessGroup) -> None:
-    full = [seeded(1, 9, 2, 8, seed=i) for i in range(4)]
+def used_in_part(group: dist.ProcessGroup, op: Op) -> None:
+    full = [seeded(1, 9, 3, 8, seed=i) for i in range(4)]
     # Only some ranks, or some inputs, need a gradient: messages must match all the same.
     q, k, v, grad = (shard_sequence(t, 1, group=group) for t in full)
     q.requires_grad_()
     v.requires_grad_(dist.get_rank(group) == 0)
-    ring_attention(q, k, v, group=group, seq_len=9).backward(grad)
+    op(q, k, v, group=group, seq_len=9).backward(grad)
     reference = [t.double().requires_grad_() for t in full[:3]]
-    attention64(*reference)[0].backward(full[3].double())
-    assert reference[0].grad is not None and q.grad is not None
+    dense_attention(*reference, *dense_mask(9, 9))[0].backward(full[3].double())
+    assert reference[0].grad is not None and q.grad is not None and k.grad is None
     wanted = shard_sequence(reference[0].grad, 1, group=group)
     torch.testing.assert_close(q.grad.double(), wanted, atol=1e-5, rtol=1e-5)
     # Two calls on the same K/V before either backward, which then run in the other order.
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    first, second = (ring_attention(q, k, v, group=group, causal=True, seq_len=9) for _ in range(2))
+    first, second = (op(q, k, v, group=group, causal=True, seq_len=9) for _ in range(2))
     alone = torch.autograd.grad(second, (k, v), grad, retain_graph=True)
     with torch.no_grad():  # memory of finished calls must not be read again
-        ring_attention(q + 1, k + 1, v + 1, group=group, causal=True, seq_len=9)
+        op(q + 1, k + 1, v + 1, group=group, causal=True, seq_len=9)
     both = torch.autograd.grad((first, second), (k, v), (grad, grad))
     torch.testing.assert_close([2 * one for one in alone], list(both))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse = ring_attention(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        out, lse = op(q, k.bfloat16(), v, group=group, return_lse=True, seq_len=9)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and out.is_contiguous() and lse.is_contiguous()
     out.sum().backward()
     assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
 
 
 @ON_EVERY_ROUTE
-def test_frozen_inputs_two_uses_and_autocast(route: str) -> None:
-    run_ranks(3, used_in_part, env=ROUTES[route])
+@pytest.mark.parametrize("op", OPS)
+def test_frozen_inputs_two_uses_and_autocast(op: Op, route: str) -> None:
+    run_ranks(3, used_in_part, op, env=ROUTES[route])
 
 
 def test_only_once_differentiable() -> None:
@@ -352,7 +394,7 @@ def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
 
     def slowly(self: Backward, t: int, *tensors: Any) -> None:
         attend(self, t, *tensors)
-        time.sleep(0.3)  # its keys are there for the others to go on with
+        time.sleep(0.1)  # its keys are there for the others to go on with
 
     for late in range(dist.get_world_size(group)):
         with small_chunks(8, 2) as patch:
@@ -402,87 +444,109 @@ def test_step_0_may_come_before_the_call() -> None:
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-DISAGREEMENTS = {  # a keyword, and two values that cannot both be right
+DISAGREEMENTS: dict[str, tuple[Any, Any]] = {  # a keyword, and two values that cannot both be right
     "causal": (True, False),
     "layout": ("zigzag", "contiguous"),
     "scale": (0.125, 0.25),
     "softcap": (0.0, 30.0),
+    "seq_len_kv": (8, 12),
+    "return_lse": (True, False),  # of attention by heads, which sends it
 }
 
 
-def mismatched(group: dist.ProcessGroup) -> dict[str, str]:
-    """What is said, in forward and in backward, where the ranks differ in one keyword only, or in their lengths."""
-    rank, said = dist.get_rank(group), {}
+def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
+    """(keyword, what is said), in forward and in the ring's backward, where the ranks differ in one keyword only, or in
+    their lengths."""
+    rank, said = dist.get_rank(group), []
     q, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
     for name, values in DISAGREEMENTS.items():
+        if op is ring_attention and name == "return_lse":
+            continue
         chosen = {"scale": 1.0, name: values[rank]}
-        rest = (*checked_arguments(q, q, q, 2, rank, **chosen), group.group_name)
+        k = torch.zeros(1, 6, 2, 8) if name == "seq_len_kv" and rank else q
         with pytest.raises(RankMismatchError) as error:
-            ring_attention(q, q, q, group=group, **chosen)
-        said[name] = str(error.value)
-        with pytest.raises(RankMismatchError) as error:
-            RING_ATTENTION_BACKWARD(q, None, q, q, q, q, lse, *rest)
-        said[f"{name} backward"] = str(error.value)
+            op(q, k, k, group=group, **chosen)
+        said.append((name, str(error.value)))
+        if op is ring_attention:
+            rest = (*checked_arguments(q, k, k, 2, rank, **chosen), group.group_name)
+            with pytest.raises(RankMismatchError) as error:
+                RING_ATTENTION_BACKWARD(q, None, q, k, k, q, lse, *rest)
+            said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens, each taken for half of the whole
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
-        ring_attention(x, x, x, group=group)
+        op(x, x, x, group=group)
     with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
         unshard_sequence(x, 1, group=group)
     for seq_len in (6, 10, -1):
         with pytest.raises(ValueError, match=f"seq_len={seq_len} in layout 'zigzag' gives rank"):
-            ring_attention(q, q, q, group=group, seq_len=seq_len)
-    ring_attention(x, x, x, group=group, seq_len=5)  # the ranks are in step again
+            op(q, q, q, group=group, seq_len=seq_len)
+    op(x, x, x, group=group, seq_len=5)  # the ranks are in step again
     return said
 
 
 @ON_EVERY_ROUTE
-def test_ranks_that_disagree(route: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_ranks_that_disagree(op: Op, route: str) -> None:
     # Shared memory compares always, torch.distributed where it is asked to.
     check = {"FUSED_TP_CHECK": None if route == "one_sided" else "1"}
-    for rank, said in enumerate(run_ranks(2, mismatched, env={**ROUTES[route], **check})):
-        for name, values in DISAGREEMENTS.items():
-            for sentence in (said[name], said[f"{name} backward"]):
-                assert "rank 0 call" in sentence and "rank 1 call" in sentence and "ring_attention" in sentence
-                assert f". The last number of a ring_attention is a checksum; on rank {rank} it stands for" in sentence
-                assert f"{name}={values[rank]!r}" in sentence
+    for rank, said in enumerate(run_ranks(2, mismatched, op, env={**ROUTES[route], **check})):
+        for name, sentence in said:
+            assert "rank 0 call" in sentence and "rank 1 call" in sentence
+            assert f". The last number of a {op.__name__} is a checksum; on rank {rank} it stands for" in sentence
+            assert f"{name}={DISAGREEMENTS[name][rank]!r}" in sentence
 
 
-def late_rank(group: dist.ProcessGroup) -> None:
-    if dist.get_rank(group) == 0:  # the other's process lives until all have answered
-        q = torch.zeros(1, 4, 2, 8)
-        ring_attention(q, q, q, group=group)
-
-
-def test_a_peer_that_does_not_come() -> None:
-    outcomes = fresh_ranks(2, late_rank, env={**ROUTES["pipelined"], "FUSED_TP_TIMEOUT": "2"})
-    assert isinstance(outcomes[0].error, CollectiveTimeoutError), outcomes[0]
-    assert "ring_attention K/V" in str(outcomes[0].error)
-
-
+Q = torch.zeros(2, 4, 4, 8)
+BOUNDS = torch.tensor([0, 4])
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"window": (1, -2)}, ValueError, "each side must be at least 0, or -1"),
+    ({"q": torch.zeros(4, 4, 8)}, ValueError, r"q has shape \(4, 4, 8\); it must be \[batch, seq_local"),
+    ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
+    ({"q": "q"}, TypeError, "q must be a Tensor"),
+    ({"q": Q[..., :0], "k": Q[..., :0]}, ValueError, "only seq_local may be 0"),
+    ({"q": torch.nested.nested_tensor([Q[0]])}, TypeError, "q is a nested tensor; .* pass their cu_seqlens"),
+    ({"k": Q.half()}, TypeError, "k has dtype torch.float16, but q has"),
+    ({"k": Q.to("meta")}, ValueError, "k is on meta"),
+    ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),
+    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1: \[batch, seq"),
+    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "unless seq_len_kv says that keys are of another sequence"),
+    ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
+    ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
+    ({"v": Q[:, :, :2]}, ValueError, "v has batch, seq_local and heads"),
+    ({"group": 3}, TypeError, "group must be"),
+    ({"scale": torch.ones(1)}, TypeError, "scale must be a float"),
+    ({"scale": float("nan")}, ValueError, "scale is nan"),
+    ({"causal": "False"}, TypeError, "causal must be a bool, not str"),
     ({"window": 3}, TypeError, "window must be"),
+    ({"window": (4, None)}, TypeError, r"window is \(4, None\); each side must be an int, and -1 where"),
+    ({"window": (True, 0)}, TypeError, r"window is \(True, 0\); each side must be an int"),
+    ({"window": (1, -2)}, ValueError, "each side must be at least 0, or -1"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be finite and positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a float"),
     ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1.0; it must be in \[0, 1\)"),
-    ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\); it must be \[2\]"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\); it must be \[4\]"),
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a Tensor"),
     ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes has shape \(1,\)"),
-    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "end with the 4 tokens"),
+    ({"cu_seqlens": [0, 4]}, TypeError, r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ...\]\)"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "the 4 tokens of the whole sequence, those of all ranks"),
     ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "never go back"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),
+    ({"cu_seqlens_kv": BOUNDS}, ValueError, "given without cu_seqlens"),
+    ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": BOUNDS}, ValueError, "2 documents and"),
+    (
+        {"cu_seqlens": BOUNDS, "k": Q[:, :3], "v": Q[:, :3], "seq_len_kv": 3},
+        ValueError,
+        "how the 4 queries belong to documents, but there are 3 keys; pass cu_seqlens_kv",
+    ),
     ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
     ({"layout": "spiral"}, ValueError, "it must be one of"),
-    ({"cu_seqlens_kv": torch.tensor([0, 4])}, ValueError, "given without cu_seqlens"),
-    ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": torch.tensor([0, 4])}, ValueError, "2 documents and"),
+    ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but q holds 4"),
     ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but k holds 4"),
 ]
 
 
-def test_bad_arguments() -> None:
-    q = torch.zeros(1, 4, 2, 8)
-    for arguments, kind, message in BAD:
+@pytest.mark.parametrize("op", OPS)
+def test_bad_arguments(op: Op) -> None:
+    for replaced, kind, message in BAD:
+        arguments: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "group": None, **replaced}
         with pytest.raises(kind, match=message):
-            ring_attention(q, q, q, group=None, **arguments)
-    with pytest.raises(ValueError, match="unless seq_len_kv says that keys are of another sequence"):
-        ring_attention(q, q[:, :3], q[:, :3], group=None)
+            op(*(arguments.pop(name) for name in "qkv"), **arguments)

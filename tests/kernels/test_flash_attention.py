@@ -1,4 +1,4 @@
-"""Flash attention in Triton, interpreted, against a dense fp64 reference made from the intervals of the steps.
+"""Flash attention in Triton, interpreted, against dense fp64 attention; steps of a ring are in test_ring_processes.
 
 Tiles are 16 x 16 where nothing else is said, so that short sequences have several, full ones, and ends that do not fit.
 """
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.attention.layout import TokenLayout, Tokens
-from fused_tp.attention.plan import Step, make_step, ring_plan
+from fused_tp.attention.layout import Tokens
+from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from tests.attention_reference import dense, dense_attention
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import assert_within_dtype_error, seeded
 
@@ -33,8 +34,8 @@ MASKS = {
     "left window": AttentionMask(70, 70, causal=True, window=(19, -1)),
     "both windows": AttentionMask(70, 70, window=(3, 21)),
     "itself": AttentionMask(35, 35, window=(0, 0)),
-    "documents": AttentionMask(75, 75, causal=True, cu_seqlens=DOCUMENTS, cu_seqlens_kv=DOCUMENTS),
-    "many documents": AttentionMask(40, 40, cu_seqlens=tuple(range(41)), cu_seqlens_kv=tuple(range(41))),
+    "documents": AttentionMask(75, 75, causal=True, cu_seqlens=DOCUMENTS),
+    "many documents": AttentionMask(40, 40, cu_seqlens=tuple(range(41))),
     "more keys": AttentionMask(21, 50, causal=True),
     "more queries": AttentionMask(50, 21, causal=True),  # the first ones see nothing
     "cross documents": AttentionMask(
@@ -76,31 +77,6 @@ def whole_step(mask: AttentionMask) -> Step:
     )
 
 
-def attention64(
-    step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse), dense; all in fp64."""
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scores.scale
-    if scores.softcap:
-        s = scores.softcap * torch.tanh(s / scores.softcap)
-    places, indices = torch.from_numpy(step.places), torch.from_numpy(step.k_indices)
-    if scores.alibi_slopes is not None:
-        s = s - scores.alibi_slopes[:, None, None] * (places[:, None] - indices).abs()
-    keys = torch.arange(step.keys)
-    seen = (keys >= torch.from_numpy(step.starts)[:, None]) & (keys < torch.from_numpy(step.stops)[:, None])
-    s = s.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        s = torch.cat((s, sinks[:, None, None].expand(s.shape[0], -1, s.shape[2], 1)), -1)
-    empty = (s == -torch.inf).all(-1, keepdim=True)
-    p = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : step.keys]
-    if scores.dropout is not None:
-        keep = scores.dropout.kept(q.shape[0], q.shape[2], torch.from_numpy(step.q_indices), indices)
-        p = p * keep / (1 - scores.dropout.p)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), s.detach().logsumexp(-1)
-
-
 def case(
     mask: AttentionMask,
     scores: Scores = SCORES["plain"],
@@ -111,32 +87,29 @@ def case(
     batch: int = 1,
     sinks: bool = False,
 ) -> Case:
-    step = whole_step(mask)
-    q = seeded(batch, step.rows, heads[0], dims[0], dtype=dtype, seed=1)
-    k = seeded(batch, step.keys, heads[1], dims[0], dtype=dtype, seed=2)
-    v = seeded(batch, step.keys, heads[1], dims[1], dtype=dtype, seed=3)
-    grad_out = seeded(batch, step.rows, heads[0], dims[1], dtype=dtype, seed=4)
-    leaves = {"q": q, "k": k, "v": v}
+    shapes = {
+        "q": (batch, mask.seq_len, heads[0], dims[0]),
+        "k": (batch, mask.seq_len_kv, heads[1], dims[0]),
+        "v": (batch, mask.seq_len_kv, heads[1], dims[1]),
+    }
+    leaves = {name: seeded(*shape, dtype=dtype, seed=1 + i) for i, (name, shape) in enumerate(shapes.items())}
+    grad_out = seeded(batch, mask.seq_len, heads[0], dims[1], dtype=dtype, seed=4)
     if scores.alibi_slopes is not None:
         leaves["slopes"] = scores.alibi_slopes
     if sinks:
         leaves["sinks"] = seeded(heads[0], seed=5)
-    leaves64 = {name: x.double().requires_grad_() for name, x in leaves.items()}
-    scores64 = replace(scores, alibi_slopes=leaves64.get("slopes"))
-    out, lse = attention64(step, scores64, leaves64["q"], leaves64["k"], leaves64["v"], leaves64.get("sinks"))
-    gradients = torch.autograd.grad(out, list(leaves64.values()), grad_out.double())
+    q, k, v, *by_head = wide = [x.double().requires_grad_() for x in leaves.values()]
+    given: Any = dict(zip([*leaves][3:], by_head, strict=True))
+    out, lse = dense_attention(
+        q, k, v, *dense(mask), scale=scores.scale, softcap=scores.softcap, dropout=scores.dropout,
+        alibi_slopes=given.get("slopes"), sinks=given.get("sinks"),
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, wide, grad_out.double())
+    tensors = (leaves[name] for name in "qkv")
     return Case(
-        step,
-        scores,
-        q,
-        k,
-        v,
-        leaves.get("sinks"),
-        grad_out,
-        out.detach(),
-        lse,
+        whole_step(mask), scores, *tensors, leaves.get("sinks"), grad_out, out.detach(), lse.detach(),
         dict(zip(leaves, gradients, strict=True)),
-    )
+    )  # fmt: skip
 
 
 def alone(fn: Callable[..., None], *args: Any) -> None:
@@ -162,16 +135,12 @@ def kernels() -> Any:
     return attention
 
 
-def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False) -> dict[str, Tensor]:
-    """Forward and backward of a case against its reference; what came out."""
-    config = None if shipped else config or tile()
+def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
+    """out, lse and all gradients; the backward has the lse that is given, if any."""
     flash, own = kernels(), terms(c.scores)
-    out, lse = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
-    dtype, terms_of_a_sum = c.q.dtype, c.step.keys + c.q.shape[3]
-    # p is rounded to the dtype of v as the output is, and half of a step of it is what an average over keys keeps.
-    assert_within_dtype_error(out, c.out, dtype, reduced_over=terms_of_a_sum, roundings=2, name=f"{name} out")
-    torch.testing.assert_close(lse.double(), c.lse, rtol=4e-6, atol=4e-6)
-    sums = row_sums(c.grad_out, c.out.to(dtype), None)
+    out, found = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
+    lse = found if lse is None else lse
+    sums = row_sums(c.grad_out, c.out.to(c.q.dtype), None)
     results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
     d_slopes = None if c.scores.alibi_slopes is None else torch.zeros(c.q.shape[2])
     flash.flash_backward(
@@ -182,6 +151,19 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
         results["slopes"] = d_slopes
     if c.sinks is not None:
         results["sinks"] = sink_gradient(c.sinks, lse, sums)
+    return {"out": out, "lse": found, **results}
+
+
+def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False) -> dict[str, Tensor]:
+    """What comes out of a case, against its reference."""
+    results, dtype = run(c, None if shipped else config or tile()), c.q.dtype
+    # p is rounded to the dtype of v as the output is, and half of a step of it is what an average over keys keeps.
+    reduced = c.step.keys + c.q.shape[3]
+    assert_within_dtype_error(results["out"], c.out, dtype, reduced_over=reduced, roundings=2, name=f"{name} out")
+    torch.testing.assert_close(results["lse"].double(), c.lse, rtol=4e-6, atol=4e-6)
+    blind = torch.from_numpy(c.step.starts >= c.step.stops)
+    assert not results["out"][:, blind].any() and not results["q"][:, blind].any()
+    assert c.sinks is not None or bool((results["lse"][..., blind] == -torch.inf).all())
     reduced = (c.step.keys + c.step.rows) * c.q.shape[2]
     for leaf, gradient in c.gradients.items():
         rms = gradient.pow(2).mean().sqrt().clamp_min(0.1)  # of one whose terms cancel
@@ -189,122 +171,78 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
         # Gradients of slopes and sinks are long sums of terms that nearly cancel.
         bound = torch.finfo(dtype).eps * (4 if dtype != torch.float32 else 8 * reduced**0.5)
         assert error < bound, f"{name}: gradient of {leaf} is off by {error:.3g}, allowed are {bound:.3g}"
-    return {"out": out, "lse": lse, **results}
+    return results
 
 
-def masks(_group: dist.ProcessGroup, names: Sequence[str]) -> None:
-    for name in names:
-        for config in (tile(16, 16), tile(16, 32)):
-            check(case(MASKS[name], heads=(2, 1)), config, f"{name} {config}")
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+PACKED = AttentionMask(41, 41, causal=True, window=(17, -1), cu_seqlens=(0, 1, 1, 30, 41))
+Given = tuple[AttentionMask, Scores, dict[str, Any], dict[str, Any]]  # and keywords of `case` and of `tile`
+GQA = {"heads": (2, 1)}
+CASES: dict[str, Given] = {
+    **{
+        f"{name} in blocks of {block}": (mask, SCORES["plain"], GQA, {"block": block})
+        for name, mask in MASKS.items()
+        for block in (16, 32)
+    },
+    "nothing but sinks": (MASKS["more queries"], SCORES["plain"], {"sinks": True}, {}),
+    "every score": (PACKED, SCORES["all"], {"sinks": True}, {}),
+    "every score, cross": (AttentionMask(20, 37), SCORES["all"], {"batch": 2}, {"rows": 32}),
+}
+MORE: dict[str, Given] = {name: (PACKED, SCORES[name], {"sinks": True}, {}) for name in ("softcap", "alibi", "dropout")}
+for _dtype in (torch.bfloat16, torch.float16):
+    for _tma in (False, True):
+        _how = {"dtype": _dtype, **GQA}
+        MORE[f"{_dtype} tma {_tma}"] = (MASKS["causal"], SCORES["softcap"], {**_how, "sinks": True}, {"tma": _tma})
+        MORE[f"{_dtype} documents tma {_tma}"] = (MASKS["documents"], SCORES["plain"], _how, {"rows": 32, "tma": _tma})
+for _dims in ((40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
+    _scores = Scores(_dims[0] ** -0.5)
+    MORE[f"dims {_dims}"] = (
+        AttentionMask(33, 33, causal=True),
+        _scores,
+        {"dims": _dims, **GQA},
+        {"rows": 32, "block": 32},
+    )
+MORE["padded, by TMA"] = (
+    AttentionMask(50, 50),
+    SCORES["plain"],
+    {"dims": (40, 24), "dtype": torch.bfloat16},
+    {"tma": True},
+)
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_masks(part: int) -> None:
-    alone(masks, list(MASKS)[part::2])
+def check_cases(group: dist.ProcessGroup, names: Sequence[str]) -> None:
+    """The ranks share the cases out."""
+    for name in names[group.rank() :: group.size()]:
+        mask, scores, shape, config = (CASES | MORE)[name]
+        check(case(mask, scores, **shape), tile(**config), name)
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.full)])
+def test_is_dense_attention(cases: dict[str, Given]) -> None:
+    interpreted_ranks(2, check_cases, list(cases), timeout=300)
 
 
 def vectors_of_heads(_group: dist.ProcessGroup) -> None:
     """Slopes and sinks of another dtype, strided, expanded, and leaves of autograd, are read as they are meant."""
     c = case(AttentionMask(20, 20), SCORES["alibi"], sinks=True)
     assert c.sinks is not None
-    sinks, flash = c.sinks.bfloat16(), kernels()
+    sinks = c.sinks.bfloat16()
 
-    def run(slopes: Tensor, sinks: Tensor) -> Tensor:
+    def out(slopes: Tensor, sinks: Tensor) -> Tensor:
         own = terms(replace(c.scores, alibi_slopes=slopes))
-        out: Tensor = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=sinks, config=tile())[0]
-        return out
+        found: Tensor = kernels().flash_attention(c.q, c.k, c.v, c.step, own, sinks=sinks, config=tile())[0]
+        return found
 
-    wanted = run(SLOPES, sinks.float())
-    assert torch.equal(wanted, run(SLOPES.double(), sinks))
+    wanted = out(SLOPES, sinks.float())
+    assert torch.equal(wanted, out(SLOPES.double(), sinks))
     strided = torch.stack((SLOPES, SLOPES + 1), 1)[:, 0].requires_grad_()
-    assert torch.equal(wanted, run(strided, torch.stack((sinks, sinks + 1), 1)[:, 0]))
+    assert torch.equal(wanted, out(strided, torch.stack((sinks, sinks + 1), 1)[:, 0]))
     even = torch.full((4,), 0.1)
-    assert torch.equal(run(even, even), run(even[:1].expand(4), even[:1].expand(4)))
-    with pytest.raises(ValueError, match=r"slopes must be \[4\]"):
-        run(SLOPES[:3], sinks)
-    with pytest.raises(ValueError, match=r"sinks must be \[4\]"):
-        run(SLOPES, sinks[:1])
-
-
-@pytest.mark.full
-def test_vectors_of_heads() -> None:
-    alone(vectors_of_heads)
-
-
-def lse_of_minus_infinity(_group: dist.ProcessGroup) -> None:
-    """A row whose lse is -inf, though by the mask it sees keys, gives and gets no gradient."""
-    c = case(AttentionMask(20, 20), heads=(1, 1))
-    lse = c.lse.float()
-    lse[..., 7] = -torch.inf
-    sums = row_sums(c.grad_out, c.out.float(), None)
-    results = [torch.zeros(x.shape) for x in (c.q, c.k, c.v)]
-    kernels().flash_backward(
-        c.grad_out, c.q, c.k, c.v, lse, sums, *results, c.step, terms(c.scores),
-        queries_config=tile(), keys_config=tile(),
-    )  # fmt: skip
-    dq, dv = results[0], results[2]
-    assert all(bool(x.isfinite().all()) for x in results) and not dq[:, 7].any()
-    others = torch.arange(20) != 7
-    close(dq[:, others], c.gradients["q"][:, others], torch.float32)
-    p = torch.exp(torch.einsum("bqhd,bkhd->bhqk", c.q, c.k) * c.scores.scale - c.lse[..., None]).float()
-    close(dv, torch.einsum("bhqk,bqhd->bkhd", p[..., others, :], c.grad_out[:, others]).double(), torch.float32)
-
-
-@pytest.mark.full
-def test_lse_of_minus_infinity() -> None:
-    alone(lse_of_minus_infinity)
-
-
-def test_rows_that_see_nothing() -> None:
-    alone(rows_that_see_nothing)
-
-
-def rows_that_see_nothing(_group: dist.ProcessGroup) -> None:
-    for sinks in (False, True):
-        results = check(case(MASKS["more queries"], sinks=sinks))
-        assert bool((results["out"][:, :29] == 0).all()) and bool((results["q"][:, :29] == 0).all())
-        assert bool((results["lse"][..., :29] == -torch.inf).all()) != sinks
-
-
-def scores_of(_group: dist.ProcessGroup, name: str) -> None:
-    documents = AttentionMask(41, 41, causal=True, window=(17, -1), cu_seqlens=(0, 1, 1, 30, 41))
-    documents = replace(documents, cu_seqlens_kv=documents.cu_seqlens)
-    check(case(documents, SCORES[name], sinks=True), tile(), name)
-    check(case(AttentionMask(20, 37), SCORES[name], batch=2), tile(32, 16), name)
-
-
-@pytest.mark.parametrize(
-    "name", ["all", *(pytest.param(name, marks=pytest.mark.full) for name in SCORES if name != "all")]
-)
-def test_scores(name: str) -> None:
-    alone(scores_of, name)
-
-
-def dtypes(_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    for tma in (False, True) if dtype != torch.float32 else (False,):
-        check(
-            case(MASKS["causal"], SCORES["softcap"], dtype=dtype, heads=(2, 1), sinks=True), tile(tma=tma), f"tma {tma}"
-        )
-        check(case(MASKS["documents"], dtype=dtype, heads=(2, 1)), tile(32, 16, tma=tma), f"tma {tma}")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    alone(dtypes, dtype)
-
-
-def head_dims(_group: dist.ProcessGroup) -> None:
-    for dims in ((16, 16), (40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
-        c = case(AttentionMask(33, 33, causal=True), Scores(dims[0] ** -0.5), dims=dims, heads=(2, 1))
-        check(c, tile(32, 32), str(dims))
-    c = case(AttentionMask(50, 50), dims=(40, 24), dtype=torch.bfloat16)
-    check(c, tile(tma=True), "padded, by TMA")
-
-
-@pytest.mark.full
-def test_head_dims() -> None:
-    alone(head_dims)
+    assert torch.equal(out(even, even), out(even[:1].expand(4), even[:1].expand(4)))
+    for slopes, wrong, said in ((SLOPES[:3], sinks, "slopes"), (SLOPES, sinks[:1], "sinks")):
+        with pytest.raises(ValueError, match=rf"{said} must be \[4\]"):
+            out(slopes, wrong)
 
 
 def dropout_bits(_group: dist.ProcessGroup) -> None:
@@ -318,79 +256,6 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
         out, _ = kernels().flash_attention(q, k, v, step, terms(Scores(1.0, dropout=drop)), config=tile())
         wanted = drop.kept(2, 2, *[torch.from_numpy(indices)] * 2)
         assert torch.equal(out.transpose(1, 2) != 0, wanted)
-
-
-@pytest.mark.full
-def test_dropout_draws_the_bits_of_philox() -> None:
-    alone(dropout_bits)
-
-
-def ring(_group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
-    """All ranks' steps, one after the other, through the provider: the state goes on, and the last one ends it."""
-    from fused_tp.attention.kernels.base import Saved, Sums
-    from fused_tp.attention.kernels.triton import TritonFlash
-
-    provider = TritonFlash()
-    for mask, name in ((MASKS["causal"], "all"), (MASKS["documents"], "plain")):
-        c = case(
-            mask,
-            SCORES[name] if name == "plain" else replace(SCORES[name], alibi_slopes=SLOPES[:2]),
-            dtype=dtype,
-            heads=(2, 1),
-            sinks=True,
-        )
-        plan = ring_plan(mask, world_size, TokenLayout("zigzag"))
-        dk, dv, d_slopes = torch.zeros(c.k.shape), torch.zeros(c.v.shape), torch.zeros(2)
-        for rank in range(world_size):
-            rows = torch.from_numpy(plan.queries[rank].indices)
-            q, wanted = c.q[:, rows], c.out[:, rows]
-            state = SoftmaxState.empty(q, c.v.shape[3])
-            steps = [(plan.source(rank, t), plan.step(rank, t)) for t in range(world_size)]
-            steps = [(source, step) for source, step in steps if not step.empty]
-            for source, step in steps:
-                keys = torch.from_numpy(plan.keys[source].indices)[step.k_start : step.k_stop]
-                part = state.rows(step.q_start, step.q_stop)
-                before = [x.clone() for x in (part.weighted, part.highest, part.total)]
-                out = torch.empty(1, step.rows, 2, 16, dtype=dtype)
-                lse = torch.empty(1, 2, step.rows)
-                last = (step, c.scores, q[:, step.q_start : step.q_stop], c.k[:, keys], c.v[:, keys])
-                provider.forward(*last, part)
-                # Ending at this step instead gives what the state gives after it.
-                with_sinks = replace(c.scores, sinks=c.sinks)
-                provider.finish(last[0], with_sinks, *last[2:], SoftmaxState(*before), out, lse)
-                ended = SoftmaxState(part.weighted.clone(), part.highest, part.total).result(dtype, c.sinks)
-                torch.testing.assert_close((out, lse), ended, rtol=0.01, atol=1e-5)
-            out, lse = state.result(dtype, c.sinks)
-            assert_within_dtype_error(out, wanted, dtype, reduced_over=mask.seq_len, roundings=2, name=name)
-            torch.testing.assert_close(lse.double(), c.lse[..., rows], rtol=4e-6, atol=4e-6)
-            grad_out = c.grad_out[:, rows]
-            sums, dq = row_sums(grad_out, out, None), torch.zeros(q.shape)
-            for source, step in steps:
-                keys = torch.from_numpy(plan.keys[source].indices)[step.k_start : step.k_stop]
-                here = slice(step.q_start, step.q_stop)
-                dk_part, dv_part = torch.zeros(1, len(keys), 1, 16), torch.zeros(1, len(keys), 1, 16)
-                q_rows = (out[:, here], lse[..., here], grad_out[:, here], sums[..., here])
-                saved = Saved(q[:, here], c.k[:, keys], c.v[:, keys], *q_rows)
-                terms = Sums(dq[:, here], dk_part, dv_part, d_slopes if name == "all" else None)
-                provider.backward(step, c.scores, saved, terms)
-                dk[:, keys] += dk_part
-                dv[:, keys] += dv_part
-            close(dq, c.gradients["q"][:, rows], dtype)
-        close(dk, c.gradients["k"], dtype)
-        close(dv, c.gradients["v"], dtype)
-        if name == "all":
-            close(d_slopes, c.gradients["slopes"], dtype)
-
-
-def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    bound = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-    torch.testing.assert_close(actual.double(), wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
-def test_steps_of_a_ring_by_the_provider(world_size: int, dtype: torch.dtype) -> None:
-    alone(ring, world_size, dtype)
 
 
 def states(_group: dist.ProcessGroup) -> None:
@@ -423,11 +288,6 @@ def states(_group: dist.ProcessGroup) -> None:
     torch.testing.assert_close((out, lse), whole.result(torch.float32), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.full
-def test_states() -> None:
-    alone(states)
-
-
 def leaks(_group: dist.ProcessGroup) -> None:
     """A token outside of a query's view changes no bit of its output and gradient, and the other way round."""
     mask = MASKS["documents"]
@@ -437,14 +297,14 @@ def leaks(_group: dist.ProcessGroup) -> None:
         k, v = c.k.clone(), c.v.clone()
         k[:, token] += change
         v[:, token] -= change
-        after = run(replace(c, k=k, v=v), before)
+        after = run(replace(c, k=k, v=v), tile(), before["lse"])
         blind = torch.from_numpy((c.step.starts > token) | (c.step.stops <= token))
         for name in ("out", "q"):
             assert torch.equal(before[name][:, blind], after[name][:, blind]), (name, token)
         q, grad_out = c.q.clone(), c.grad_out.clone()
         q[:, token] += change
         grad_out[:, token] *= change
-        after = run(replace(c, q=q, grad_out=grad_out), before)
+        after = run(replace(c, q=q, grad_out=grad_out), tile(), before["lse"])
         first, last = c.step.seen_by
         unseen = torch.from_numpy((first > token) | (last <= token))
         for name in "kv":
@@ -452,7 +312,7 @@ def leaks(_group: dist.ProcessGroup) -> None:
     # Not even what is not a number comes from another long document, nor from keys that nobody sees.
     k, v = c.k.clone(), c.v.clone()
     k[:, 61:], v[:, 61:] = torch.nan, torch.inf
-    after = run(replace(c, k=k, v=v), before)
+    after = run(replace(c, k=k, v=v), tile(), before["lse"])
     for name in ("out", "q"):
         assert torch.equal(before[name][:, :61], after[name][:, :61]), name
     for name in "kv":
@@ -461,26 +321,8 @@ def leaks(_group: dist.ProcessGroup) -> None:
     before = check(c)
     k, v = c.k.clone(), c.v.clone()
     k[:, :20], v[:, :20], k[:, 40], v[:, 40] = torch.nan, torch.nan, torch.inf, torch.nan
-    after = run(replace(c, k=k, v=v), before)
+    after = run(replace(c, k=k, v=v), tile(), before["lse"])
     assert torch.equal(before["out"], after["out"]) and torch.equal(before["q"], after["q"])
-
-
-def run(c: Case, of: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What comes out of a case, with the lse of the results `of`, so that rows are independent of each other."""
-    flash, own = kernels(), terms(c.scores)
-    out, lse = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=tile())
-    results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
-    sums = row_sums(c.grad_out, c.out.to(c.q.dtype), None)
-    flash.flash_backward(
-        c.grad_out, c.q, c.k, c.v, of["lse"], sums, *(results[n] for n in "qkv"), c.step, own,
-        queries_config=tile(), keys_config=tile(),
-    )  # fmt: skip
-    return {"out": out, "lse": lse, **results}
-
-
-@pytest.mark.full
-def test_no_leaks() -> None:
-    alone(leaks)
 
 
 def strides(_group: dist.ProcessGroup) -> None:
@@ -492,18 +334,27 @@ def strides(_group: dist.ProcessGroup) -> None:
     first = check(c)
     second = check(replace(c, q=q, k=k, v=v, grad_out=c.grad_out.transpose(0, 1).contiguous().transpose(0, 1)))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    heads_first = replace(c, q=c.q.transpose(1, 2).contiguous().transpose(1, 2))
-    wide, log = torch.full((2, 41, 2, 17), 7.0), torch.full((2, 2, 41), 7.0)
-    out, lse = wide[:, 1:-1, :, :16], log[..., 1:-1]
-    kernels().flash_attention(heads_first.q, k, v, c.step, terms(c.scores), out=out, lse=lse, config=tile())
-    assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
-    out.fill_(7.0), lse.fill_(7.0)
-    assert bool((wide == 7).all()) and bool((log == 7).all())
-
-
-@pytest.mark.full
-def test_strides_and_same_bits() -> None:
-    alone(strides)
+    heads_first = replace(c, q=c.q.transpose(1, 2).contiguous().transpose(1, 2), k=k, v=v)
+    assert all(torch.equal(first[name], x) for name, x in run(heads_first, tile()).items())
+    # What lies between the rows of a state and of gradients is not touched.
+    wide = [torch.full((2, 41, 2, 17), 7.0) for _ in range(4)]
+    log = [torch.full((2, 2, 41), 7.0) for _ in range(2)]
+    weighted, dq, dk, dv = (x[:, 1:-1, :, :16] for x in wide)
+    highest, total = (x[..., 1:-1] for x in log)
+    flash, own = kernels(), terms(c.scores)
+    flash.flash_forward(q, k, v, c.step, own, (weighted, highest, total), fresh=True, config=tile())
+    out, _ = SoftmaxState(weighted.clone(), highest, total).result(torch.float32)
+    torch.testing.assert_close(out, first["out"], rtol=1e-6, atol=1e-6)
+    sums = row_sums(c.grad_out, c.out.float(), None)
+    for x in (dq, dk, dv):
+        x.zero_()
+    flash.flash_backward(
+        c.grad_out, q, k, v, first["lse"], sums, dq, dk, dv, c.step, own, queries_config=tile(), keys_config=tile()
+    )
+    assert all(torch.equal(x, first[name]) for x, name in ((dq, "q"), (dk, "k"), (dv, "v")))
+    for x in (weighted, dq, dk, dv, highest, total):
+        x.fill_(7.0)
+    assert all(bool((x == 7).all()) for x in (*wide, *log))
 
 
 def errors(_group: dist.ProcessGroup) -> None:
@@ -530,13 +381,6 @@ def errors(_group: dist.ProcessGroup) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             flash.flash_forward(c.q, c.k, c.v, c.step, own, sums)
-    for out, lse, said in (
-        (c.q[:, :-1], None, "out must be"),
-        (None, c.lse[..., :-1].float(), "lse must be"),
-        (None, c.lse, "lse must be fp32"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            flash.flash_attention(c.q, c.k, c.v, c.step, own, out=out, lse=lse)
     lse = c.lse.float()
     given = {"lse": lse, "sums": lse, "dq": c.q, "dk": c.k, "dv": c.v}
     for name in given:
@@ -559,8 +403,12 @@ def errors(_group: dist.ProcessGroup) -> None:
     assert "head dims go from 1 to 256" in launchable(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
 
 
-def test_errors() -> None:
-    alone(errors)
+CONTRACTS = (vectors_of_heads, dropout_bits, states, leaks, strides)
+
+
+@pytest.mark.parametrize("of", [errors, *(pytest.param(of, marks=pytest.mark.full) for of in CONTRACTS)])
+def test_contracts(of: Callable[..., None]) -> None:
+    alone(of)
 
 
 def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:

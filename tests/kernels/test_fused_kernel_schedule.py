@@ -5,8 +5,11 @@ The cases are those of every other schedule; the ranks interpret the kernels.
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,8 +39,8 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
     interpreted_ranks(world_size, forced, "all_cases", dtype, world_size == 2, timeout=120)
 
 
-def used(group: Any) -> list[str]:
-    """The ops that took a workspace, in forward and backward of all of them."""
+def used(group: Any) -> None:
+    """Every op takes the workspaces of its kernels, in forward and backward."""
     from fused_tp.transport.workspace import Workspaces
 
     taken: list[str] = []
@@ -50,29 +53,19 @@ def used(group: Any) -> list[str]:
     x, w = seeded(6, 4, dtype=torch.float32), seeded(4, 4, dtype=torch.float32)
     norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
     with mock.patch.dict(os.environ, FORCED), mock.patch.object(Workspaces, "use", use):
-        for op, more in (
-            ("all_gather_matmul", {}),
-            ("matmul_reduce_scatter", {}),
-            ("matmul_all_reduce", {}),
-            ("column_parallel_matmul", {}),
-            ("matmul_all_reduce_rms_norm", norm),
-        ):
-            taken.append(f"{op}:")
+        for op, backward in {
+            "all_gather_matmul": ["all_gather", "matmul_reduce_scatter"],
+            "matmul_reduce_scatter": ["all_gather_matmul"],
+            "matmul_all_reduce": [],
+            "column_parallel_matmul": ["matmul_all_reduce"],
+            "matmul_all_reduce_rms_norm": [],
+        }.items():
+            more = norm if op.endswith("norm") else {}
             out = getattr(fused_tp, op)(cases.leaf(x), cases.leaf(w), group=group, **more)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
-    return taken
-
-
-@pytest.mark.full
-def test_every_op_runs_its_kernel_forward_and_backward() -> None:
-    for taken in interpreted_ranks(2, used):
-        assert taken == [
-            *("all_gather_matmul:", "all_gather_matmul", "all_gather", "matmul_reduce_scatter"),
-            *("matmul_reduce_scatter:", "matmul_reduce_scatter", "all_gather_matmul"),
-            *("matmul_all_reduce:", "matmul_all_reduce"),
-            *("column_parallel_matmul:", "matmul_all_reduce"),
-            *("matmul_all_reduce_rms_norm:", "matmul_all_reduce_rms_norm"),
-        ]
+            forward = [] if op == "column_parallel_matmul" else [op]
+            assert taken == forward + backward, (op, taken)
+            taken.clear()
 
 
 def checked_and_strided(group: Any) -> None:
@@ -90,32 +83,14 @@ def checked_and_strided(group: Any) -> None:
     torch.testing.assert_close(total.double(), wanted + shared, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.full
-def test_weights_of_different_widths_and_biases_that_are_not_dense() -> None:
-    interpreted_ranks(2, checked_and_strided)
-
-
-def with_new_precision_setting(group: Any) -> None:
+def main_grad(group: Any) -> None:
+    """With torch's newer way of setting the precision, which is read as the older one is."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         forced(group, "main_grad_case")
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-
-
-@pytest.mark.full
-def test_either_way_of_setting_the_precision_is_read() -> None:
-    interpreted_ranks(2, with_new_precision_setting)
-
-
-def other_gradients(group: Any) -> None:
-    forced(group, "main_grad_case")
-
-
-@pytest.mark.full
-def test_main_grad() -> None:
-    interpreted_ranks(2, other_gradients)
 
 
 @pytest.mark.full
@@ -138,12 +113,7 @@ def many_weights(group: Any) -> None:
     torch.testing.assert_close(x_shard.grad, cases.own_part(wanted, 0, group))
 
 
-@pytest.mark.full
-def test_more_weights_than_a_launch_takes() -> None:
-    interpreted_ranks(2, many_weights)
-
-
-def growing(group: Any) -> int:
+def growing(group: Any) -> None:
     """Small, large, small: the workspace grows once and is kept."""
     from fused_tp.runtime.group import resolve_group
     from fused_tp.schedules.registry import select_schedule
@@ -157,82 +127,86 @@ def growing(group: Any) -> int:
         schedule: Any = select_schedule(
             "matmul_all_reduce", resolve_group(group), x.dtype, x.device, 2, None, 300
         )  # fmt: skip
-    return int(schedule.workspaces._slots["sum"].nbytes)
+    assert schedule.workspaces._slots["sum"].nbytes >= 2 * 2 * 700 * 300 * 4
+
+
+def explained(group: Any) -> None:
+    shapes = (4, 8), (6, 8)
+    with mock.patch.dict(os.environ, FORCED):
+        fits = str(fused_tp.explain("matmul_all_reduce", *shapes, dtype=torch.bfloat16, group=group))
+        double = str(fused_tp.explain("matmul_all_reduce", *shapes, dtype=torch.float64, group=group))
+        moves = str(fused_tp.explain("all_reduce", (4, 8), group=group))
+    assert "fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel forces it" in fits
+    assert "one_sided over shm" in double and "take float16, bfloat16 and float32, not float64" in double
+    assert "one_sided over shm" in moves and "there is no fused kernel of all_reduce" in moves
 
 
 @pytest.mark.full
-def test_workspaces_grow_and_stay() -> None:
-    (first, second) = interpreted_ranks(2, growing)
-    assert first == second and first >= 2 * 2 * 700 * 300 * 4
-
-
-def without_last(group: Any) -> str:
-    x, w = seeded(3, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    with mock.patch.dict(os.environ, FORCED):
-        fused_tp.matmul_all_reduce(x, w, group=group)
-        os.environ["FUSED_TP_TIMEOUT"] = "1"
-        if group.rank() == 2:
-            return ""  # alive, until all have answered, but it does not come
-        begun = time.monotonic()
-        with pytest.raises(CollectiveTimeoutError) as raised:
-            fused_tp.matmul_all_reduce(x, w, group=group)
-        assert 1 <= time.monotonic() - begun < 10
-        with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
-            fused_tp.matmul_all_reduce(x, w, group=group)
-        return str(raised.value)
+@pytest.mark.parametrize("of", [used, checked_and_strided, main_grad, many_weights, growing, explained])
+def test_ops(of: Callable[[Any], None]) -> None:
+    interpreted_ranks(2, of)
 
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
 
 
+def without_last(group: Any) -> list[str]:
+    """What is said where rank 2 makes no second call, of a matmul and of a ring: each on a group of its own."""
+    x, w = seeded(3, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
+    q, k, v = (seeded(1, 5, 2, 8, dtype=torch.float32, seed=seed) for seed in range(3))
+    groups = [group, dist.new_group(list(range(3)))]
+    calls = [
+        lambda: fused_tp.matmul_all_reduce(x, w, group=groups[0]),
+        lambda: fused_tp.ring_attention(q, k, v, group=groups[1]),
+    ]
+    said = []
+    with mock.patch.dict(os.environ, FORCED):
+        for call in calls:
+            call()
+        os.environ["FUSED_TP_TIMEOUT"] = "1"
+        if group.rank() == 2:
+            return []  # alive, until all have answered, but it does not come
+        for call in calls:
+            begun = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError) as raised:
+                call()
+            assert 1 <= time.monotonic() - begun < 10  # not the 60 of before
+            with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
+                call()
+            said.append(str(raised.value))
+    return said
+
+
 @pytest.mark.full
 def test_a_rank_that_does_not_come_is_named() -> None:
-    outcomes = fresh_ranks(3, without_last, env=INTERPRETED)
-    for outcome in outcomes[:2]:
-        sentence = outcome.unwrap()
-        assert "matmul_all_reduce, call 2" in sentence and "rank 2 had not begun the call" in sentence
-        assert "in 1 s (FUSED_TP_TIMEOUT)" in sentence
+    for outcome in fresh_ranks(3, without_last, env=INTERPRETED)[:2]:
+        for op, sentence in zip(("matmul_all_reduce", "ring_attention"), outcome.unwrap(), strict=True):
+            assert f"{op}, call 2" in sentence and "rank 2 had not begun the call" in sentence
+            assert "in 1 s (FUSED_TP_TIMEOUT)" in sentence
 
 
-def dies(group: Any, op: str) -> float:
+def dies(group: Any) -> float:
     rank = group.rank()
     x, w = seeded(4, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    run = getattr(fused_tp, op)
+    ops = fused_tp.matmul_all_reduce, fused_tp.all_gather_matmul
     with mock.patch.dict(os.environ, FORCED):
-        run(x, w, group=group)
+        for op in ops:
+            op(x, w, group=group)
         dist.barrier(group)
         if rank == 1:
             os._exit(9)
         begun = time.monotonic()
         with pytest.raises(PeerLostError, match="lost rank 1: it has ended"):
-            for _ in range(1000):  # it may get through calls that rank 1 had its part in
-                run(x, w, group=group)
+            for number in range(1000):  # it may get through calls that rank 1 had its part in
+                ops[number % 2](x, w, group=group)
         return time.monotonic() - begun
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_gather_matmul"])
-def test_a_rank_that_dies_is_noticed_long_before_the_deadline(op: str) -> None:
-    outcomes = fresh_ranks(3, dies, op, env=INTERPRETED, expect_deaths=True)
+def test_a_rank_that_dies_is_noticed_long_before_the_deadline() -> None:
+    outcomes = fresh_ranks(3, dies, env=INTERPRETED, expect_deaths=True)
     assert outcomes[1].died
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.unwrap() < 5
-
-
-def explained(group: Any) -> list[str]:
-    with mock.patch.dict(os.environ, FORCED):
-        fits = fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=torch.bfloat16, group=group)
-        double = fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=torch.float64, group=group)
-        moves = fused_tp.explain("all_reduce", (4, 8), group=group)
-    return [str(fits), str(double), str(moves)]
-
-
-@pytest.mark.full
-def test_explain_says_what_has_a_kernel() -> None:
-    for fits, double, moves in interpreted_ranks(2, explained):
-        assert "fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel forces it" in fits
-        assert "one_sided over shm" in double and "take float16, bfloat16 and float32, not float64" in double
-        assert "one_sided over shm" in moves and "there is no fused kernel of all_reduce" in moves
+    assert all(outcomes[rank].unwrap() < 5 for rank in (0, 2))
 
 
 def refused(group: Any) -> str:
@@ -252,10 +226,22 @@ def from_table(group: Any) -> tuple[str, str]:
     return str(covered), str(fused_tp.explain("all_reduce", (4, 8), group=group))
 
 
-@pytest.mark.full
-def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> None:
-    import json
+def where_one_lacks_it(group: Any) -> tuple[tuple[str, str], str]:
+    """What a table says where all have Triton, and on a group with a rank that has none."""
+    from fused_tp.schedules import registry
 
+    os.environ.pop("FUSED_TP_SCHEDULE", None)
+    everybody = from_table(group)
+    other = dist.new_group([0, 1])
+    if group.rank() == 1:
+        registry.has_triton = lambda: False
+    x = torch.ones(3, 4)
+    assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=other), torch.full((3, 5), 8.0))
+    return everybody, from_table(other)[0]
+
+
+@pytest.mark.full
+def test_a_table_that_names_it_is_followed_where_all_ranks_can(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     rules = [{"schedule": "fused_kernel"}, {"schedule": "pipelined"}]
     table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
@@ -263,31 +249,10 @@ def test_a_table_that_names_it_is_followed_where_it_can_be(tmp_path: Any) -> Non
     for matmul, moves in run_ranks(2, from_table, env=env):
         assert "pipelined" in matmul and "no fused_kernel: rank 0: kernels run on NVIDIA GPUs" in matmul
         assert "pipelined" in moves and "no fused_kernel: there is no fused kernel of all_reduce" in moves
-    for outcome in fresh_ranks(2, from_table, env={**INTERPRETED, **env}):
-        matmul, moves = outcome.unwrap()
+    for outcome in fresh_ranks(2, where_one_lacks_it, env={**INTERPRETED, **env}):
+        (matmul, moves), lacking = outcome.unwrap()
         assert "fused_kernel over symmetric memory" in matmul and "pipelined" in moves
-
-
-def one_lacks_it(group: Any) -> str:
-    os.environ.pop("FUSED_TP_SCHEDULE", None)
-    if group.rank() == 1:
-        from fused_tp.schedules import registry
-
-        registry.has_triton = lambda: False
-    x = torch.ones(3, 4)
-    assert torch.equal(fused_tp.matmul_all_reduce(x, torch.ones(5, 4), group=group), torch.full((3, 5), 8.0))
-    return from_table(group)[0]
-
-
-@pytest.mark.full
-def test_what_one_rank_lacks_all_go_without(tmp_path: Any) -> None:
-    import json
-
-    table = tmp_path / "table.json"
-    rules = [{"schedule": "fused_kernel"}, {"schedule": "plain"}]
-    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
-    for outcome in fresh_ranks(2, one_lacks_it, env={**INTERPRETED, "FUSED_TP_TABLE": str(table)}):
-        assert "no fused_kernel: rank 1: Triton is not installed" in outcome.unwrap()
+        assert "no fused_kernel: rank 1: Triton is not installed" in lacking
 
 
 def alone(group: Any) -> None:

@@ -25,7 +25,7 @@ from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.runtime.availability import AVAILABLE, unavailable
-from tests.attention_reference import dense_attention, dense_mask
+from tests.attention_reference import dense, dense_attention
 from tests.reference import seeded
 
 SCALE = 0.3
@@ -45,17 +45,6 @@ MASKS = {
 def everything(mask: AttentionMask) -> Step:
     """One rank's only step."""
     return make_step(mask, Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),)))
-
-
-def dense(mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    return dense_mask(
-        mask.seq_len,
-        mask.seq_len_kv,
-        causal=mask.causal,
-        window=mask.window,
-        cu_seqlens=mask.cu_seqlens or None,
-        cu_seqlens_kv=mask.cu_seqlens_kv or None,
-    )
 
 
 def made(mask: AttentionMask, dtype: torch.dtype, heads: int, kv_heads: int, width: int, v_width: int) -> list[Tensor]:

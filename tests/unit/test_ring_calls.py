@@ -37,6 +37,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     workspace: Any = SimpleNamespace(
         rank=0,
         world_size=2,
+        streams=[],
         timeout_ns=int(seconds * 1e9),
         arguments=lambda timeout_ns=int(seconds * 1e9): {
             "ws": WorkspaceArguments(words, words, words, 1 << 20, timeout_ns),
@@ -75,14 +76,6 @@ def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:
     assert known.isdisjoint({variants(64, head_dim=32), variants(64, softcap=3.0), variants(64, seconds=5.0)})
 
 
-def test_a_long_deadline_stays_within_63_bits() -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    from fused_tp.triton_kernels.attention.ring_keys import longer
-
-    assert longer(600 * 10**9, 3) == 1800 * 10**9
-    assert longer(int(9e18), 2) == longer(int(9e18), 3) == torch.iinfo(torch.int64).max
-
-
 class OnGpu(Tensor):
     """A tensor on the CPU that says otherwise."""
 
@@ -97,22 +90,6 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         ring_attention._prepare(q.as_subclass(OnGpu), q, q, rest, False)
     assert len(ring_attention._captured) == 1
-
-
-def test_what_a_cache_may_drop_stays_until_this_stream_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    kept: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), record_stream=read.append)
-    q = torch.ones(1, 1, 2, 4)
-    monkeypatch.setattr(decode, "_seen_rows", lambda *_: (kept, kept, kept, 1))
-    monkeypatch.setattr(decode, "_row_indices", lambda *_: kept)
-    monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: q)
-    monkeypatch.setattr(decode, "terms_of", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "this stream")
-    monkeypatch.setattr(decode, "is_capturing", lambda _: False)
-    dealing: Any = SimpleNamespace(count=lambda length: length)
-    call = decode.CacheCall(dealing, Scores(1.0, alibi_slopes=torch.ones(2)), (-1, -1), REFERENCE, False)
-    decode.attend_by_kernel(call, q, [3], q, q, None)
-    assert read == ["this stream", "this stream"]
 
 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp import RankMismatchError
-from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from tests.reference import seeded
 from tests.workers import on_ranks, run_ranks
@@ -225,47 +224,3 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
 def test_bad_sequence_arguments(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-Q = torch.zeros(2, 4, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("replaced", "error", "message"),
-    [
-        ({"q": torch.zeros(4, 4, 8)}, ValueError, r"q has shape \(4, 4, 8\); it must be \[batch, seq_local"),
-        ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
-        ({"q": "q"}, TypeError, "q must be a Tensor"),
-        ({"k": Q.half()}, TypeError, "k has dtype torch.float16, but q has"),
-        ({"k": Q.to("meta")}, ValueError, "k is on meta"),
-        ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1: \[batch, seq"),
-        ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
-        ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
-        ({"v": Q[:, :, :2]}, ValueError, "v has batch, seq_local and heads"),
-        ({"q": Q[..., :0], "k": Q[..., :0]}, ValueError, "only seq_local may be 0"),
-        ({"scale": torch.ones(1)}, TypeError, "scale must be a float"),
-        ({"scale": float("nan")}, ValueError, "scale is nan"),
-        ({"q": torch.nested.nested_tensor([Q[0]])}, TypeError, "q is a nested tensor; .* pass their cu_seqlens"),
-        ({"causal": "False"}, TypeError, "causal must be a bool, not str"),
-        ({"window": (4, None)}, TypeError, r"window is \(4, None\); each side must be an int, and -1 where"),
-        ({"window": (True, 0)}, TypeError, r"window is \(True, 0\); each side must be an int"),
-        ({"window": (-2, 0)}, ValueError, r"window is \(-2, 0\); each side must be at least 0, or -1"),
-        ({"cu_seqlens": [0, 4]}, TypeError, r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ...\]\)"),
-        ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, "the 4 tokens of the whole sequence, those of all ranks"),
-        (
-            {"cu_seqlens": torch.tensor([0, 4]), "k": Q[:, :3], "v": Q[:, :3], "seq_len_kv": 3},
-            ValueError,
-            "how the 4 queries belong to documents, but there are 3 keys; pass cu_seqlens_kv",
-        ),
-        ({"layout": "striped"}, ValueError, "layout is 'striped'"),
-        ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but q holds 4"),
-        ({"group": 3}, TypeError, "group must be"),
-        ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_bad_attention_arguments(replaced: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "group": None, **replaced}
-    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
-    with pytest.raises(error, match=message):
-        ring_attention(q, k, v, **arguments)

@@ -18,7 +18,7 @@ Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,6 +61,27 @@ from .launch import (
 from .tiles import Step, key_tiles, query_tiles
 
 
+class Queries(NamedTuple):
+    """What `queries_kernel` has of the queries of its tile."""
+
+    q: Any
+    grad_out: Any
+    lse: Any  # in base 2
+    sums: Any
+    seen: Any
+    score: Any
+
+
+class Keys(NamedTuple):
+    """What `keys_kernel` has of the keys of its tile."""
+
+    k: Any
+    v: Any
+    first: Any  # query that sees each key
+    last: Any
+    index: Any
+
+
 @triton.jit(do_not_specialize=ODD)
 def queries_kernel(
     q,
@@ -98,6 +119,7 @@ def queries_kernel(
     sums_rows = load_vector(vector_of(sums, batch, head), row, row_end, C.ROWS, 0.0)
     seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
     score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
+    own = Queries(queries, grads, lse_rows, sums_rows, seen, score)
 
     ROWS: tl.constexpr = C.ROWS
     total = zeros(ROWS, C.PADDED_D)
@@ -105,18 +127,12 @@ def queries_kernel(
     for key in tl.range(tile.full_begin, tile.full_end, C.BLOCK):
         keys = load_whole(k_tma, k_rows, batch, head // shared, key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         values = load_whole(v_tma, v_rows, batch, head // shared, key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
-        total, slanted = add_keys(
-            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, seen, mask.k_indices, score,
-            False, C,
-        )  # fmt: skip
+        total, slanted = add_keys(total, slanted, own, keys, values, key, end, mask.k_indices, False, C)
     for index in tl.range(0, masked_blocks(tile.begin, end, tile.full_begin, tile.full_end, C.BLOCK)):
         key = masked_block(index, tile.begin, tile.full_begin, tile.full_end, C.BLOCK)
         keys = load_block(k_rows, key, end, C.D, C.BLOCK, C.PADDED_D)
         values = load_block(v_rows, key, end, C.DV, C.BLOCK, C.PADDED_DV)
-        total, slanted = add_keys(
-            total, slanted, queries, grads, keys, values, key, end, lse_rows, sums_rows, seen, mask.k_indices, score,
-            True, C,
-        )  # fmt: skip
+        total, slanted = add_keys(total, slanted, own, keys, values, key, end, mask.k_indices, True, C)
 
     add_block(rows_of(dq, batch, head), total * scores.scale, row, row_end, C.D)
     if C.ALIBI and d_slopes is not None:
@@ -125,23 +141,10 @@ def queries_kernel(
 
 @triton.jit
 def add_keys(
-    total,
-    slanted,
-    queries,
-    grads,
-    keys,
-    values,
-    key,
-    end,
-    lse,
-    sums,
-    seen,
-    k_indices,
-    score,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
-    """dq / scale, and the sums of ds * distance, with the keys of one block in them."""
+    total, slanted, own, keys, values, key, end, k_indices, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """dq / scale, and the sums of ds * distance, with the keys of one block in them; `own`: `Queries`."""
+    queries, grads, lse, sums, seen, score = own
     products = dot(queries, keys.T, None, C.PRECISION)
     columns = key + tl.arange(0, C.BLOCK)[None, :]
     index = columns
@@ -203,6 +206,7 @@ def keys_kernel(
     key_index = first_query
     if C.ALIBI or C.DROPOUT:
         key_index = load_vector(mask.k_indices, row, row_end, C.ROWS, 0)
+    own = Keys(keys, values, first_query, last_query, key_index)
 
     dk_sum = zeros(C.ROWS, C.PADDED_D)
     dv_sum = zeros(C.ROWS, C.PADDED_DV)
@@ -222,10 +226,8 @@ def keys_kernel(
         queries = load_whole(q_tma, q_rows, batch, head, query, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         grads = load_whole(grad_tma, grad_rows, batch, head, query, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
         dk_sum, dv_sum = add_queries(
-            dk_sum, dv_sum, keys, values, queries, grads, query, end, vector_of(lse, batch, head),
-            vector_of(sums, batch, head), first_query, last_query, key_index, mask, scores, batch, head, dropout,
-            False, C,
-        )  # fmt: skip
+            dk_sum, dv_sum, own, queries, grads, query, end, (lse, sums), mask, scores, batch, head, dropout, False, C
+        )
     partial = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
     for index in tl.range(0, partial * shared, disable_licm=True):
         head = kv_head * shared + index // partial
@@ -233,10 +235,8 @@ def keys_kernel(
         queries = load_block(rows_of(q, batch, head), query, end, C.D, C.BLOCK, C.PADDED_D)
         grads = load_block(rows_of(grad_out, batch, head), query, end, C.DV, C.BLOCK, C.PADDED_DV)
         dk_sum, dv_sum = add_queries(
-            dk_sum, dv_sum, keys, values, queries, grads, query, end, vector_of(lse, batch, head),
-            vector_of(sums, batch, head), first_query, last_query, key_index, mask, scores, batch, head, dropout,
-            True, C,
-        )  # fmt: skip
+            dk_sum, dv_sum, own, queries, grads, query, end, (lse, sums), mask, scores, batch, head, dropout, True, C
+        )
 
     add_block(rows_of(dk, batch, kv_head), dk_sum * scores.scale, row, row_end, C.D)
     add_block(rows_of(dv, batch, kv_head), dv_sum, row, row_end, C.DV)
@@ -244,28 +244,15 @@ def keys_kernel(
 
 @triton.jit
 def add_queries(
-    dk_sum,
-    dv_sum,
-    keys,
-    values,
-    queries,
-    grads,
-    query,
-    end,
-    lse,
-    sums,
-    first_query,
-    last_query,
-    key_index,
-    mask,
-    scores,
-    batch,
-    head,
-    dropout,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
-    """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here."""
+    dk_sum, dv_sum, own, queries, grads, query, end, per_row, mask, scores, batch, head, dropout,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here.
+
+    `own`: `Keys`; `per_row`: lse and sums.
+    """
+    keys, values, first_query, last_query, key_index = own
+    lse, sums = vector_of(per_row[0], batch, head), vector_of(per_row[1], batch, head)
     # What is loaded where it is first needed takes no registers before.
     lse_rows = load_lse(lse, query, end, C.BLOCK) * LOG2_E
     products = dot(keys, queries.T, None, C.PRECISION)

@@ -9,8 +9,8 @@ Softmax is usually kept relative to the highest score. Here it is the next whole
 is by powers of 2 and rounds nothing, so it does not matter in how many steps, blocks and launches keys are taken, and a
 ring of any size rounds once. The state holds n * ln 2 (`highest`); what comes back from it is n again, exactly.
 
-A step of a ring reads the state and writes it; the first need not read it (FIRST), the last writes out and lse in its
-place (`out` given), with the sinks in them.
+A step of a ring reads the state and writes it; the first need not read it (FIRST). What is one step has no state: it
+writes out and lse, with the sinks in them.
 
 A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, lengths that differ, and
 any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
@@ -27,6 +27,7 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -109,11 +110,10 @@ def forward_kernel(
     C: tl.constexpr,
 ):
     """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
-    `Heads`; state and sinks, or out and lse, may be None."""
+    `Heads`; state is None, or else out, lse and sinks are; sinks may be."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
-    k_rows = rows_of(k, batch, head // shared)
-    v_rows = rows_of(v, batch, head // shared)
+    rows = rows_of(k, batch, head // shared), rows_of(v, batch, head // shared)
     queries = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
     seen = load_seen(mask.first, mask.last, mask, row, row_end, C)
     score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
@@ -122,9 +122,10 @@ def forward_kernel(
         n, sums, values = no_keys(C)
     else:
         n, sums, values = load_state(state, batch, head, row, row_end, C)
+    bounds = tile.begin, tile.end, tile.full_begin, tile.full_end
     n, sums, values = fold_keys(
-        n, sums, values, queries, k_rows, v_rows, k_tma, v_tma, batch, head // shared, 0,
-        tile.begin, tile.end, tile.full_begin, tile.full_end, seen, mask.k_indices, score, False, C,
+        n, sums, values, queries, rows, k_tma, v_tma, batch, head // shared, 0, bounds, seen, mask.k_indices, score,
+        False, C,
     )  # fmt: skip
 
     here = row + tl.arange(0, C.ROWS)
@@ -142,43 +143,24 @@ def forward_kernel(
 
 @triton.jit
 def fold_keys(
-    n,
-    sums,
-    values,
-    queries,
-    k_rows,
-    v_rows,
-    k_tma,
-    v_tma,
-    batch,
-    key_head,
-    first,
-    begin,
-    end,
-    full_begin,
-    full_end,
-    seen,
-    k_indices,
-    score,
-    NO_LICM: tl.constexpr,
-    C: tl.constexpr,
-):
-    """(n, total, weighted) with the keys [begin, end) in them, which lie from row `first` on: first those that need no
-    mask. NO_LICM: what does not change in a loop is made in it nevertheless, or it would take registers."""
+    n, sums, values, queries, rows, k_tma, v_tma, batch, key_head, first, bounds, seen, k_indices, score,
+    NO_LICM: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """(n, total, weighted) with the keys [begin, end) of `bounds` in them, which lie from row `first` on of `rows`, of
+    k and of v: first those that need no mask. NO_LICM: what does not change in a loop is made in it nevertheless, or it
+    would take registers."""
+    k_rows, v_rows = rows
+    begin, end, full_begin, full_end = bounds
     for key in tl.range(full_begin, full_end, C.BLOCK, disable_licm=NO_LICM):
         keys = load_whole(k_tma, k_rows, batch, key_head, first + key, C.D, C.BLOCK, C.PADDED_D, C.TMA)
         v_block = load_whole(v_tma, v_rows, batch, key_head, first + key, C.DV, C.BLOCK, C.PADDED_DV, C.TMA)
-        n, sums, values = fold(
-            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C
-        )  # fmt: skip
+        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, False, C)
     blocks = masked_blocks(begin, end, full_begin, full_end, C.BLOCK)
     for index in tl.range(0, blocks, disable_licm=NO_LICM):
         key = masked_block(index, begin, full_begin, full_end, C.BLOCK)
         keys = load_block(k_rows, first + key, first + end, C.D, C.BLOCK, C.PADDED_D)
         v_block = load_block(v_rows, first + key, first + end, C.DV, C.BLOCK, C.PADDED_DV)
-        n, sums, values = fold(
-            n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C
-        )  # fmt: skip
+        n, sums, values = fold(n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, True, C)
     return n, sums, values
 
 
@@ -276,7 +258,13 @@ def flash_forward(
         flash_forward(q, k, v, step, Terms(scale=128**-0.5), (weighted, highest, total))
     """
     check(q, k, v, step, terms, precision)
-    _launch(q, k, v, step, terms, state, None, None, None, fresh, precision, config)
+    weighted, highest, total = state
+    per_row = (q.shape[0], q.shape[2], q.shape[1])
+    given = {"weighted": (weighted, (*q.shape[:3], v.shape[3])), "highest": (highest, per_row)}
+    check_like(q, {**given, "total": (total, per_row)})
+    check_alike({"highest": highest, "total": total})
+    results = {"state": StateArguments(*map(heads_of, state))}
+    _launch(q, k, v, step, terms, results, precision, config, first=fresh)
 
 
 def flash_attention(
@@ -287,27 +275,20 @@ def flash_attention(
     terms: Terms,
     *,
     sinks: Tensor | None = None,
-    state: State | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
 
-    Args:
-        sinks: [H] scores of one more key each, whose value is 0; they count in lse.
-        state: what earlier keys have given, as `flash_forward` left it; it is read only.
-        out, lse: where to write; the last dim dense.
-
-    The other arguments and errors are those of `flash_forward`.
+    `sinks` [H] are scores of one more key each, whose value is 0; they count in lse. The other arguments and errors are
+    those of `flash_forward`.
     """
     check(q, k, v, step, terms, precision)
     check_per_head("sinks", sinks, q)
-    batch, rows, heads, _ = q.shape
-    out = q.new_empty((batch, rows, heads, v.shape[3])) if out is None else out
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float32) if lse is None else lse
-    _launch(q, k, v, step, terms, state, out, lse, sinks, state is None, precision, config)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    results = {"out": heads_of(out), "lse": heads_of(lse), "sinks": dense(sinks)}
+    _launch(q, k, v, step, terms, results, precision, config, first=True)
     return out, lse
 
 
@@ -317,23 +298,15 @@ def _launch(
     v: Tensor,
     step: Step,
     terms: Terms,
-    state: State | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    first: bool,
+    results: Mapping[str, Any],
     precision: str,
     config: AttentionConfig | None,
+    *,
+    first: bool,
 ) -> None:
+    """`results`: the state, or out, lse and sinks."""
     if q.numel() == 0:
         return
-    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    if state is not None:
-        weighted, highest, total = state
-        check_like(q, {"weighted": (weighted, values), "highest": (highest, per_row), "total": (total, per_row)})
-        check_alike({"highest": highest, "total": total})
-    check_like(q, {"lse": (lse, per_row)})
-    check_like(q, {"out": (out, values)}, sums=False)
     config = config or config_for("forward", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
     k_tma, v_tma = descriptors(config, k, v)
@@ -345,10 +318,7 @@ def _launch(
             v=heads_of(v),
             k_tma=k_tma,
             v_tma=v_tma,
-            state=None if state is None else StateArguments(*map(heads_of, state)),
-            out=None if out is None else heads_of(out),
-            lse=None if lse is None else heads_of(lse),
-            sinks=dense(sinks),
+            **{**dict.fromkeys(("state", "out", "lse", "sinks")), **results},
             mask=mask_of(step.on(q.device), "starts", "stops"),
             tiles=tiles,
             **grid,

@@ -128,18 +128,15 @@ def ring_kernel(
         key_head = within % together // shared
         row = tl.load(tables.tiles + 2 * number)
         row_end = tl.load(tables.tiles + 2 * number + 1)
-        k_rows = rows_of(k, 0, key_head)
-        v_rows = rows_of(v, 0, key_head)
+        rows = rows_of(k, 0, key_head), rows_of(v, 0, key_head)
         score = score_of(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
         n, sums, values = no_keys(C)
         for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
             chunk = tables.chunks + c * CHUNK_COLUMNS
             bound = tables.bounds + (number * chunk_count + c) * BOUND_COLUMNS
-            begin = tl.load(bound)
-            end = tl.load(bound + 1)
-            full_begin = tl.load(bound + 2)
-            full_end = tl.load(bound + 3)
+            begin, end = tl.load(bound), tl.load(bound + 1)
+            bounds = begin, end, tl.load(bound + 2), tl.load(bound + 3)
             first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, slots_row + group % slots * slot_rows)
             bit = tl.cast(1, tl.int64) << tl.cast(c, tl.int64)
             if (c > 0) & (end > begin) & (arrived & bit == 0):
@@ -155,8 +152,7 @@ def ring_kernel(
             of_chunk = tl.cast(c, tl.int64) * queries
             seen = load_seen(mask.first + of_chunk, mask.last + of_chunk, mask, row, row_end, C)
             n, sums, values = fold_keys(
-                n, sums, values, q_block, k_rows, v_rows, k_tma, v_tma, 0, key_head, first,
-                begin, end, full_begin, full_end, seen, indices, score, True, C,
+                n, sums, values, q_block, rows, k_tma, v_tma, 0, key_head, first, bounds, seen, indices, score, True, C
             )  # fmt: skip
 
         if sinks is not None:
@@ -239,12 +235,10 @@ def ring_forward(
                 # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
                 event = torch.cuda.current_stream(q.device).record_event()
                 _run(launch)
-                puller.begin(event, groups)
-                puller.end()
+                puller.pull(event, groups)
                 continue
             if q.is_cuda:
-                puller.begin(torch.cuda.current_stream(q.device).record_event(), groups)
-                puller.end()
+                puller.pull(torch.cuda.current_stream(q.device).record_event(), groups)
             else:
                 puller.run_interpreted(groups)
             _run(launch)

@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.gather import PULLED, READY, STAGED, GatherWorkspace, LaunchOf, run, wait_pulled
-from ..comm.signals import EPOCH, begin, flag_at, is_last, join, put, unbroken, wait
+from ..comm.gather import PULLED, CopyChains, GatherWorkspace, LaunchOf, begin_stage, end_stage, wait_ready
+from ..comm.signals import flag_at, join, put, wait
 from ..comm.workspace import DATA_ALIGNMENT, OPS
 from .blocks import Rows, load_block, rows_of, store_block
 from .configs import padded
@@ -96,10 +96,7 @@ def stage_kernel(
 ):
     """Begins a call: copies k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all have
     read what was there. Bit s of `unneeded` says that nothing of rank s's keys will be pulled."""
-    call = begin(ws, rank, WORLD)
-    free = True
-    for distance in tl.range(1, WORLD):
-        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
+    call, free = begin_stage(ws, rank, WORLD, OP)
     width = per_group * (D + DV)
     for block in tl.range(tl.program_id(0), pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
         pair = block % pairs
@@ -110,15 +107,7 @@ def stage_kernel(
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
         store_block(Rows(target, width), keys, row, end, D)
         store_block(Rows(target + D, width), values, row, end, DV)
-    if is_last(call, STAGED, tl.num_programs(0)):
-        # All programs have read the call's number and, had one of them not been free to write, that is on record.
-        good = unbroken(call)
-        for distance in tl.range(1, WORLD):
-            peer = (rank + distance) % WORLD
-            put(call, peer, READY * WORLD + rank, good)
-            if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
-                put(call, peer, PULLED * WORLD + rank, good)
-        tl.atomic_xchg(ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+    end_stage(call, unneeded, WORLD)
 
 
 @triton.jit(do_not_specialize=_RELAY_ODD)
@@ -144,8 +133,7 @@ def relay_kernel(
     if freed != NONE:
         wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
     if awaited != NONE:
-        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
-        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+        wait_ready(call, awaited, VERDICT, WORLD, OP)
 
 
 class Chunk(NamedTuple):
@@ -294,22 +282,19 @@ class _Pull(NamedTuple):
     chunk: int
 
 
-class KeysPuller:
-    """Pulls the chunks of a call into this rank's slots by the copy engine, in the order in which they are used.
-
-    Sources are dealt to the workspace's side streams in turn. Each stream is a chain: relay, copy, relay, copy, ...,
-    relay. A relay is one warp, but needs an SM that can take it while others compute: leave at least one free.
-    """
+class KeysPuller(CopyChains):
+    """Pulls the chunks of a call into this rank's slots, in the order in which they are used; sources are dealt to the
+    side streams in turn."""
 
     def __init__(self, layout: KeysLayout, workspace: RingWorkspace) -> None:
-        self.layout, self.workspace = layout, workspace
+        super().__init__(workspace, MAX_STREAMS)
+        self.layout = layout
         self._memory = [workspace.keys(rank, layout) for rank in range(workspace.world_size)]
         self._sources = list(dict.fromkeys(chunk.source for chunk in layout.chunks))
         self._last = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
-        """What tells of the copy before it and waits for what that behind it needs."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:
@@ -335,38 +320,24 @@ class KeysPuller:
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
         return kinds
 
-    def begin(self, staged: torch.cuda.Event, groups: range) -> None:
-        """Puts the chunks of these groups into the side streams, behind `staged`."""
-        streams = self.workspace.streams[:MAX_STREAMS]
-        for index, stream in enumerate(streams):
-            stream.wait_event(staged)
-            with torch.cuda.stream(stream):
-                self._chain(groups, self._sources[index :: len(streams)])
-
-    def end(self) -> None:
-        """The current stream goes on once everything has been pulled."""
-        current = torch.cuda.current_stream(self.workspace.buffer.device)
-        for stream in self.workspace.streams[:MAX_STREAMS]:
-            current.wait_stream(stream)
+    def pull(self, staged: torch.cuda.Event, groups: range) -> None:
+        """Puts the chunks of these groups into the side streams, behind `staged`; the current stream goes on once they
+        are there."""
+        count = len(self.streams)
+        self.begin(staged, [self._pulls(groups, self._sources[index::count]) for index in range(count)])
+        self.end()
 
     def run_interpreted(self, groups: range) -> None:
         """The chunks of these groups, now, on the CPU."""
-        self._chain(groups, self._sources)
+        self.run(self._pulls(groups, self._sources))
 
-    def _chain(self, groups: range, sources: Sequence[int]) -> None:
+    def _pulls(self, groups: range, sources: Sequence[int]) -> list[_Pull]:
         chunks = self.layout.chunks
-        pulls = [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
-        before = None
-        for pull in pulls:
-            run(self.relay_launch(before, pull))
-            self._copy(pull)
-            before = pull
-        if before is not None:
-            run(self.relay_launch(before, None))
+        return [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
 
-    def _copy(self, pull: _Pull) -> None:
+    def copy(self, what: _Pull) -> None:
         layout = self.layout
-        chunk = layout.chunks[pull.chunk]
-        start, stop = layout.own(chunk.source, pull.group, chunk.first, chunk.rows)
-        to, end = layout.pulled(pull.group, pull.chunk)
+        chunk = layout.chunks[what.chunk]
+        start, stop = layout.own(chunk.source, what.group, chunk.first, chunk.rows)
+        to, end = layout.pulled(what.group, what.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)

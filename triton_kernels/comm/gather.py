@@ -40,6 +40,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -77,6 +78,40 @@ MAX_STREAMS = 4
 # What a program of 4 warps copies at a time.
 BLOCK_ROWS = tl.constexpr(16)
 BLOCK_COLUMNS = tl.constexpr(512)
+
+
+@triton.jit
+def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
+    """(call, whether all peers have read what this rank's region held in the call before)."""
+    call = begin(ws, rank, WORLD)
+    free = True
+    for distance in tl.range(1, WORLD):
+        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
+    return call, free
+
+
+@triton.jit
+def end_stage(call, unneeded, WORLD: tl.constexpr):
+    """Says that the region is ready, once all programs have copied their share, and advances the number of the call.
+
+    Of ranks whose bits are set in `unneeded` nothing will be pulled.
+    """
+    if is_last(call, STAGED, tl.num_programs(0)):
+        # All programs have read the call's number and, had one of them not been free to write, that is on record.
+        good = unbroken(call)
+        for distance in tl.range(1, WORLD):
+            peer = (call.rank + distance) % WORLD
+            put(call, peer, READY * WORLD + call.rank, good)
+            if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
+                put(call, peer, PULLED * WORLD + call.rank, good)
+        tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def wait_ready(call, source, VERDICT: tl.constexpr, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Waits for `source`'s region, and keeps for the next relay of the chain whether it came."""
+    good = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+    tl.store(flag_at(call, call.rank, VERDICT * WORLD + source), tl.where(good, call.epoch, 0))
 
 
 @triton.jit
@@ -136,18 +171,9 @@ def stage_kernel(
     WORLD: tl.constexpr,
 ):
     """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
-    call = begin(ws, rank, WORLD)
-    free = True
-    for distance in tl.range(1, WORLD):
-        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
-    region = region_at(call, rank, x_ptr.dtype.element_ty, WORLD)
-    copy_rows(x_ptr, strides, region, rows, K, free)
-    if is_last(call, STAGED, tl.num_programs(0)):
-        # All programs have read the call's number and, had one of them not been free to write, that is on record.
-        good = unbroken(call)
-        for distance in tl.range(1, WORLD):
-            put(call, (rank + distance) % WORLD, READY * WORLD + rank, good)
-        tl.atomic_xchg(ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
+    call, free = begin_stage(ws, rank, WORLD, OP)
+    copy_rows(x_ptr, strides, region_at(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
+    end_stage(call, tl.cast(0, tl.int64), WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "copied", "first_row", "rows", "awaited"])
@@ -175,8 +201,7 @@ def relay_kernel(
         put(call, rank, ARRIVED * WORLD + position, True)
         put(call, copied, PULLED * WORLD + rank, good)
     if awaited != NO_RANK:
-        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
-        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
+        wait_ready(call, awaited, VERDICT, WORLD, OP)
 
 
 def region_offset(world_size: int) -> int:
@@ -267,62 +292,83 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
 
 
-class Puller:
-    """Pulls peers' shards into `gathered` [M, K] by the copy engine, while the current stream goes on with other work.
+class CopyChains(ABC):
+    """Copies by the copy engine on the side streams of a workspace, each of which is a chain: relay, copy, relay, copy,
+    ..., relay. A relay is one warp, but needs an SM that can take it while others compute: leave at least one free."""
 
-    Sources are spread over the workspace's side streams in order of distance, so no two ranks read from the same peer
-    first. Each stream is a chain: relay, copy, relay, copy, ..., relay. A relay is one warp, but needs an SM that can
-    take it while the matmul runs: leave at least one free.
+    def __init__(self, workspace: GatherWorkspace, most_streams: int) -> None:
+        self.workspace = workspace
+        self.streams = workspace.streams[:most_streams]
 
-    Where `gathered` is kept, its own rows are copied last, behind all that somebody waits for.
+    @abstractmethod
+    def relay_launch(self, before: Any, behind: Any) -> LaunchOf:
+        """What tells of the copy before it and waits for what that behind it needs; None: of none, for none."""
+
+    @abstractmethod
+    def copy(self, what: Any) -> None: ...
+
+    def begin(self, staged: torch.cuda.Event, chains: Sequence[Sequence[Any]]) -> None:
+        """Puts one chain into each side stream, behind `staged`."""
+        for stream, chain in zip(self.streams, chains, strict=True):
+            stream.wait_event(staged)
+            with torch.cuda.stream(stream):
+                self.run(chain)
+
+    def end(self) -> None:
+        """The current stream goes on once everything has been copied."""
+        current = torch.cuda.current_stream(self.workspace.buffer.device)
+        for stream in self.streams:
+            current.wait_stream(stream)
+
+    def run(self, chain: Sequence[Any]) -> None:
+        """On the current stream, or, interpreted, now."""
+        before = None
+        for what in chain:
+            run(self.relay_launch(before, what))
+            self.copy(what)
+            before = what
+        if before is not None:
+            run(self.relay_launch(before, None))
+
+
+class Puller(CopyChains):
+    """Pulls peers' shards into `gathered` [M, K], while the current stream goes on with other work.
+
+    Sources are spread over the side streams in order of distance, so no two ranks read from the same peer first. Where
+    `gathered` is kept, its own rows are copied last, behind all that somebody waits for.
 
     On a CPU there are no streams; there `run_interpreted` pulls everything at once, in the order in which shards become
     ready.
     """
 
     def __init__(self, gathered: Tensor, keep: bool, shards: Shards, workspace: GatherWorkspace) -> None:
+        super().__init__(workspace, MAX_STREAMS)
         self.gathered = gathered
         self.keep = keep
         self.shards = shards
-        self.workspace = workspace
 
-    def relay_launch(self, copied: int, awaited: int) -> LaunchOf:
-        """What tells of the copy of rank `copied`'s shard and waits for `awaited`'s; -1: of none, for none."""
-        first, rows = self.shards.range(max(copied, 0))
+    def relay_launch(self, before: int | None, behind: int | None) -> LaunchOf:
+        first, rows = self.shards.range(before or 0)
         arguments = {
             "gathered_ptr": self.gathered,
             "K": self.shards.k,
-            "copied": copied,
+            "copied": NO_RANK.value if before is None else before,
             "first_row": first,
             "rows": rows,
-            "awaited": awaited,
+            "awaited": NO_RANK.value if behind is None else behind,
             "WORLD": self.workspace.world_size,
             "num_warps": 1,
         }
         return relay_kernel, (1,), arguments | self.workspace.arguments()
 
-    def begin(self, staged: torch.cuda.Event) -> None:
-        """Puts all of it into the side streams, behind `staged`."""
+    def pull(self, staged: torch.cuda.Event) -> None:
+        """Puts all of it into the side streams, behind `staged`; the current stream goes on once it is there."""
         peers = self._peers()
-        count = len(self.workspace.streams)
-        for index, stream in enumerate(self.workspace.streams):
-            stream.wait_event(staged)
-            with torch.cuda.stream(stream):
-                copied = -1
-                for source in peers[index::count]:
-                    run(self.relay_launch(copied, source))
-                    self._copy(source)
-                    copied = source
-                run(self.relay_launch(copied, -1))
+        self.begin(staged, [peers[index :: len(self.streams)] for index in range(len(self.streams))])
         if self.keep:
             with self._last_stream():
-                self._copy(self.workspace.rank)
-
-    def end(self) -> None:
-        """The current stream goes on once everything has been pulled."""
-        current = torch.cuda.current_stream(self.gathered.device)
-        for stream in self.workspace.streams:
-            current.wait_stream(stream)
+                self.copy(self.workspace.rank)
+        self.end()
 
     def run_interpreted(self) -> None:
         """All of it, now, on the CPU."""
@@ -330,25 +376,22 @@ class Puller:
         while pending:
             source = self._first_ready(pending)
             pending.remove(source)
-            run(self.relay_launch(-1, source))
-            self._copy(source)
-            run(self.relay_launch(source, -1))
+            self.run([source])
         if self.keep:
-            self._copy(self.workspace.rank)
+            self.copy(self.workspace.rank)
 
     def _last_stream(self) -> Any:
         """A side stream; with one rank, and so without any, the current one."""
-        streams = self.workspace.streams
-        return torch.cuda.stream(streams[-1]) if streams else contextlib.nullcontext()
+        return torch.cuda.stream(self.streams[-1]) if self.streams else contextlib.nullcontext()
 
     def _peers(self) -> list[int]:
         rank, world = self.workspace.rank, self.workspace.world_size
         return [(rank + distance) % world for distance in range(1, world)]
 
-    def _copy(self, source: int) -> None:
-        first, rows = self.shards.range(source)
+    def copy(self, what: int) -> None:
+        first, rows = self.shards.range(what)
         if rows:
-            theirs = self.workspace.region(source, rows, self.shards.k, self.gathered.dtype)
+            theirs = self.workspace.region(what, rows, self.shards.k, self.gathered.dtype)
             self.gathered[first : first + rows].copy_(theirs, non_blocking=True)
 
     def _first_ready(self, pending: list[int]) -> int:

@@ -261,7 +261,7 @@ def all_gather_gemm(
     if x_shard.is_cuda:
         key = _key(x_shard, weights, biases, shards, launch, gathered, direct, workspace.timeout_ns)
         if key not in workspace.loaded:
-            for kernel in (stage, *matmuls, *([puller.relay_launch(-1, -1)] if puller else [])):
+            for kernel in (stage, *matmuls, *([puller.relay_launch(None, None)] if puller else [])):
                 gather.load(kernel)
             workspace.loaded.add(key)
 
@@ -271,15 +271,13 @@ def all_gather_gemm(
         puller = None
     staged = torch.cuda.current_stream(x_shard.device).record_event() if puller else None
     if puller and staged and gather.one_after_another():
-        puller.begin(staged)
-        puller.end()
+        puller.pull(staged)
         puller = None
     for matmul in matmuls:
         gather.run(matmul)
     if puller and staged:
         # Behind the matmul, which has enough to begin with, so that the host's time for all of this is hidden by it.
-        puller.begin(staged)
-        puller.end()
+        puller.pull(staged)
     return ys, kept if gathered else None
 
 

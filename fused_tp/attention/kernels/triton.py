@@ -60,39 +60,11 @@ class TritonFlash(AttentionKernel):
         sums = (state.weighted, state.highest, state.total)
         _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
 
-    def finish(
-        self,
-        step: Step,
-        scores: Scores,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SoftmaxState | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Fold these keys in, and write what `state.result` would give for the rows of the step to `out` and `lse`.
-
-        `state` is read only; None: nothing was seen before. Saves a call of one step all of the state.
-        """
-        _kernels().flash_attention(
-            q,
-            k,
-            v,
-            step,
-            terms_of(scores),
-            sinks=scores.sinks,
-            state=None if state is None else (state.weighted, state.highest, state.total),
-            out=out,
-            lse=lse,
-            precision=self.precision,
-        )
-
     def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        self.finish(step, scores, q, k, v, None, out, lse)
-        return out, lse
+        result: tuple[Tensor, Tensor] = _kernels().flash_attention(
+            q, k, v, step, terms_of(scores), sinks=scores.sinks, precision=self.precision
+        )
+        return result
 
     def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
         """Add this step's terms; every run gives the same bits."""
