@@ -24,7 +24,7 @@ from fused_tp.attention.ring import (
     RingSaved,
     fp32_accumulator,
 )
-from fused_tp.transport.base import Pending, accumulate_dtype
+from fused_tp.transport.base import After, Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 _BYTES_AT_A_TIME = 64 << 20
@@ -92,16 +92,7 @@ class AllGatherRing(Ring):
         mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
         gathered = self._transport.all_gather("ring_attention K/V", mine)
-        return _Unflattened(gathered, call.plan.world_size, rows)
-
-
-class _Unflattened:
-    def __init__(self, gathered: Pending[Tensor], world_size: int, rows: int) -> None:
-        self._gathered, self._world_size, self._rows = gathered, world_size, rows
-
-    def wait(self) -> Tensor:
-        gathered = self._gathered.wait()
-        return gathered.view(self._world_size, self._rows, *gathered.shape[1:])
+        return After(lambda: gathered.wait().unflatten(0, (call.plan.world_size, rows)))
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
@@ -126,9 +117,6 @@ def _split(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[Gradients]) -> Gradients:
-    dq, dk, dv = (torch.cat([getattr(part, name) for part in parts], 2) for name in ("dq", "dk", "dv"))
-    d_slopes, d_sinks = (
-        None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts])
-        for name in ("d_slopes", "d_sinks")
-    )
-    return Gradients(dq, dk, dv, d_slopes, d_sinks)
+    dq, dk, dv, d_slopes, d_sinks = zip(*parts, strict=True)
+    of_heads = (torch.cat(found, 2) for found in (dq, dk, dv))
+    return Gradients(*of_heads, *(None if found[0] is None else torch.cat(found) for found in (d_slopes, d_sinks)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,9 +65,10 @@ class _Buffers:
 class _Messages(KVExchange):
     def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
         self._transport, self._chunks, self._own = transport, chunks, (k, v)
-        recv = (len(chunk.recv_rows) for chunk in chunks)
-        self._keys = _Buffers(k, v, recv, k.dtype, min(2, len(chunks)))
-        self._terms: _Terms | None = None
+        self._wire_dtype = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
+        self._recv = [len(chunk.recv_rows) for chunk in chunks]
+        self._keys = _Buffers(k, v, self._recv, k.dtype, min(2, len(chunks)))
+        self._returning: tuple[Rows, Pending[Pair]] | None = None
         self._arriving = self._start(0)
 
     def keys(self, index: int) -> Pair:
@@ -81,55 +83,35 @@ class _Messages(KVExchange):
         chunk = self._chunks[index]
         return _both(
             self._transport.shift("ring_attention K/V", _to_wire(own, chunk.send_rows), room, chunk.t)
-            for own, room in zip(self._own, self._keys.at(index, len(chunk.recv_rows)), strict=True)
+            for own, room in zip(self._own, self._keys.at(index, self._recv[index]), strict=True)
         )
 
+    @cached_property
+    def _found(self) -> _Buffers:
+        """Terms: those of one chunk are computed while those of the one before are on their way."""
+        wide = accumulate_dtype(self._own[0].dtype)
+        return _Buffers(*self._own, self._recv, wide, min(2, len(self._chunks)))
+
+    @cached_property
+    def _returned(self) -> _Buffers:
+        return _Buffers(*self._own, (chunk.send_rows.length for chunk in self._chunks), self._wire_dtype, 1)
+
     def terms(self, index: int) -> Pair:
-        if self._terms is None:
-            self._terms = _Terms(self._transport, self._chunks, *self._own)
-        return self._terms.zeroed(index)
-
-    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
-        assert self._terms is not None
-        self._terms.add_returned(own)
-        self._terms.send(index)
-
-    def finish(self, own: Sequence[Tensor]) -> None:
-        assert self._terms is not None
-        self._terms.add_returned(own)
-
-
-class _Terms:
-    """The terms of other ranks' dK/dV, and their way to the owners of the keys."""
-
-    def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
-        self._transport, self._chunks = transport, chunks
-        self._wire_dtype = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)
-        # One computes while the one before is on its way.
-        recv, send = [len(chunk.recv_rows) for chunk in chunks], [chunk.send_rows.length for chunk in chunks]
-        self._found = _Buffers(k, v, recv, accumulate_dtype(k.dtype), min(2, len(chunks)))
-        self._returned = _Buffers(k, v, send, self._wire_dtype, min(1, len(chunks)))
-        self._returning: tuple[Rows, Pending[Pair]] | None = None
-
-    def zeroed(self, index: int) -> Pair:
-        first, second = self._found.at(index, len(self._chunks[index].recv_rows))
+        first, second = self._found.at(index, self._recv[index])
         return from_wire(first.zero_()), from_wire(second.zero_())
 
-    def send(self, index: int) -> None:
-        """Start returning the terms of a chunk to the owner of the keys, and receiving those for ours."""
+    def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
+        self.finish(own)
         chunk = self._chunks[index]
+        found, rooms = self._found.at(index, self._recv[index]), self._returned.at(0, chunk.send_rows.length)
         moving = _both(
-            self._transport.shift("ring_attention dK/dV", found.to(self._wire_dtype), room, -chunk.t)
-            for found, room in zip(
-                self._found.at(index, len(chunk.recv_rows)),
-                self._returned.at(index, chunk.send_rows.length),
-                strict=True,
-            )
+            self._transport.shift("ring_attention dK/dV", term.to(self._wire_dtype), room, -chunk.t)
+            for term, room in zip(found, rooms, strict=True)
         )
         self._returning = chunk.send_rows, moving
 
-    def add_returned(self, own: Sequence[Tensor]) -> None:
-        """Add what came back for our keys in the chunk that was sent last."""
+    def finish(self, own: Sequence[Tensor]) -> None:
+        """Add what came back for our keys in the chunk that was sent last, if any."""
         if self._returning is None:
             return
         rows, moving = self._returning

@@ -355,8 +355,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_input() -> None:
     for given, kind, message in BAD:
         arguments: dict[str, Any] = {"q": Q, "k": K, "v": K, "cache_seqlens": LENGTHS, "group": None, **given}
+        tensors = [arguments.pop(name) for name in "qkv"]
         with pytest.raises(kind, match=re.escape(message)):
-            context_parallel_decode(*(arguments.pop(name) for name in "qkv"), **arguments)
+            context_parallel_decode(*tensors, **arguments)
 
 
 def test_gradients_are_refused() -> None:

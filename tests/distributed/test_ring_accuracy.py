@@ -8,16 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
+from tests.attention_cases import ROUTES
 from tests.attention_reference import dense_attention
 from tests.reference import seeded
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import run_ranks
 
 pytestmark = pytest.mark.full
 
-ROUTES = {
-    "one_sided": {"FUSED_TP_SHM": "1", "FUSED_TP_SCHEDULE": "one_sided"},
-    "pipelined": {"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": "pipelined"},
-}
 # "Within 1.05x of one rank"; sums of the same terms in another order differ by a little of it.
 MOST = 1.05
 
@@ -50,24 +47,21 @@ def reference(seq_len: int, heads: int) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+SHAPE = 2048, 4  # tokens, heads
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> tuple[list[Tensor], list[float]]:
-    """The reference of 4096 tokens, and the error of one rank."""
-    wanted = reference(4096, 1)
-    return wanted, errors(run_ranks(1, by_ranks, "ring", 4096, 1)[0], wanted)
+    """The reference, and the error of one rank."""
+    wanted = reference(*SHAPE)
+    return wanted, errors(run_ranks(1, by_ranks, "ring", *SHAPE)[0], wanted)
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(2, "one_sided"), (4, "one_sided"), (4, "pipelined")])
-def test_a_long_sequence(world_size: int, route: str, one_rank: tuple[list[Tensor], list[float]]) -> None:
+@pytest.mark.parametrize(
+    ("op", "world_size", "route"),
+    [("ring", 2, "one_sided"), ("ring", 4, "one_sided"), ("ring", 4, "pipelined"), ("ulysses", 4, "one_sided")],
+)
+def test_as_near_as_one_rank(op: str, world_size: int, route: str, one_rank: tuple[list[Tensor], list[float]]) -> None:
     wanted, alone = one_rank
-    together = errors(run_ranks(world_size, by_ranks, "ring", 4096, 1, env=ROUTES[route])[0], wanted)
+    together = errors(run_ranks(world_size, by_ranks, op, *SHAPE, env=ROUTES[route])[0], wanted)
     assert all(error <= MOST * one for error, one in zip(together, alone, strict=True)), (alone, together)
-
-
-def test_eight_ranks() -> None:
-    wanted = reference(512, 8)
-    alone = errors(run_ranks(1, by_ranks, "ring", 512, 8)[0], wanted)
-    for op in ("ring", "ulysses"):
-        outcomes = fresh_ranks(8, by_ranks, op, 512, 8, env=ROUTES["one_sided"])
-        together = errors(outcomes[0].unwrap(), wanted)
-        assert all(error <= MOST * one for error, one in zip(together, alone, strict=True)), (op, alone, together)

@@ -548,5 +548,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments(op: Op) -> None:
     for replaced, kind, message in BAD:
         arguments: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "group": None, **replaced}
+        tensors = [arguments.pop(name) for name in "qkv"]
         with pytest.raises(kind, match=message):
-            op(*(arguments.pop(name) for name in "qkv"), **arguments)
+            op(*tensors, **arguments)
