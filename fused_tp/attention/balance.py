@@ -195,6 +195,19 @@ def merged(ranges: Iterable[range]) -> tuple[range, ...]:
     return tuple(runs)
 
 
+def chunk_range(seq_len: int, chunks: int, index: int) -> range:
+    """Tokens of chunk `index`, as torch.tensor_split cuts: the first seq_len % chunks ones are one longer."""
+    size, longer = divmod(seq_len, chunks)
+    start = index * size + min(index, longer)
+    return range(start, start + size + (index < longer))
+
+
+def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
+    """What each rank holds of a sequence that is cut into 2 W chunks: numbers r and 2 W - 1 - r."""
+    chunks = [chunk_range(seq_len, 2 * world_size, index) for index in range(2 * world_size)]
+    return [merged((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
+
+
 def triangle(n: int) -> int:
     return n * (n + 1) // 2
 
@@ -220,7 +233,7 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
         here, there = _halve(documents, pieces, few, ranks - few, sum(sizes[first : first + few]), levels)
         waiting += [(here, first, few), (there, first + few, ranks - few)]
     balanced = [merged([r for piece in pieces for r in piece.ranges]) for pieces in held]
-    zigzag = _zigzag(sizes)
+    zigzag = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
     return min(balanced, zigzag, key=lambda ranges: max(map(documents.work, ranges)))
 
 
@@ -380,15 +393,3 @@ def _halve(
         if error <= 1 or error < least / 2:
             best, least = halving, error
     return best.here.pieces, best.there.pieces
-
-
-def _zigzag(sizes: list[int]) -> list[tuple[range, ...]]:
-    """Zigzag over the whole, by ranks as many tokens as `sizes` say."""
-    chunks = 2 * len(sizes)
-    total = sum(sizes)
-    bounds = [index * (total // chunks) + min(index, total % chunks) for index in range(chunks + 1)]
-    held = [
-        merged([range(bounds[i], bounds[i + 1]), range(bounds[chunks - 1 - i], bounds[chunks - i])])
-        for i in range(len(sizes))
-    ]
-    return sorted(held, key=lambda ranges: -sum(map(len, ranges)))

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fused_tp.attention.balance import balanced_ranges, merged
+from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zigzag_ranges
 
 Ints = NDArray[np.int64]
 
@@ -77,13 +77,6 @@ def check_layout(layout: object, *, documents: bool = False) -> None:
         )
 
 
-def chunk_range(seq_len: int, chunks: int, index: int) -> range:
-    """Tokens of chunk `index`, as torch.tensor_split cuts: the first seq_len % chunks ones are one longer."""
-    size, longer = seq_len // chunks, seq_len % chunks
-    start = index * size + min(index, longer)
-    return range(start, start + size + (1 if index < longer else 0))
-
-
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
     """How many tokens `rank` holds: a matter of arithmetic, also where documents decide which ones."""
     if layout != "zigzag":
@@ -105,13 +98,12 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     """
     check_layout(layout, documents=bool(cu_seqlens))
     if layout == "balanced":
-        return tuple(Tokens(ranges) for ranges in balanced_ranges(cu_seqlens, world_size))
-    chunks = world_size if layout == "contiguous" else 2 * world_size
-    held = []
-    for rank in range(world_size):
-        own = [rank] if layout == "contiguous" else [rank, chunks - 1 - rank]
-        held.append(Tokens(merged(chunk_range(seq_len, chunks, index) for index in own)))
-    return tuple(held)
+        ranges = balanced_ranges(cu_seqlens, world_size)
+    elif layout == "zigzag":
+        ranges = zigzag_ranges(seq_len, world_size)
+    else:
+        ranges = [merged([chunk_range(seq_len, world_size, rank)]) for rank in range(world_size)]
+    return tuple(map(Tokens, ranges))
 
 
 @dataclass(frozen=True)

@@ -105,24 +105,15 @@ class _OnDevice(dict[str, Tensor]):
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._device, self._keys = device, step.keys
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {
-            "starts": step.starts,
-            "stops": step.stops,
-            "places": step.places,
-            "q_indices": step.q_indices,
-            "k_indices": step.k_indices,
-        }
+        names = ("starts", "stops", "places", "q_indices", "k_indices")
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {name: getattr(step, name) for name in names}
 
     def __missing__(self, name: str) -> Tensor:
         if name in ("first", "last"):
-            first, last = _seen_by(self._arrays["starts"], self._arrays["stops"], self._keys)
-            self["first"], self["last"] = self._moved(first), self._moved(last)
-        else:
-            self[name] = self._moved(self._arrays[name])
+            seen_by = _seen_by(self._arrays["starts"], self._arrays["stops"], self._keys)
+            self._arrays.update(zip(("first", "last"), seen_by, strict=True))
+        self[name] = torch.from_numpy(self._arrays[name].astype(np.int32, copy=False)).to(self._device)
         return self[name]
-
-    def _moved(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)
 
 
 class RingPlan:

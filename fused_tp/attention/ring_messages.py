@@ -1,4 +1,6 @@
-"""Ring attention by messages: at step t every rank gets from rank r - t the keys that it reads, and nothing else.
+"""Ring attention over torch.distributed, on any group: by messages, or in collectives (`AllGatherRing`).
+
+At step t every rank gets from rank r - t the keys that it reads, and nothing else.
 
 The keys of step t + 1 travel while those of step t are used, so at most three sets of K/V are on a rank: its own, those
 in use, those arriving. The terms of dK/dV return while the next chunk computes. Buffers are allocated once a call and
@@ -10,24 +12,43 @@ most others' keys, or none, and would have to carry what they do not need. The b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fused_tp.attention.plan import Rows
-from fused_tp.attention.ring import Chunk, KVExchange, KVView, RingCall, SteppedRing, add_to, from_wire, parts_of
+from fused_tp.attention.ring import (
+    OP,
+    Backward,
+    Chunk,
+    Forward,
+    Gradients,
+    KVExchange,
+    KVView,
+    Ring,
+    RingCall,
+    RingSaved,
+    SteppedRing,
+    add_to,
+    fp32_accumulator,
+    from_wire,
+    parts_of,
+)
 from fused_tp.runtime import settings
 from fused_tp.transport.base import After, Done, Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 Pair = tuple[Tensor, Tensor]
+_BYTES_AT_A_TIME = 64 << 20  # of keys that are gathered
 
 
 class MessageRing(SteppedRing):
-    """Works on every torch.distributed group."""
+    """Step by step."""
 
     name = "pipelined"
     view = KVView.NEEDED
@@ -130,3 +151,100 @@ def _to_wire(x: Tensor, rows: Rows) -> Tensor:
 def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
     first, second = moving
     return After(lambda: (from_wire(first.wait()), from_wire(second.wait())))
+
+
+class AllGatherRing(Ring):
+    """In collectives, for sequences so short that latency, not bytes, is what W - 1 messages cost: gathers all K/V,
+    computes, and reduce-scatters dK/dV.
+
+    Long ones go by groups of key heads, so that not all heads of all ranks' keys are held at a time; those of the next
+    group travel while one is computed with (Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2).
+    """
+
+    name = "plain"
+
+    def __init__(self, transport: TorchDist) -> None:
+        self._transport = transport
+
+    def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._transport.check(OP, call.dims, q.dtype, q.device)
+        groups, results = _head_groups(call, q, k, v), []
+        with self._transport.abort_scope(OP):
+            for heads, kv_heads, everyone in self._gathered(call, groups, k, v):
+                state = Forward(call.of_heads(heads), q[:, :, heads], v[:, :, kv_heads])
+                for t in range(call.plan.world_size):
+                    state.attend(t, *_keys_of(call, everyone, t, k))
+                results.append(state.result())
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
+
+    def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
+        k, v = saved.k, saved.v
+        self._transport.check(f"{OP}_backward", call.dims, k.dtype, k.device)
+        groups = _head_groups(call, saved.q, k, v)
+        with self._transport.abort_scope(f"{OP}_backward"):
+            parts = [
+                self._gradients(call.of_heads(heads), saved.of_heads(heads, kv_heads), everyone)
+                for heads, kv_heads, everyone in self._gathered(call, groups, k, v)
+            ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _gathered(
+        self, call: RingCall, groups: list[tuple[slice, slice]], k: Tensor, v: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(query heads, key heads, their K/V of all ranks) group by group; the next one is under way meanwhile."""
+        arriving = self._gather(call, k, v, groups[0][1])
+        for index, (heads, kv_heads) in enumerate(groups):
+            everyone = arriving.wait()
+            if index + 1 < len(groups):
+                arriving = self._gather(call, k, v, groups[index + 1][1])
+            yield heads, kv_heads, everyone
+
+    def _gradients(self, call: RingCall, saved: RingSaved, everyone: Tensor) -> Gradients:
+        """Of one group of heads."""
+        state, k = Backward(call, saved), saved.k
+        sums = fp32_accumulator(everyone)
+        for t in range(call.plan.world_size):
+            state.attend(t, *_keys_of(call, everyone, t, k), *_keys_of(call, sums, t, k))
+        # Own terms too go through the sum over ranks: it adds all of them in the order of the ranks.
+        rows = everyone.shape[1]
+        own = self._transport.reduce_scatter(
+            "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
+        ).wait()
+        return state.result([x[:, : k.shape[1]] for x in _split(own, k)])
+
+    def _gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
+        """K and V of every rank, side by side: [W, rows of the longest, B, heads, D + Dv]."""
+        rows = max(tokens.length for tokens in call.plan.keys)
+        mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
+        mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
+        gathered = self._transport.all_gather("ring_attention K/V", mine)
+        return After(lambda: gathered.wait().unflatten(0, (call.plan.world_size, rows)))
+
+
+def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
+    """(query heads, key heads) of each group; all ranks find the same."""
+    kv_heads, per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
+    row = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
+    most = max(1, _BYTES_AT_A_TIME // max(1, call.plan.mask.seq_len_kv * row))
+    count = -(-kv_heads // most)
+    bounds = [kv_heads * index // count for index in range(count + 1)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return [(slice(s.start * per_kv_head, s.stop * per_kv_head), s) for s in spans]
+
+
+def _keys_of(call: RingCall, everyone: Tensor, t: int, k: Tensor) -> tuple[Tensor, Tensor]:
+    return _split(everyone[call.plan.source(call.rank, t)], k)
+
+
+def _split(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, B, heads, D + Dv] as K and V [B, rows, heads, D or Dv]."""
+    both = both.transpose(0, 1)
+    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+
+
+def _joined(parts: list[Gradients]) -> Gradients:
+    dq, dk, dv, d_slopes, d_sinks = zip(*parts, strict=True)
+    of_heads = (torch.cat(found, 2) for found in (dq, dk, dv))
+    return Gradients(*of_heads, *(None if found[0] is None else torch.cat(found) for found in (d_slopes, d_sinks)))

@@ -13,7 +13,6 @@ attention. Where queries and keys have the same lengths, a query's place is its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -187,17 +186,6 @@ class Scores:
         )
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Sequence[int], seq_len: int) -> None:
-    """Raise ValueError unless these are the bounds of documents that make up `seq_len` tokens."""
-    bounds = np.asarray(cu_seqlens, dtype=np.int64)
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or bool((np.diff(bounds) < 0).any()):
-        shown = ", ".join(map(str, cu_seqlens[:8])) + (", ..." if len(cu_seqlens) > 8 else "")
-        raise ValueError(
-            f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the whole "
-            "sequence, those of all ranks. Padding behind the last document is one more document."
-        )
-
-
 class AttentionArguments(NamedTuple):
     """The checked arguments of one call behind q, k and v, in the order of SCHEMA: what travels through torch.library.
 
@@ -292,5 +280,10 @@ def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int
     if cu_seqlens is None:
         return ()
     bounds = tuple(cu_seqlens.tolist())
-    check_cu_seqlens(name, bounds, seq_len)
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or sorted(bounds) != list(bounds):
+        shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+        raise ValueError(
+            f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the whole "
+            "sequence, those of all ranks. Padding behind the last document is one more document."
+        )
     return bounds

@@ -13,9 +13,8 @@ from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.plan import RingPlan, ring_plan
 from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
-from fused_tp.attention.ring_all_gather import AllGatherRing
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
-from fused_tp.attention.ring_messages import MessageRing
+from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import SCHEMA, AttentionArguments
 from fused_tp.ops.arguments import autocast_dtype, cast

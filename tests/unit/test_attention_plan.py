@@ -16,7 +16,7 @@ from fused_tp.attention import ring_fused
 from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, check_layout, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step, ring_plan
 from fused_tp.attention.ring_fused import kv_chunks
-from fused_tp.attention.spec import AttentionMask, check_cu_seqlens, read_bounds
+from fused_tp.attention.spec import AttentionMask, read_bounds
 from tests.attention_reference import dense
 
 
@@ -222,8 +222,8 @@ def test_what_is_no_layout_and_what_are_no_documents() -> None:
     check_layout("balanced", documents=True)
     for bounds in ((), (0,), (1, 4), (0, 3), (0, 5, 4), (0, 2, 5)):
         with pytest.raises(ValueError, match=r"cu_seqlens is \(.*\); it must begin with 0, .* the 4 tokens"):
-            check_cu_seqlens("cu_seqlens", bounds, 4)
-    check_cu_seqlens("cu_seqlens", (0, 0, 4, 4), 4)
+            read_bounds("cu_seqlens", torch.tensor(bounds, dtype=torch.int64), 4)
+    assert read_bounds("cu_seqlens", torch.tensor([0, 0, 4, 4]), 4) == (0, 0, 4, 4)
     assert read_bounds("cu_seqlens", None, 4) == ()
     assert read_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
 

@@ -189,7 +189,8 @@ def flash_decode(
         q: [batch, new, heads, head_dim], bf16, fp16 or fp32.
         k, v: [batch, capacity, kv_heads, head_dim] and [..., v_head_dim], any strides with a dense last dim; with
             `pages` [pages, page_size, kv_heads, ...].
-        starts, stops: int32 [batch, new]: query i of a text sees the rows [starts, stops) of it. No others are read.
+        starts, stops: int32 [batch, new], like all tables with a dense last dim and where q is: query i of a text sees
+            the rows [starts, stops) of it. No others are read.
         most: keys that a text has between the lowest start and the highest stop, at most.
         pages: int32 [batch, most pages of a text].
         places, k_indices: with slopes alone: int32 [batch, new] places of queries and [rows] of the cache's rows.
@@ -197,12 +198,12 @@ def flash_decode(
         config: tiles, in place of the shipped ones.
 
     Raises:
-        ValueError: something is not as above; says what. Nothing has run then.
+        ValueError: q, k, v or terms are not as above; says what. Nothing has run then.
 
     Example:
         found = flash_decode(q, k_cache, v_cache, starts, stops, 4096, Terms(scale=128**-0.5))
     """
-    _check(q, k, v, starts, stops, terms, pages, places, k_indices)
+    _check(q, k, v, terms, paged=pages is not None)
     batch, new, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
     found = q.new_empty((batch, new, heads, v_head_dim + 1), dtype=torch.float32)
@@ -248,17 +249,7 @@ def flash_decode(
     return found
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    stops: Tensor,
-    terms: Terms,
-    pages: Tensor | None,
-    places: Tensor | None,
-    k_indices: Tensor | None,
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, paged: bool) -> None:
     why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
     if why is not None:
         raise ValueError(f"{why[0].upper()}{why[1:]}.")
@@ -271,28 +262,12 @@ def _check(
                 f"strides {x.stride()} in {x.dtype} on {x.device}."
             )
         check_rows(name, x)
-    batch, new, heads, head_dim = q.shape
+    batch, _, heads, head_dim = q.shape
     fits = k.shape[3] == head_dim and v.shape[:3] == k.shape[:3] and heads % k.shape[2] == 0
-    if not fits or (pages is None and k.shape[0] != batch):
+    if not fits or (not paged and k.shape[0] != batch):
         raise ValueError(
             "k must be [batch, capacity, kv_heads, head_dim], or in place of the first two [pages, page_size], and v "
             f"[..., any], with a number of kv_heads that divides that of heads; q, k, v are {list(q.shape)}, "
             f"{list(k.shape)}, {list(v.shape)}."
         )
-    per_query = {"starts": starts, "stops": stops}
-    if terms.slopes is not None:
-        if places is None or k_indices is None:
-            raise ValueError("With slopes, places and k_indices say how far apart queries and keys are; give both.")
-        per_query["places"] = places
-    for name, x in per_query.items():
-        if list(x.shape) != [batch, new]:
-            raise ValueError(f"{name} must be [{batch}, {new}]; got {list(x.shape)}.")
-    if pages is not None and (pages.dim() != 2 or pages.shape[0] != batch):
-        raise ValueError(f"pages must be [{batch}, most pages of a text]; got {list(pages.shape)}.")
-    integers = {**per_query, "pages": pages, "k_indices": k_indices}
-    for name, given in integers.items():
-        if given is not None and (given.dtype != torch.int32 or given.device != q.device or given.stride(-1) != 1):
-            raise ValueError(
-                f"{name} must be int32 on {q.device} with a dense last dim; got {given.dtype} on {given.device}."
-            )
     check_per_head("slopes", terms.slopes, q)

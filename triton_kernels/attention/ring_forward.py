@@ -198,7 +198,8 @@ def ring_forward(
     Args:
         q: [B, S, H, D], k: [B, rows, Hkv, D], v: [B, rows, Hkv, Dv]: this rank's, bf16, fp16 or fp32, of any strides
             with a dense last dim.
-        layout: of the keys of all ranks in this call.
+        layout: of the keys of all ranks in this call: of this rank, these k and v, at most MAX_CHUNKS - 1 chunks and
+            MAX_GROUPS groups.
         workspace: of this group and stream, of at least `layout.nbytes(W)` bytes.
         programs: that run at once, on a GPU beside the relays: fewer than there are SMs.
         sinks: [H] scores of one more key each, whose value is 0; they count in lse.
@@ -211,7 +212,8 @@ def ring_forward(
     Example:
         out, lse = ring_forward(q, k, v, chunks, Terms(128**-0.5), layout, workspace=workspace, programs=131)
     """
-    _check(q, k, v, terms, layout, workspace, programs, sinks, precision)
+    check_tensors(q, k, v, terms, precision)
+    check_per_head("sinks", sinks, q)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
@@ -258,40 +260,6 @@ def _load(workspace: RingWorkspace, launches: list[LaunchOf | None]) -> None:
         for launch in needed:
             gather.load(launch)
         workspace.loaded.add(key)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    layout: KeysLayout,
-    workspace: RingWorkspace,
-    programs: int,
-    sinks: Tensor | None,
-    precision: str,
-) -> None:
-    check_tensors(q, k, v, terms, precision)
-    check_per_head("sinks", sinks, q)
-    if not isinstance(workspace, RingWorkspace):
-        raise ValueError(f"workspace must be a RingWorkspace; got a {type(workspace).__name__}.")
-    given = (workspace.rank, workspace.world_size, k.shape[1], k.shape[0] * k.shape[2], k.shape[3], v.shape[3], k.dtype)
-    said = (
-        *(layout.rank, len(layout.rows), layout.own_rows, layout.pairs),
-        *(layout.head_dim, layout.v_head_dim, layout.dtype),
-    )
-    if given != said:
-        raise ValueError(
-            "layout must be of this rank, its keys and their pairs of batch row and head: (rank, ranks, rows, pairs, "
-            f"head_dim, v_head_dim, dtype) are {given}, and it says {said}."
-        )
-    if len(layout.chunks) >= ring_keys.MAX_CHUNKS.value or layout.groups > ring_keys.MAX_GROUPS.value:
-        raise ValueError(
-            f"layout has {len(layout.chunks)} chunks and {layout.groups} groups; it may have "
-            f"{ring_keys.MAX_CHUNKS.value - 1} and {ring_keys.MAX_GROUPS.value}."
-        )
-    if programs < 1:
-        raise ValueError(f"programs must be 1 or more; got {programs}.")
 
 
 def _launch(
