@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -140,20 +139,28 @@ class Exchange:
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
-class Move(ABC):
+class Move:
     """One direction of an exchange: what leaves this rank, and the results, which fill up part by part.
 
     Args:
+        to_heads: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]; False: the way back,
+            on which parts of heads that several ranks have are summed.
         empty: makes the results; None: beside `xs`.
     """
 
-    way: ClassVar[str]
+    def __init__(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+        self.to_heads, self.exchange, self.xs, self.shares = to_heads, exchange, xs, exchange.shares
+        self.op = f"{exchange.op} to {'heads' if to_heads else 'sequence'}"
+        self._summed = [share.repeated and not to_heads for share in exchange.shares]
+        self._outs = [self._result(index, empty) for index in range(len(xs))]
 
-    def __init__(self, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
-        self.exchange, self.xs, self.shares = exchange, xs, exchange.shares
-        self.op = f"{exchange.op} {self.way}"
-        empty = empty or (lambda shape, dtype: xs[0].new_empty(tuple(shape), dtype=dtype))
-        self._outs = [self._result(index, dtype, empty) for index, dtype in enumerate(exchange.dtypes)]
+    def _result(self, index: int, empty: Empty | None) -> Tensor:
+        x, share, rank = self.xs[index], self.shares[index], self.exchange.rank
+        shape = self._shape(index, share.by_heads(rank) if self.to_heads else share.by_sequence(rank))
+        if self._summed[index]:
+            return x.new_zeros(shape, dtype=accumulate_dtype(x.dtype))
+        dtype = self.exchange.dtypes[index]
+        return x.new_empty(shape, dtype=dtype) if empty is None else empty(shape, dtype)
 
     def _shape(self, index: int, rows_and_heads: tuple[int, int]) -> Shape:
         x = self.xs[index]
@@ -162,63 +169,48 @@ class Move(ABC):
     @property
     def order(self) -> list[int]:
         """The ranks in an order in which their parts may come: this rank first, unless sums want that of the ranks."""
-        return [self.exchange.rank, *self.exchange.peers]
+        exchange = self.exchange
+        return list(range(exchange.ranks)) if any(self._summed) else [exchange.rank, *exchange.peers]
 
-    @abstractmethod
-    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor: ...
-
-    @abstractmethod
     def shape(self, index: int, rank: int) -> Shape:
         """Of tensor number `index` on `rank`."""
+        share = self.shares[index]
+        return self._shape(index, share.by_sequence(rank) if self.to_heads else share.by_heads(rank))
 
-    @abstractmethod
     def part_shape(self, index: int, source: int, target: int) -> Shape:
         """Of the part of it that `source` has for `target`."""
+        share = self.shares[index]
+        return self._shape(index, share.part(source, target) if self.to_heads else share.part(target, source))
 
-    @abstractmethod
     def pack(self, index: int, target: int, out: Tensor) -> None:
         """out = the part for `target`."""
+        x, share = self.xs[index], self.shares[index]
+        if self.to_heads:
+            out.copy_(_of_heads(x, share.heads[target]))
+        else:
+            _take(x, share.places[target], out)
 
-    @abstractmethod
     def write(self, index: int, out: Tensor) -> None:
         """What others want, to its place in `out`, of the shape of the whole."""
+        x, share, exchange = self.xs[index], self.shares[index], self.exchange
+        if self.to_heads:
+            own = share.only(exchange.rank)
+            out[:, :, : own.start].copy_(x[:, :, : own.start])
+            out[:, :, own.stop :].copy_(x[:, :, own.stop :])
+            return
+        # Own rows need not be written, but many small copies cost more than one large one.
+        others = [there for peer in exchange.peers for _, there in _pieces(share.places[peer])]
+        for there in [slice(None)] if _by_index(len(others)) else others:
+            out[:, there].copy_(x[:, there])
 
-    @abstractmethod
     def put(self, index: int, source: int, part: Tensor) -> None:
         """Take in the part that `source` has for this rank."""
-
-    @abstractmethod
-    def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        """The same, of all that `source` has."""
-
-    def results(self) -> list[Tensor]:
-        return [out.to(dtype) for out, dtype in zip(self._outs, self.exchange.dtypes, strict=True)]
-
-
-class ToHeads(Move):
-    """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]."""
-
-    way = "to heads"
-
-    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor:
-        return empty(self._shape(index, self.shares[index].by_heads(self.exchange.rank)), dtype)
-
-    def shape(self, index: int, rank: int) -> Shape:
-        return self._shape(index, self.shares[index].by_sequence(rank))
-
-    def part_shape(self, index: int, source: int, target: int) -> Shape:
-        return self._shape(index, self.shares[index].part(source, target))
-
-    def pack(self, index: int, target: int, out: Tensor) -> None:
-        out.copy_(_of_heads(self.xs[index], self.shares[index].heads[target]))
-
-    def write(self, index: int, out: Tensor) -> None:
-        x, own = self.xs[index], self.shares[index].only(self.exchange.rank)
-        out[:, :, : own.start].copy_(x[:, :, : own.start])
-        out[:, :, own.stop :].copy_(x[:, :, own.stop :])
-
-    def put(self, index: int, source: int, part: Tensor) -> None:
-        out, places = self._outs[index], self.shares[index].places[source]
+        out, share = self._outs[index], self.shares[index]
+        if not self.to_heads:
+            out = _of_heads(out, share.heads[source])
+            out.add_(part) if self._summed[index] else out.copy_(part)
+            return
+        places = share.places[source]
         if _by_index(len(places)):
             out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
             return
@@ -226,50 +218,16 @@ class ToHeads(Move):
             out[:, there].copy_(part[:, here])
 
     def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        self.put(index, source, _of_heads(whole, self.shares[index].heads[self.exchange.rank]))
+        """The same, of all that `source` has."""
+        share, rank = self.shares[index], self.exchange.rank
+        if self.to_heads:
+            self.put(index, source, _of_heads(whole, share.heads[rank]))
+        else:
+            out = _of_heads(self._outs[index], share.heads[source])
+            _take(whole, share.places[rank], out, add=self._summed[index])
 
-
-class ToSequence(Move):
-    """The way back. Parts of heads that several ranks have are summed, in the order of the ranks."""
-
-    way = "to sequence"
-
-    def _result(self, index: int, dtype: torch.dtype, empty: Empty) -> Tensor:
-        x, share = self.xs[index], self.shares[index]
-        shape = self._shape(index, share.by_sequence(self.exchange.rank))
-        return x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if share.repeated else empty(shape, dtype)
-
-    @property
-    def order(self) -> list[int]:
-        repeated = any(share.repeated for share in self.shares)
-        return list(range(self.exchange.ranks)) if repeated else super().order
-
-    def shape(self, index: int, rank: int) -> Shape:
-        return self._shape(index, self.shares[index].by_heads(rank))
-
-    def part_shape(self, index: int, source: int, target: int) -> Shape:
-        return self._shape(index, self.shares[index].part(target, source))
-
-    def pack(self, index: int, target: int, out: Tensor) -> None:
-        _take(self.xs[index], self.shares[index].places[target], out)
-
-    def write(self, index: int, out: Tensor) -> None:
-        """What this rank takes of its own need not be written, but many small copies cost more than one large one."""
-        x, places = self.xs[index], self.shares[index].places
-        others = [there for peer in self.exchange.peers for _, there in _pieces(places[peer])]
-        for there in [slice(None)] if _by_index(len(others)) else others:
-            out[:, there].copy_(x[:, there])
-
-    def put(self, index: int, source: int, part: Tensor) -> None:
-        out = self._of_source(index, source)
-        out.add_(part) if self.shares[index].repeated else out.copy_(part)
-
-    def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        share = self.shares[index]
-        _take(whole, share.places[self.exchange.rank], self._of_source(index, source), add=share.repeated)
-
-    def _of_source(self, index: int, source: int) -> Tensor:
-        return _of_heads(self._outs[index], self.shares[index].heads[source])
+    def results(self) -> list[Tensor]:
+        return [out.to(dtype) for out, dtype in zip(self._outs, self.exchange.dtypes, strict=True)]
 
 
 def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
@@ -310,14 +268,14 @@ class AllToAll(ABC):
 
     def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D] for each of `xs`."""
-        return self.move(ToHeads, exchange, xs)
+        return self.move(True, exchange, xs)
 
     def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         """The way back; where heads are repeated, their sum over the ranks that have them."""
-        return self.move(ToSequence, exchange, xs)
+        return self.move(False, exchange, xs)
 
     @abstractmethod
-    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]: ...
+    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 def all_to_all_by(schedule: Schedule) -> AllToAll:
@@ -335,8 +293,8 @@ class MessageAllToAll(AllToAll):
         self.name = name
         self._transport = transport
 
-    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        move, rank = to(exchange, xs), exchange.rank
+    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        move, rank = Move(to_heads, exchange, xs), exchange.rank
         self.check(move.op, exchange, xs)
         with self._transport.abort_scope(move.op):
             send = _Packets(move, lambda index, peer: move.part_shape(index, rank, peer))
@@ -408,8 +366,8 @@ class SharedMemoryAllToAll(AllToAll):
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        move, rank = to(exchange, xs, self._transport.empty), exchange.rank
+    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        move, rank = Move(to_heads, exchange, xs, self._transport.empty), exchange.rank
 
         def regions(of: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
             """Shape, dtype and offset of each tensor in the memory of a rank."""
@@ -445,25 +403,26 @@ class DeviceAllToAll(AllToAll):
         self._device = schedule.device
         self._messages = messages
 
-    def move(self, to: type[Move], exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
         uneven = [i for i, share in enumerate(exchange.shares) if not share.even]
         found: dict[int, Tensor] = {}
         with self._abort_scope(exchange.op):
             if uneven:
-                moved = self._messages.move(to, exchange.of(uneven), [xs[i] for i in uneven])
+                moved = self._messages.move(to_heads, exchange.of(uneven), [xs[i] for i in uneven])
                 found.update(zip(uneven, moved, strict=True))
             else:
-                self._messages.check(f"{exchange.op} {to.way}", exchange, xs)
+                way = "heads" if to_heads else "sequence"
+                self._messages.check(f"{exchange.op} to {way}", exchange, xs)
             for i, x in enumerate(xs):
                 if i not in found:
-                    found[i] = self._by_kernel(to, exchange.of([i]), x)
+                    found[i] = self._by_kernel(to_heads, exchange.of([i]), x)
         return [found[i] for i in range(len(xs))]
 
-    def _by_kernel(self, to: type[Move], exchange: Exchange, x: Tensor) -> Tensor:
+    def _by_kernel(self, to_heads: bool, exchange: Exchange, x: Tensor) -> Tensor:
         (share,), (dtype,) = exchange.shares, exchange.dtypes
         runs = [places[0] for places in share.places if len(places) == 1]
         in_order = len(runs) == exchange.ranks and all(a.stop == b.start for a, b in itertools.pairwise(runs))
-        if to is ToSequence:
+        if not to_heads:
             if not in_order:
                 whole, x = x, x.new_empty(x.shape)
                 for places, part in zip(share.places, x.split(list(share.rows), 1), strict=True):
@@ -472,7 +431,7 @@ class DeviceAllToAll(AllToAll):
         moved = self._device.sequence_to_heads(x)
         if in_order:
             return moved
-        move = ToHeads(exchange, [x])
+        move = Move(True, exchange, [x])
         for source, part in enumerate(moved.split(list(share.rows), 1)):
             move.put(0, source, part)
         return move.results()[0]
