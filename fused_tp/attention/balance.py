@@ -197,9 +197,9 @@ def merged(ranges: Iterable[range]) -> tuple[range, ...]:
 
 def chunk_range(seq_len: int, chunks: int, index: int) -> range:
     """Tokens of chunk `index`, as torch.tensor_split cuts: the first seq_len % chunks ones are one longer."""
-    size, longer = divmod(seq_len, chunks)
+    size, longer = seq_len // chunks, seq_len % chunks  # not divmod, which compilers do not trace
     start = index * size + min(index, longer)
-    return range(start, start + size + (index < longer))
+    return range(start, start + size + (1 if index < longer else 0))
 
 
 def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
