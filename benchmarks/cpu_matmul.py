@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.transport._torch_compat import all_gather_single, reduce_scatter_single
+from fused_tp.transport.base import all_gather_single, reduce_scatter_single
 
 from . import rivals_deepspeed
 from .case import DTYPES, OURS, TIME_RATIO, Case, Contestant, Maker, Makers, Rival, Unavailable, checked

@@ -184,17 +184,17 @@ class Ranks(Driven):
     def checked_set(self) -> list[Any]:
         """What one call of every rank gives, once all have ended in time."""
         results = self.run_set()
-        self.raise_if_expired()
+        self.raise_if_failed()
         return results
 
     def graphs(self, calls: int) -> Callable[[], object]:
         """Replays a graph of so many calls for each rank, in its stream."""
         return graphs(self.streams, self.one, calls)
 
-    def raise_if_expired(self) -> None:
+    def raise_if_failed(self) -> None:
         self.context.synchronize()
         for collectives in self.collectives:
-            collectives.raise_if_expired()
+            collectives.raise_if_failed()
 
 
 def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any], calls: int) -> Callable[[], object]:
@@ -297,7 +297,7 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
                 out.fill_(torch.nan)
             context.synchronize()  # in another stream
             replay()
-            ranks.raise_if_expired()
+            ranks.raise_if_failed()
             exchange.check(exchange.outs[0])
 
         return Contestant(replay, check, "in a graph", repeats=LATENCY_CALLS)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
+from fused_tp.transport.symm_mem import KernelMemory
 
 T = TypeVar("T")
 
@@ -107,8 +108,8 @@ class LocalGroup:
             self._changed.wait(left)
 
 
-class LocalRank:
-    """One rank of a `LocalGroup`, as its thread sees it; a `symm_mem.KernelMemory`. All ranks call its methods alike.
+class LocalRank(KernelMemory):
+    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike.
 
     Attributes:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.

@@ -67,4 +67,4 @@ def _meet(tensors: Iterable[Any]) -> None:
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:
-                exchange(resolve_group(mesh.get_group(dim)), "gather_state_dict", b"")
+                exchange(resolve_group(mesh.get_group(dim)), "gather_state_dict")

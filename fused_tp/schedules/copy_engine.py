@@ -51,7 +51,7 @@ class CopyEngineSchedule(KernelSchedule):
         without = "Ranks that are threads of one process have no sums of whole tensors by copy engines."
         super().__init__(engine, engine.rank, engine.world_size, plain, without)
         self.engine = engine
-        self._chunks = chunks
+        self.chunks = chunks
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
@@ -194,8 +194,8 @@ class CopyEngineSchedule(KernelSchedule):
 
     def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
         """From M, N and the dtype only: K is a shard and need not be the same on all ranks."""
-        chunks = self._chunks or m * n * x.element_size() // CHUNK_BYTES
-        return max(1, min(chunks, MAX_CHUNKS if self._chunks is None else chunks, m // self.world_size))
+        chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
+        return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
 
 
 def _most_bytes(tensors: Sequence[Tensor]) -> int:

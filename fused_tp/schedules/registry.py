@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
@@ -27,7 +27,6 @@ from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.failure import abort_hook
-from fused_tp.transport.kernels import has_triton, interpreted
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange
@@ -170,8 +169,7 @@ def group_arch(group: Group, device: torch.device) -> str:
         return own
     archs = _ARCHS[group]
     if device.type not in archs:
-        answers = exchange(group, "the architecture of GPUs", own.encode())
-        archs[device.type] = dispatch.lowest(text.decode() for text in answers)
+        archs[device.type] = dispatch.lowest(exchange(group, "the architecture of GPUs", own))
     return archs[device.type]
 
 

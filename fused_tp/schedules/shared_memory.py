@@ -95,7 +95,7 @@ class SharedMemory(RowSchedule):
         return self.transport.all_reduce(partial.contiguous())
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-        return self.transport.all_to_all(rows, send_sizes, recv_sizes)
+        return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ unchanged; what waits in a stream there blocks, and raises at once.
 from __future__ import annotations
 
 import atexit
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,10 +35,8 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.peer_watch import PeerWatch
 from fused_tp.transport.symm_mem import KernelMemory
-
-_LOG = logging.getLogger("fused_tp")
+from fused_tp.transport.workspace import GroupKernels, rounded
 
 # As in csrc/copy_engine/watchdog.h.
 OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
@@ -93,6 +90,7 @@ class Call:
         self._engine = engine
         self._slot = slot
         self._core = slot.core
+        self._written: list[Tensor] = []  # by the engine's streams, until `finish`
         self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
         slot.pending += 1
 
@@ -109,11 +107,17 @@ class Call:
         """Peers wait for what will not come: they hear of it."""
         self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
 
+    def __del__(self) -> None:
+        # A call without an end: the engine's streams, which go on after an abort too, may still write there.
+        if self._written:
+            self._engine.abandoned += self._written
+
     def gather(self, shard: Tensor, places: Sequence[Tensor]) -> None:
         """Starts to gather every rank's `shard` into `places`, one for each rank; that of this one is left alone.
 
         All are contiguous and have as many bytes as the shard of their rank.
         """
+        self._written += places
         self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
 
     def wait_for(self, peer: int) -> None:
@@ -131,13 +135,11 @@ class Call:
     def finish(self, *results: Tensor) -> None:
         """The end. `results`, contiguous, become NaN on ranks where the call does not come to a good one.
 
-        Raises:
-            CollectiveTimeoutError: on a CPU: a wait of this call has expired.
-            PeerLostError: on a CPU: for a rank that has ended.
-            FusedTPError: on a CPU: a peer has failed.
+        On a CPU it raises what `GroupKernels.raise_failure` raises.
         """
         self._slot.pending -= 1
         self._slot.captured |= _capturing()
+        self._written.clear()
         self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
         if self._engine.device.type == "cpu":
             self._engine.raise_failure()
@@ -173,12 +175,12 @@ class Scatter:
         self._core.release(self._engine.stream(), self.number)
 
 
-class CopyEngine:
+class CopyEngine(GroupKernels):
     """The copy engines of one group on one device.
 
     Args:
         memory: of the group.
-        on_failure: is told why the group is unusable from now on.
+        on_failure: as `GroupKernels` takes it.
 
     Example:
         with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
@@ -187,23 +189,16 @@ class CopyEngine:
             call.finish(gathered)
     """
 
-    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], object] = lambda sentence: None) -> None:
-        self._memory = memory
-        self.rank = memory.rank
-        self.world_size = memory.world_size
-        self.device = memory.device
+    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
+        super().__init__(memory, "copy engines", on_failure)
         self._index = 0
         if self.device.type == "cuda":
             self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
         self._driver = LIBRARIES[self.device.type]
-        self._on_failure = on_failure
         self._slot: _Slot | None = None
         self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use
-        self._lost: list[int] = []  # in the order in which they ended
-        self._told = False
-        self.calls = 0  # that have begun
-        self.broken: str | None = None
-        self._watch = PeerWatch(self, memory.pids, CopyEngine._peer_lost, CopyEngine._look)
+        self.abandoned: list[Tensor] = []  # of calls without an end: never given back
+        self.watch()
         _engines.add(self)
 
     def stream(self) -> int:
@@ -221,10 +216,8 @@ class CopyEngine:
             scatter_bytes: of the longest block that any rank gives to `Scatter.push`.
 
         Raises:
-            CollectiveTimeoutError: a wait of an earlier call has expired.
-            PeerLostError: a peer's process has ended.
-            FusedTPError: that was so before, or a peer has failed.
             RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
+            Also what `raise_if_failed` raises.
         """
         self.raise_if_failed()
         slot = self._slot
@@ -232,38 +225,6 @@ class CopyEngine:
             slot = self._grow(op, gather_bytes, scatter_bytes)
         self.calls += 1
         return Call(self, slot, op)
-
-    # -- failures -----------------------------------------------------------------------------------------------------
-
-    def raise_if_failed(self) -> None:
-        """Raises what an earlier call has failed with, or that a peer has ended. Waits for nothing."""
-        if self.broken is not None:
-            raise FusedTPError(
-                f"The group's copy engines are unusable since an earlier failure: {self.broken} "
-                "Destroy the process group and make a new one."
-            )
-        self.raise_failure()
-        if self._lost:
-            loss = self._loss()
-            self._fail(loss)
-            self.abort(loss)
-            raise PeerLostError(loss)
-
-    def raise_failure(self) -> None:
-        """Raises what a call has failed with, if any has."""
-        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
-        if failed is None:
-            return
-        kind, sentence = failed.failure, failed.sentence
-        # A peer's death is the cause where both are there: others may have given up for want of it.
-        if self._lost:
-            sentence = f"{self._loss()} {sentence}"
-        elif kind == _TIMEOUT:
-            sentence = f"{sentence} FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
-        self._fail(sentence)
-        if self._lost or kind == _LOST:
-            raise PeerLostError(sentence)
-        raise CollectiveTimeoutError(sentence) if kind == _TIMEOUT else FusedTPError(sentence)
 
     def abort(self, why: str) -> None:
         """Gives up and lets the peers know."""
@@ -275,33 +236,28 @@ class CopyEngine:
         for slot in self._all():
             slot.core.stop()
 
-    def _loss(self) -> str:
-        return f"Rank {self.rank} of {self.world_size} lost rank {self._lost[0]}: it has ended."
+    def _fail(self, error: FusedTPError) -> str | None:
+        said = super()._fail(error)
+        self.abort(str(error))
+        return said
 
-    def _fail(self, sentence: str) -> None:
-        self.broken = sentence
-        self._on_failure(sentence)
+    def _failure(self) -> FusedTPError | None:
+        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
+        if failed is None:
+            return None
+        kind = {_TIMEOUT: CollectiveTimeoutError, _LOST: PeerLostError}.get(failed.failure, FusedTPError)
+        late = ""
+        if failed.failure == _TIMEOUT and not self._lost:
+            late = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
+        return self._error(kind, f"{{reason}}{late}", reason=failed.sentence)
 
     def _all(self) -> list[_Slot]:
         return [*([] if self._slot is None else [self._slot]), *self._outgrown]
 
-    # -- called by the watch's thread ---------------------------------------------------------------------------------
-
     def _peer_lost(self, rank: int) -> None:
-        self._lost.append(rank)
+        super()._peer_lost(rank)
         for slot in self._all():
             slot.core.lose(rank)
-
-    def _look(self) -> None:
-        """Says at once what the next call is going to raise: there may be none, and results are NaN already."""
-        if self._told or self.device.type == "cpu" or self.broken is not None:
-            return
-        failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
-        if failed is not None:
-            self._told = True
-            _LOG.error("%s Calls of the group's copy engines that were under way give NaN.", failed.sentence)
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _Slot:
         if _capturing():
@@ -313,10 +269,12 @@ class CopyEngine:
         old = self._slot
         if old is not None:
             gather_bytes, scatter_bytes = max(gather_bytes, old.gather_bytes), max(scatter_bytes, old.scatter_bytes)
-        gather_bytes, scatter_bytes = _rounded(gather_bytes), _rounded(scatter_bytes)
+        gather_bytes, scatter_bytes = (
+            rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO) for nbytes in (gather_bytes, scatter_bytes)
+        )
         core = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
-        try:
+        with self._making(nbytes, op):
             # No rank frees what another may still write to: each waits for its own streams, then making the new memory
             # waits for all ranks. What they wait for comes, or gives up, within the deadline.
             if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
@@ -328,11 +286,6 @@ class CopyEngine:
             addresses = [address + offset for address in handle.buffer_ptrs]
             made = core(self._driver, self._index, self.rank, addresses, gather_bytes, scatter_bytes)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
-        except Exception as error:
-            # Others may have got further; from here on the ranks would not mean the same by their calls.
-            self._fail(f"making a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {error}).")
-            self.abort(str(self.broken))
-            raise
         if old is not None and (old.captured or old.pending):
             self._outgrown.append(old)
         self._slot = slot = _Slot(made, buffer, gather_bytes, scatter_bytes)
@@ -348,11 +301,6 @@ _engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
 def _stop_all() -> None:
     for engine in list(_engines):
         engine.stop()
-
-
-def _rounded(nbytes: int) -> int:
-    size = max(_LEAST_BYTES, 1 << max(0, nbytes - 1).bit_length())
-    return size if size <= _ROUNDED_TO else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def _range(t: Tensor) -> tuple[int, int]:

@@ -29,7 +29,6 @@ from fused_tp.transport.device_plans import (
     SUMMED_DTYPES,
     AllToAllLayout,
     Plans,
-    check_like,
     heads_to_sequence,
     sequence_to_heads,
     with_dense_heads,
@@ -55,8 +54,7 @@ class DeviceCollectives:
         ValueError: the group has more than 63 ranks.
         RuntimeError: the library of kernels cannot be loaded.
 
-    Every method raises TypeError or ValueError where an argument does not fit, before anything is sent, and what
-    `Workspaces.use` raises.
+    Arguments are those that the ops have checked. Every method raises what `Workspaces.use` raises.
 
     Example:
         total = DeviceCollectives(memory).all_reduce(partial, "one_shot")
@@ -102,12 +100,10 @@ class DeviceCollectives:
         Example:
             y = collectives.all_reduce(x_shard_k @ w_shard_k.t(), "two_shot", bias)
         """
-        plan = self._plans.all_reduce(x, algorithm, bias, overlapped)
+        plan = self._plans.all_reduce(x, algorithm, overlapped)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
-        else:
-            _check_out(out, x)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
             with self._workspaces.use("device", plan.nbytes, "all_reduce") as workspace:
@@ -143,7 +139,7 @@ class DeviceCollectives:
         Example:
             y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())
         """
-        plan = self._plans.reduce_scatter(rows, counts, bias, overlapped)
+        plan = self._plans.reduce_scatter(rows, counts, overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
@@ -186,8 +182,6 @@ class DeviceCollectives:
             normed, residual = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
         """
         plan = self._plans.all_reduce_rms_norm(partial, algorithm)
-        check_like("residual", residual, partial.shape, partial)
-        check_like("norm_weight", norm_weight, partial.shape[-1:], partial)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
         new_residual = torch.empty_like(partial)
         normed = torch.empty_like(partial)
@@ -241,18 +235,18 @@ class DeviceCollectives:
                 )
         return out
 
-    def all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: Sequence[int]) -> Tensor:
-        """Part p of `x` goes to rank p; returns what came from all ranks.
+    def sequence_to_heads(self, x: Tensor) -> Tensor:
+        """[B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads."""
+        x = with_dense_heads(x)
+        return self._all_to_all(x, *sequence_to_heads(x, self.world_size))
 
-        Args:
-            x: any dtype and strides; `layout` speaks of its memory, from its first element on.
-            layout: equally large parts on all ranks; see `all_to_all_layout` for one.
-            out_shape: of the result, which is contiguous.
+    def heads_to_sequence(self, x: Tensor) -> Tensor:
+        """[B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence."""
+        x = with_dense_heads(x)
+        return self._all_to_all(x, *heads_to_sequence(x, self.world_size))
 
-        Raises:
-            ValueError: `layout` reaches beyond `x` or beyond the result.
-        """
-        plan = self._plans.all_to_all(x, layout, out_shape)
+    def _all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
+        plan = self._plans.all_to_all(layout, out_shape)
         out = x.new_empty(plan.shape)
         if plan.count:
             with self._workspaces.use("device", plan.nbytes, "all_to_all") as workspace:
@@ -260,29 +254,6 @@ class DeviceCollectives:
                     workspace.native, x.data_ptr(), out.data_ptr(), tuple(layout), plan.blocks, self._stream()
                 )
         return out
-
-    def sequence_to_heads(self, x: Tensor) -> Tensor:
-        """[B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads.
-
-        Raises:
-            ValueError: H is not a multiple of the number of ranks.
-        """
-        x = with_dense_heads(x)
-        return self.all_to_all(x, *sequence_to_heads(x, self.world_size))
-
-    def heads_to_sequence(self, x: Tensor) -> Tensor:
-        """[B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence.
-
-        Raises:
-            ValueError: S is not a multiple of the number of ranks.
-        """
-        x = with_dense_heads(x)
-        return self.all_to_all(x, *heads_to_sequence(x, self.world_size))
-
-    def barrier(self) -> None:
-        """What follows in this rank's stream runs once the streams of all ranks have come here."""
-        with self._workspaces.use("device", 1, "barrier") as workspace:
-            self._kernels.barrier(workspace.native, self._stream())
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -295,9 +266,9 @@ class DeviceCollectives:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
         self._workspaces.abort(sentence)
 
-    def raise_if_expired(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
-        self._workspaces.raise_if_expired()
+        self._workspaces.raise_if_failed()
 
     def has_multicast(self) -> bool:
         """Whether one store reaches all ranks here. The first time, all ranks must ask together."""
@@ -333,10 +304,6 @@ def _bias(bias: Tensor | None) -> tuple[int, int]:
     return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
 
 
-def _check_out(out: Tensor, x: Tensor) -> None:
-    check_like("out", out, x.shape, x)
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous; its strides are {out.stride()}.")
 
 
 @cache

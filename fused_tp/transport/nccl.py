@@ -15,7 +15,6 @@ through all this unchanged; what waits in a stream there blocks, and raises at o
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -454,8 +453,7 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
 
 def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     mine = own_facts(group, device)
-    told = [json.loads(text) for text in exchange(group, "nccl", json.dumps(asdict(mine)).encode())]
-    facts = [Facts(**{**one, "process": tuple(one["process"])}) for one in told]
+    facts = [Facts(**told) for told in exchange(group, "nccl", asdict(mine))]
     if not (found := judged(facts)):
         return found
     library, driver = load(device)
@@ -468,7 +466,7 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
         group.size,
         timeout_seconds=settings.timeout_seconds(),
     )
-    pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
+    pids = watchable([fact.process for fact in facts])
     return NcclDist(group, device, communicator, pids)
 
 
@@ -503,7 +501,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 class Facts:
     """What one rank tells the others."""
 
-    process: tuple[str, int]
+    process: Sequence[str | int]  # as `own_process` says
     gpu: str = ""
     version: int = 0
     id: str = ""  # rank 0's unique id, in hex

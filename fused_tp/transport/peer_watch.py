@@ -8,8 +8,9 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _TICK_SECONDS = 0.2
 
@@ -22,14 +23,14 @@ def own_process() -> tuple[str, int]:
         return "", os.getpid()
 
 
-def watchable(processes: Mapping[int, tuple[str, int]]) -> dict[int, int]:
-    """Of processes by rank, as `own_process` names them, the numbers of those that can be watched from here."""
+def watchable(processes: Sequence[Any]) -> dict[int, int]:
+    """Of the ranks' processes, as `own_process` names them, the numbers of those that can be watched from here."""
     namespace, own = own_process()
     if not namespace or not hasattr(os, "pidfd_open"):
         return {}
     return {
         rank: pid
-        for rank, (where, pid) in processes.items()
+        for rank, (where, pid) in enumerate(processes)
         if where == namespace and pid != own and Path(f"/proc/{pid}").exists()
     }
 

@@ -158,30 +158,11 @@ def _check_summable(dtype: torch.dtype) -> None:
         raise TypeError("A sum of torch.bool is no torch.bool; convert tensor first.")
 
 
-def _contiguous_cpu(name: str, tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise ValueError(f"{name} is on {tensor.device}; shared-memory collectives take CPU tensors.")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first.")
-
-
-def _check_sizes(name: str, sizes: Sequence[int], world_size: int, rows: int | None = None) -> None:
-    if len(sizes) != world_size or min(sizes) < 0:
-        raise ValueError(f"{name} is {list(sizes)}; one number of rows is needed for each of {world_size} ranks.")
-    if rows is not None and sum(sizes) != rows:
-        raise ValueError(f"{name} {list(sizes)} adds up to {sum(sizes)}; dim 0 of tensor has {rows} rows.")
-
-
-def _same(name: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
-    _contiguous_cpu(name, tensor)
-    if tensor.numel() != numel or tensor.dtype != dtype:
-        raise ValueError(f"{name} has {tensor.numel()} elements of {tensor.dtype}; {numel} of {dtype} are needed.")
-
-
 class ShmTransport:
     """What the ranks of one group share. Its collectives block, and are the native ones of csrc/shm.
 
-    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order.
+    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order. Tensors are contiguous
+    and on the CPU, and of the dtypes and sizes that the ops have checked.
     """
 
     def __init__(self, core_group: Any) -> None:
@@ -275,20 +256,10 @@ class ShmTransport:
             self._held.append((call.number, memory))
             raise
 
-    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
-        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
-
-        Args:
-            tensor: any shape, contiguous, the same on all ranks.
-            called: the op this is part of, which must agree on all ranks as the shape must.
-        """
-        described = self.described(called, tensor.dtype, tensor.shape)
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            _contiguous_cpu("tensor", tensor)
-        if out is None:
-            out = torch.empty_like(tensor)
-        elif out is not tensor:
-            _same("out", out, tensor.numel(), tensor.dtype)
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself)."""
+        described = self.described("all_reduce", tensor.dtype, tensor.shape)
+        out = torch.empty_like(tensor) if out is None else out
         _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
         return out
 
@@ -309,9 +280,7 @@ class ShmTransport:
 
         `shape` (default: that of `tensor`) is what the op was called with; it must agree on all ranks.
         """
-        _contiguous_cpu("tensor", tensor)
         _check_summable(tensor.dtype)
-        _check_sizes("sizes", sizes, self.world_size, tensor.shape[0])
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
         dims = folded(tensor.shape if shape is None else shape)
@@ -326,9 +295,6 @@ class ShmTransport:
 
     def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
         """Give rows of dim 0 to every rank (`send_sizes[r]` to rank r) and get `receive_sizes[r]` rows from each."""
-        _contiguous_cpu("tensor", tensor)
-        _check_sizes("send_sizes", send_sizes, self.world_size, tensor.shape[0])
-        _check_sizes("receive_sizes", receive_sizes, self.world_size)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         _core.all_to_all(
@@ -351,10 +317,6 @@ class ShmTransport:
         """(normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
         if not partial.is_floating_point():
             raise TypeError(f"partial is {partial.dtype}; RMSNorm needs a floating dtype.")
-        columns = partial.shape[-1]
-        for name, tensor in (("partial", partial), ("residual", residual)):
-            _same(name, tensor, partial.numel(), partial.dtype)
-        _same("norm_weight", norm_weight, columns, partial.dtype)
         normed, new_residual = torch.empty_like(partial), torch.empty_like(partial)
         _core.all_reduce_rms_norm(
             self.core_group,
@@ -364,7 +326,7 @@ class ShmTransport:
             normed.data_ptr(),
             new_residual.data_ptr(),
             math.prod(partial.shape[:-1]),
-            columns,
+            partial.shape[-1],
             eps,
             dtype_number(partial.dtype),
         )
@@ -436,15 +398,15 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
         core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
     except (RuntimeError, TypeError) as error:  # TypeError: more bytes than a number of the core can hold
         problem = str(error)
-    addresses = exchange(group, _MEETING, core_group.address if core_group is not None else b"", gone)
+    own = core_group.address.hex() if core_group is not None else ""
+    addresses = [bytes.fromhex(address) for address in exchange(group, _MEETING, own, gone)]
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
-    problems = [text.decode() for text in exchange(group, _MEETING, problem.encode(), gone)]
-    for rank, text in enumerate(problems):
+    for rank, text in enumerate(exchange(group, _MEETING, problem, gone)):
         if text:
             return unavailable(f"rank {rank}: {text}")
     transport = ShmTransport(core_group)

@@ -129,10 +129,11 @@ class _Exchanges:
 _EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
 
 
-def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]] = list) -> list[bytes]:
+def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[int]] = list) -> list[Any]:
     """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
 
     Args:
+        mine: anything that JSON can carry; tuples arrive as lists.
         what: the same on all ranks; so it names a type of device, where one matters, and not the rank's own.
         gone: the ranks of which the caller knows that they have died or left, asked while some are waited for.
 
@@ -153,8 +154,8 @@ def exchange(group: Group, what: str, mine: bytes, gone: Callable[[], list[int]]
     current = _Exchange(group, what, Departures(group.process_group), gone)
     begun = time.perf_counter()
     try:
-        current.give(mine)
-        return [current.get(rank) for rank in range(group.size)]
+        current.give(json.dumps(mine).encode())
+        return [json.loads(current.get(rank)) for rank in range(group.size)]
     except NoAnswer as error:
         silent = current.error(
             CollectiveTimeoutError,
@@ -182,8 +183,8 @@ def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availabi
     """
     agreed = _EXCHANGES[group].agreed
     if what not in agreed:
-        answers = enumerate(exchange(group, what, here().reason.encode()))
-        reason = next((f"rank {rank}: {answer.decode()}" for rank, answer in answers if answer), None)
+        answers = enumerate(exchange(group, what, here().reason))
+        reason = next((f"rank {rank}: {answer}" for rank, answer in answers if answer), None)
         agreed[what] = AVAILABLE if reason is None else unavailable(reason)
     return agreed[what]
 

@@ -6,7 +6,6 @@ each of them sees, once for a group, and all judge by the same facts.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class KernelMemory(Protocol):
+class KernelMemory:
     """The ranks of a group as kernels see them.
 
     Attributes:
@@ -50,30 +49,17 @@ class KernelMemory(Protocol):
         serialized_by: ops in memories of an equal value are serialized with each other.
     """
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    world_size: int
+    device: torch.device
+    arch: int
+    sms: int
+    pids: Mapping[int, int]
+    serialized_by: Hashable
 
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def arch(self) -> int: ...
-
-    @property
-    def sms(self) -> int: ...
-
-    @property
-    def pids(self) -> Mapping[int, int]: ...
-
-    @property
-    def serialized_by(self) -> Hashable: ...
-
-    def allocate(self, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
+    def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. All ranks call it alike."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -81,52 +67,30 @@ class Facts:
     """What one rank tells the others."""
 
     host: str
-    process: tuple[str, int]  # as `peer_watch.own_process` says
+    process: Sequence[str | int]  # as `peer_watch.own_process` says
     gpu: str = ""  # uuid; two ranks may share one
     arch: int = 0
     sms: int = 0
-    unreachable: tuple[str, ...] = ()  # GPUs that its own cannot address
+    unreachable: Sequence[str] = ()  # GPUs that its own cannot address
     overlapping: bool = False  # torch was told that ranks may share a GPU
     problem: str = ""
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-    @staticmethod
-    def from_bytes(text: bytes) -> Facts:
-        found = json.loads(text)
-        namespace, pid = found["process"]
-        return Facts(**found | {"process": (namespace, pid), "unreachable": tuple(found["unreachable"])})
-
-
-@dataclass(frozen=True)
-class GroupMemory:
+class GroupMemory(KernelMemory):
     """`KernelMemory` of the processes of a group.
 
     Attributes:
         multicast: whether one address reaches all ranks' memory at once (NVLink SHARP).
     """
 
-    group: Group
-    device: torch.device
-    arch: int
-    sms: int
-    pids: Mapping[int, int]
-    multicast: bool = False
+    def __init__(
+        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], multicast: bool
+    ) -> None:
+        self.group, self.rank, self.world_size = group, group.rank, group.size
+        self.device = self.serialized_by = device
+        self.arch, self.sms, self.pids, self.multicast = arch, sms, pids, multicast
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.group.size
-
-    @property
-    def serialized_by(self) -> torch.device:
-        return self.device
-
-    def allocate(self, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
+    def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         if self.device.type == "cpu":
             return symmetric_empty((nbytes,), torch.uint8, group=self.group.process_group)
         return _allocate_cuda(self.group, self.device, nbytes)
@@ -170,7 +134,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
         mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
-    facts = [Facts.from_bytes(text) for text in exchange(group, "kernel memory", mine.to_bytes())]
+    facts = [Facts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
     found, multicast = judged(facts), False
     if found and device.type == "cpu":
         if shm_transport(group) is None:
@@ -179,7 +143,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
         found, multicast = _try_fabric(group, device)
     if not found:
         return found
-    pids = watchable({rank: fact.process for rank, fact in enumerate(facts)})
+    pids = watchable([fact.process for fact in facts])
     return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
 
 
@@ -191,7 +155,7 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]
         mine = "", bool(getattr(handle, "multicast_ptr", 0))
     except (RuntimeError, ValueError) as error:
         mine = str(error).splitlines()[0], False
-    answers = [json.loads(text) for text in exchange(group, "symmetric memory", json.dumps(mine).encode())]
+    answers = exchange(group, "symmetric memory", mine)
     failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
     found = unavailable(f"torch's symmetric memory failed; {failed[0]}") if failed else AVAILABLE
     return found, all(multicast for _, multicast in answers)
@@ -230,13 +194,13 @@ def judged(facts: list[Facts]) -> Availability:
 _rendezvous = 0  # of this process, of all groups
 
 
-def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Tensor, SymmetricMemory]:
+def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Tensor, Any]:
     """Zeroed symmetric memory of exactly this size, which goes back to the driver when it is freed."""
     from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
     global _rendezvous
     # torch numbers them by process, not by group, and would wait for a number that never comes.
-    counts = [int(text) for text in exchange(group, "rendezvous", str(_rendezvous).encode())]
+    counts = exchange(group, "rendezvous", _rendezvous)
     if len(set(counts)) > 1:
         raise FusedTPError(
             f"The ranks of group {group.name!r} have made symmetric memory {counts} times, in all of their groups; "
@@ -273,7 +237,7 @@ class _HostBarrier:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Once all ranks have come and what was in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
         torch.cuda.current_stream(self._device).synchronize()
-        exchange(self._group, "barrier of kernel memory", b"")
+        exchange(self._group, "barrier of kernel memory")
 
 
 def _facts_of_gpu(device: torch.device) -> Facts:
@@ -316,25 +280,6 @@ def _atomics_reach(index: int, other: int) -> bool:
 CHANNELS = 32
 
 
-class SymmetricMemory(Protocol):
-    """What schedules may use of a handle. Ranks are those of the group; sizes in elements, `storage_offset` too."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def buffer_ptrs(self) -> list[int]: ...
-
-    def get_buffer(
-        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
-    ) -> Tensor: ...
-
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
-
-
 class CpuSymmetricMemory:
     """A tensor of equal size on every rank of one host, and a signal pad beside it."""
 
@@ -361,18 +306,12 @@ class CpuSymmetricMemory:
         self.buffer_ptrs = [memory.address for memory in self._memories]
         self.signal_pad_ptrs = [address + self._pad_begin for address in self.buffer_ptrs]
         self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64)
-        self._pad_table = torch.tensor(self.signal_pad_ptrs, dtype=torch.int64)
         self._waited = [[0] * self.world_size for _ in range(CHANNELS)]
 
     @property
     def buffer_ptrs_dev(self) -> int:
         """Address of an array of the ranks' buffer addresses."""
         return self._buffer_table.data_ptr()
-
-    @property
-    def signal_pad_ptrs_dev(self) -> int:
-        """Address of an array of the ranks' signal pad addresses; a pad is uint32[CHANNELS, world_size]."""
-        return self._pad_table.data_ptr()
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
@@ -383,20 +322,10 @@ class CpuSymmetricMemory:
                 f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
                 f"the buffer has {self._nbytes} bytes."
             )
-        return _view(self._memories[self._checked(rank)], sizes, dtype, begin)
-
-    def get_signal_pad(
-        self,
-        rank: int,
-        sizes: Sequence[int] = (),
-        dtype: torch.dtype = torch.uint32,
-        storage_offset: int = 0,
-    ) -> Tensor:
-        """A view of `rank`'s signal pad; without sizes all of it, [CHANNELS, world_size]."""
-        sizes = sizes or (CHANNELS, self.world_size)
-        return _view(
-            self._memories[self._checked(rank)], sizes, dtype, self._pad_begin + storage_offset * dtype.itemsize
-        )
+        if begin == end:
+            return torch.empty(tuple(sizes), dtype=dtype)
+        memory = self._memories[self._checked(rank)]
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(sizes), offset=begin).view(tuple(sizes))
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Release: what this rank has written becomes visible to `dst_rank` once its wait_signal returns.
@@ -435,14 +364,11 @@ class CpuSymmetricMemory:
         return rank
 
 
-def symmetric_empty(
-    sizes: Sequence[int], dtype: torch.dtype, *, group: GroupLike = None, device: torch.device | str = "cpu"
-) -> tuple[Tensor, SymmetricMemory]:
-    """A tensor that every rank of `group` maps, and the handle to reach the others'. All ranks call it alike.
+def symmetric_empty(sizes: Sequence[int], dtype: torch.dtype, *, group: GroupLike = None) -> tuple[Tensor, Any]:
+    """A tensor on the CPU that all ranks of `group` map, and the handle to reach the others. All ranks call it alike.
 
     Args:
         sizes: shape, the same on all ranks.
-        device: "cpu" (ranks of one host) or a CUDA device (ranks with peer access).
 
     Raises:
         ValueError: the ranks cannot share memory; says why.
@@ -453,30 +379,12 @@ def symmetric_empty(
         memory.barrier()
         theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (4096,), torch.float32)
     """
-    device = torch.device(device)
     described = resolve_group(group)
-    if device.type == "cuda":
-        if described.process_group is None:
-            raise ValueError("Symmetric memory on CUDA needs torch.distributed to be initialised.")
-        from torch.distributed import _symmetric_memory as torch_symmetric_memory
-
-        tensor = torch_symmetric_memory.empty(*sizes, dtype=dtype, device=device)
-        handle: Any = torch_symmetric_memory.rendezvous(tensor, described.process_group)
-        return tensor, handle
-    if device.type != "cpu":
-        raise ValueError(f"device is {device}; symmetric memory is there for cpu and cuda.")
     transport = shm_transport(described)
     if transport is None:
         raise ValueError(f"The ranks cannot share memory: {shm_availability(described).reason}.")
     memory = CpuSymmetricMemory(transport, math.prod(sizes) * dtype.itemsize)
     return memory.get_buffer(memory.rank, sizes, dtype), memory
-
-
-def _view(memory: Any, sizes: Sequence[int], dtype: torch.dtype, begin: int) -> Tensor:
-    count = math.prod(sizes)
-    if count == 0:
-        return torch.empty(tuple(sizes), dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(tuple(sizes))
 
 
 def _as_bytes(value: int) -> Tensor:

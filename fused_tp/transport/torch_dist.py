@@ -20,8 +20,7 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport._torch_compat import all_gather_single, reduce_scatter_single
-from fused_tp.transport.base import After, Done, Pending, sum_in_rank_order
+from fused_tp.transport.base import After, Done, Pending, all_gather_single, reduce_scatter_single, sum_in_rank_order
 from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
 from fused_tp.transport.gloo import Messages, close_connections, closed_peers, outlive
 

@@ -94,7 +94,7 @@ def _find(group: Group) -> Hosts | Availability:
         return unavailable(
             f"its ranks {list(group.ranks)} do not ascend, and torch sorts the ranks of the parts it would need"
         )
-    names = [text.decode() for text in exchange(group, "hosts", own_host().encode())]
+    names = exchange(group, "hosts", own_host())
     per_host = ranks_per_host(names)
     return per_host if isinstance(per_host, Availability) else _make(group, per_host)
 
@@ -149,18 +149,19 @@ def _make(group: Group, per_host: int) -> Hosts | Availability:
 
 def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
     """Whether torch can make groups of some ranks of `group` without the rest of the world: one answer for all."""
+    mine: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         mine = "the default group is bound to a device, and torch would split its communicator, which takes all ranks"
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
         mine = "torch has given the name of a part that it would need to another group"
     else:
         # That name also says how many groups this process is in already.
-        mine = str(len(_world.pg_names))
-    answers = [text.decode() for text in exchange(group, "parts of it", mine.encode())]
+        mine = len(_world.pg_names)
+    answers = exchange(group, "parts of it", mine)
     for rank, answer in enumerate(answers):
-        if not answer.isdecimal():
+        if isinstance(answer, str):
             return unavailable(f"rank {rank}: {answer}")
-    numbers = sorted({int(answer) for answer in answers})
+    numbers = sorted(set(answers))
     if len(numbers) > 1:
         return unavailable(
             f"its ranks are in unequally many groups ({numbers}), and torch cannot make parts of it then"

@@ -13,8 +13,8 @@ who orders: one op of a group at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -57,14 +57,116 @@ class _Slot:
     done: torch.cuda.Event | None = None  # behind its last op; recorded anew each time, since making one costs
 
 
-class Workspaces:
+class GroupKernels:
+    """What the kernels, or the copy engines, of one group on one device have in common: how they fail.
+
+    A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes.
+
+    Args:
+        memory: of the group.
+        what: they are, in errors.
+        on_failure: is told why they, and with them the group, are unusable from now on; returns what a peer has said
+            that gave the group up, in a sentence, if one has.
+
+    Attributes:
+        calls: how many have begun that peers have a part of.
+        broken: why they are unusable; None while they are not.
+    """
+
+    def __init__(self, memory: KernelMemory, what: str, on_failure: Callable[[str], str | None]) -> None:
+        self._memory = memory
+        self.rank, self.world_size, self.device = memory.rank, memory.world_size, memory.device
+        self._what = what
+        self._on_failure = on_failure
+        self._lost: list[int] = []  # in the order in which they ended
+        self._logged = False
+        self.calls = 0
+        self.broken: FusedTPError | None = None
+
+    def watch(self) -> None:
+        """Watch the peers' processes from now on."""
+        self._watch = PeerWatch(self, self._memory.pids, type(self)._peer_lost, type(self)._look)
+
+    def raise_if_failed(self) -> None:
+        """Raises what an earlier call has failed with, or that a peer has ended; waits for nothing that still runs.
+
+        Raises:
+            CollectiveTimeoutError: a wait has expired.
+            PeerLostError: a peer's process has ended.
+            FusedTPError: that was so before, or a peer has failed.
+        """
+        if self.broken is not None:
+            sentence = (
+                f"The group's {self._what} are unusable since an earlier failure: {{cause}} Destroy the process group "
+                "and make a new one."
+            )
+            raise self._error(FusedTPError, sentence, cause=self.broken)
+        self.raise_failure()
+        if self._lost:
+            self._fail(self._loss())
+            self._raise_broken()
+
+    def raise_failure(self) -> None:
+        """Raises what a call has failed with, if any has."""
+        failure = self._failure()
+        if failure is None:
+            return
+        # A peer's death is the cause where both are there: others may have given up for want of it.
+        self._fail(self._loss().copy(" {reason}", reason=str(failure)) if self._lost else failure)
+        self._raise_broken()
+
+    def _raise_broken(self) -> None:
+        assert self.broken is not None
+        raise self.broken.copy()
+
+    def _error(self, kind: type[FusedTPError], sentence: str, **fields: Any) -> FusedTPError:
+        return kind(sentence, rank=self.rank, size=self.world_size, **fields)
+
+    def _loss(self) -> FusedTPError:
+        lost = {self._lost[0]: ""}
+        return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: it has ended.", missing=lost)
+
+    def _fail(self, error: FusedTPError) -> str | None:
+        self.broken = error.copy()
+        return self._on_failure(str(error))
+
+    @contextmanager
+    def _making(self, nbytes: int, op: str) -> Iterator[None]:
+        """Scope in which all ranks make a workspace together."""
+        try:
+            yield
+        except Exception as error:
+            # Others may have got further; from here on the ranks would not mean the same by their calls.
+            sentence = f"making a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {{reason}})."
+            self._fail(self._error(FusedTPError, sentence, reason=str(error)))
+            raise
+
+    # -- of the subclass; the watch's thread calls the last two -------------------------------------------------------
+
+    def _failure(self) -> FusedTPError | None:
+        """What a call has failed with, if any has, as an error of this rank."""
+        raise NotImplementedError
+
+    def _peer_lost(self, rank: int) -> None:
+        """The process of that rank has ended."""
+        self._lost.append(rank)
+
+    def _look(self) -> None:
+        """Logs at once what the next call is going to raise: there may be none, and results are wrong already."""
+        if self._logged or self.device.type == "cpu" or self.broken is not None:
+            return
+        if (failure := self._failure()) is not None:
+            self._logged = True
+            _LOG.error("%s Results of the group's %s that were under way are wrong.", failure, self._what)
+
+
+class Workspaces(GroupKernels):
     """The workspaces of one group on one device, by kind of op.
 
     Args:
         memory: of the group.
         kinds: how to make a workspace of each kind: `make(buffer, handle, timeout_seconds=...)`.
-        on_failure: is told why these workspaces, and with them the group, are unusable from now on; returns what a
-            peer has said that gave the group up, in a sentence, if one has.
+        on_failure: as `GroupKernels` takes it.
     """
 
     def __init__(
@@ -73,18 +175,12 @@ class Workspaces:
         kinds: Mapping[str, MakeWorkspace],
         on_failure: Callable[[str], str | None] = lambda sentence: None,
     ) -> None:
-        self._memory = memory
-        self.rank = memory.rank
+        super().__init__(memory, "kernels", on_failure)
         self._kinds = dict(kinds)
         self._slots: dict[str, _Slot] = {}
         self._outgrown: list[_Slot] = []  # those that a CUDA graph may still use
-        self._lost: list[int] = []  # in the order in which they ended
-        self._told = False
-        self._on_failure = on_failure
         self._turn = _turns.setdefault(memory.serialized_by, _Turn())
-        self.calls = 0  # of ops that have been given a workspace
-        self.broken: FusedTPError | None = None
-        self._watch = PeerWatch(self, memory.pids, Workspaces._peer_lost, Workspaces._look)
+        self.watch()
 
     def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> Use:
         """A workspace of at least `nbytes`, for what is launched inside of `with`.
@@ -95,12 +191,10 @@ class Workspaces:
             exclusive: False where what is launched leaves room for any other op beside it.
 
         Raises:
-            CollectiveTimeoutError: a wait of an earlier op has expired; on a CPU also, on leaving, one of this op.
-            PeerLostError: a peer's process has ended; no kernel waits for it any more.
-            FusedTPError: that was so before.
             RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
+            Also what `raise_if_failed` raises, and on a CPU, on leaving, what this op has failed with.
         """
-        self.raise_if_expired()
+        self.raise_if_failed()
         slot = self._slots.get(kind)
         if slot is None or slot.nbytes < nbytes:
             slot = self._grow(kind, nbytes, op)
@@ -114,22 +208,8 @@ class Workspaces:
         """Makes room for an op that may come later, as `use` would. All ranks call alike."""
         slot = self._slots.get(kind)
         if slot is None or slot.nbytes < nbytes:
+            self.raise_if_failed()  # else it would wait for peers that are gone
             self._grow(kind, nbytes, op)
-
-    def raise_if_expired(self) -> None:
-        """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
-        if self.broken is not None:
-            raise self._error(
-                FusedTPError,
-                "The group's kernels are unusable since an earlier failure: {cause} Destroy the process group and make "
-                "a new one.",
-                cause=self.broken,
-            )
-        if self._lost:
-            loss = self._loss()
-            self._fail(loss)
-            raise loss
-        self._raise_expired()
 
     def abort(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
@@ -143,31 +223,23 @@ class Workspaces:
             except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
                 _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
 
-    def _raise_expired(self) -> None:
+    def raise_failure(self) -> None:
         expired = self._expired()
         if expired is None:
             return
-        # A peer's death is the cause where both are there: others may have given up for want of it.
-        if self._lost:
-            self._fail(self._loss().copy(" {reason}.", reason=str(expired)))
-        elif not expired.gave_up:
-            sentence = f"{{reason}}, in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)."
-            self._fail(self._error(CollectiveTimeoutError, sentence, reason=str(expired)))
-        elif said := self._fail(self._error(CollectiveTimeoutError, "{reason}.", reason=str(expired))):
+        if not expired.gave_up or self._lost:
+            super().raise_failure()
+        if said := self._fail(self._error(CollectiveTimeoutError, "{reason}.", reason=str(expired))):
             self.broken = self._error(PeerLostError, "{reason}", reason=f"{expired}. {said}")
-        assert self.broken is not None
-        raise self.broken.copy()
+        self._raise_broken()
 
-    def _error(self, kind: type[FusedTPError], sentence: str, **fields: Any) -> FusedTPError:
-        return kind(sentence, rank=self._memory.rank, size=self._memory.world_size, **fields)
-
-    def _loss(self) -> FusedTPError:
-        lost = {self._lost[0]: ""}
-        return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: it has ended.", missing=lost)
-
-    def _fail(self, error: FusedTPError) -> str | None:
-        self.broken = error.copy()
-        return self._on_failure(str(error))
+    def _failure(self) -> FusedTPError | None:
+        expired = self._expired()
+        if expired is None:
+            return None
+        # Who was told by a peer that gave up, or has ended, did not wait until the deadline.
+        late = "" if expired.gave_up or self._lost else f", in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
+        return self._error(CollectiveTimeoutError, f"{{reason}}{late}.", reason=str(expired))
 
     def _expired(self) -> Any:
         """A `triton_kernels.comm.workspace.Expired`, or None."""
@@ -177,24 +249,14 @@ class Workspaces:
         # A copy: the watch's thread looks at them while a call may make another.
         return [*self._slots.values(), *self._outgrown]
 
-    # -- called by the watch's thread ---------------------------------------------------------------------------------
-
     def _peer_lost(self, rank: int) -> None:
-        self._lost.append(rank)
+        super()._peer_lost(rank)
         slots = self._all()
         for slot in slots:
             slot.workspace.stop_waiting(rank)
         # At the end of a program ranks end one after the other, and nothing is under way any more.
         if any(slot.turn.under_way() for slot in slots):
             _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
-
-    def _look(self) -> None:
-        """Says at once what the next op is going to raise: there may be none, and results are wrong already."""
-        if not self._told and self._memory.arch and (expired := self._expired()) is not None:
-            self._told = True
-            _LOG.error("%s. What the group's kernels had under way is wrong.", expired)
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _grow(self, kind: str, nbytes: int, op: str) -> _Slot:
         old = self._slots.get(kind)
@@ -204,21 +266,14 @@ class Workspaces:
                 f"{op} needs a workspace of {nbytes} bytes and the group has one {have}; it cannot be made while a "
                 "CUDA graph is being captured. Run the same ops once before the capture."
             )
-        size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-        if size > _ROUNDED_TO:
-            size = -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
+        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
         # No rank frees what another may still write to: each waits for its own kernels, then making the new workspace
         # waits for all ranks. For its stream only: where ranks are threads, other streams wait for this rank.
         if old is not None and old.turn.done is not None:
             old.turn.done.synchronize()
-        try:
+        with self._making(size, op):
             buffer, handle = self._memory.allocate(size)
             workspace = self._kinds[kind](buffer, handle, timeout_seconds=_timeout_seconds())
-        except Exception as error:
-            # Others may have got further; from here on the ranks would not mean the same by their calls.
-            sentence = f"making a workspace of {size} bytes for {op} failed ({type(error).__name__}: {{reason}})."
-            self._fail(self._error(FusedTPError, sentence, reason=str(error)))
-            raise
         if old is not None and old.captured:
             self._outgrown.append(old)
         slot = self._slots[kind] = _Slot(workspace, size, workspace.state.is_cuda)
@@ -241,7 +296,7 @@ class Use:
 
     def __exit__(self, error: object, *details: object) -> None:
         if error is None:
-            self._workspaces._raise_expired()
+            self._workspaces.raise_failure()
 
 
 class UseOnGpu(Use):
@@ -278,6 +333,12 @@ class UseOnGpu(Use):
                 turn.stream, turn.done = stream, done
         # Not set_device: it would make a context on a GPU that this process only has as its default.
         torch.cuda._maybe_exchange_device(self._before)
+
+
+def rounded(nbytes: int, least: int, step: int) -> int:
+    """How much to make where `nbytes` are needed: up to `step` a power of two, above it a multiple of that."""
+    size = max(least, 1 << max(0, nbytes - 1).bit_length())
+    return size if size <= step else -(-nbytes // step) * step
 
 
 def _timeout_seconds() -> float:

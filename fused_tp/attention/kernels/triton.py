@@ -13,8 +13,7 @@ from fused_tp.attention.kernels.torch_flash import TORCH_CUDA
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
-from fused_tp.transport.kernels import has_triton
+from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
 def launchable(query: KernelQuery) -> Availability:
