@@ -68,38 +68,19 @@ def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.
     assert_within_dtype_error(actual.detach(), wanted, dtype, reduced_over=max(1, terms), roundings=2, name=name)
 
 
-def gathered_matmul(group: Any, rng: random.Random) -> None:
+def product(group: Any, rng: random.Random) -> None:
     x, w, d, dtype = inputs(rng)
+    name, x_dim, y_dim = rng.choice(
+        (("all_gather_matmul", 0, 1), ("matmul_reduce_scatter", 1, 0), ("matmul_all_reduce", 1, None))
+    )
     y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
-    x_shard, w_shard = own(x, 0, group), own(w, 0, group)
-    y = fused_tp.all_gather_matmul(x_shard, w_shard, group=group, gather_size=x.shape[0])
-    assert isinstance(y, Tensor)
-    y.backward(own(d, 1, group).detach())
-    check("all_gather_matmul", y, own(y64, 1, group), dtype, x.shape[1])
-    check("its dx", x_shard.grad, own(dx64, 0, group), dtype, w.shape[0])
-    check("its dw", w_shard.grad, own(dw64, 0, group), dtype, x.shape[0])
-
-
-def scattered_matmul(group: Any, rng: random.Random) -> None:
-    x, w, d, dtype = inputs(rng)
-    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
-    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
-    y = fused_tp.matmul_reduce_scatter(x_shard, w_shard, group=group)
-    y.backward(own(d, 0, group).detach())
-    check("matmul_reduce_scatter", y, own(y64, 0, group), dtype, x.shape[1])
-    check("its dx", x_shard.grad, own(dx64, 1, group), dtype, w.shape[0])
-    check("its dw", w_shard.grad, own(dw64, 1, group), dtype, x.shape[0])
-
-
-def reduced_matmul(group: Any, rng: random.Random) -> None:
-    x, w, d, dtype = inputs(rng)
-    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
-    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
-    y = fused_tp.matmul_all_reduce(x_shard, w_shard, group=group)
-    y.backward(d)
-    check("matmul_all_reduce", y, y64, dtype, x.shape[1])
-    check("its dx", x_shard.grad, own(dx64, 1, group), dtype, w.shape[0])
-    check("its dw", w_shard.grad, own(dw64, 1, group), dtype, x.shape[0])
+    x_shard, w_shard = own(x, x_dim, group), own(w, 1 - int(x_dim == 0), group)
+    more = {"gather_size": x.shape[0]} if x_dim == 0 else {}
+    y = getattr(fused_tp, name)(x_shard, w_shard, group=group, **more)
+    y.backward(d if y_dim is None else own(d, y_dim, group).detach())
+    check(name, y, y64 if y_dim is None else own(y64, y_dim, group), dtype, x.shape[1])
+    check("its dx", x_shard.grad, own(dx64, x_dim, group), dtype, w.shape[0])
+    check("its dw", w_shard.grad, own(dw64, 1 - int(x_dim == 0), group), dtype, x.shape[0])
 
 
 def normed_matmul(group: Any, rng: random.Random) -> None:
@@ -127,9 +108,9 @@ def attention(group: Any, rng: random.Random) -> None:
 
 
 CASES: tuple[Callable[[Any, random.Random], None], ...] = (
-    gathered_matmul,
-    scattered_matmul,
-    reduced_matmul,
+    product,
+    product,
+    product,
     normed_matmul,
     attention,
 )

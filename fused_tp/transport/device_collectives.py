@@ -304,8 +304,6 @@ def _bias(bias: Tensor | None) -> tuple[int, int]:
     return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
 
 
-
-
 @cache
 def _workspace_class() -> Any:
     """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import registry
 from fused_tp.schedules.device import DeviceSchedule, device_collectives
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
+from tests.distributed import schedule_cases
+from tests.distributed.schedule_cases import CPU
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
-CPU = torch.device("cpu")
 ALGORITHMS = ("one_shot", "two_shot", "multimem")
 
 
@@ -64,17 +62,10 @@ def collectives_of(group: Any) -> DeviceCollectives:
 
 @contextmanager
 def forced(group: Any, algorithm: str) -> Iterator[DeviceSchedule]:
-    """All ops of `group` run on this schedule, made new."""
-    described = resolve_group(group)
-    schedule = DeviceSchedule(algorithm, collectives_of(group), Plain(torch_dist(described, "cpu")))
-    made = registry._MADE[described]
-    made[algorithm, CPU, None] = schedule
-    try:
-        with mock.patch.dict(os.environ, {"FUSED_TP_SCHEDULE": algorithm}):
-            yield schedule
-    finally:
-        del made[algorithm, CPU, None]
-        registry._SELECTED[described].clear()
+    """The public ops of `group` run on this schedule, made new."""
+    schedule = DeviceSchedule(algorithm, collectives_of(group), Plain(torch_dist(resolve_group(group), "cpu")))
+    with schedule_cases.forced(group, schedule):
+        yield schedule
 
 
 @contextmanager

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline, registry
+from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import NcclDist, nccl_dist
+from tests.distributed.schedule_cases import CPU, forced
 from tests.native.doubles.libraries import cuda_double, nccl_double
 from tests.native_build import use_nccl
 from tests.workers import Outcome, fresh_ranks, run_ranks
-
-CPU = torch.device("cpu")
 
 
 def doubles() -> tuple[str, str]:
@@ -57,16 +53,6 @@ def transport_of(group: Any) -> NcclDist:
 @contextmanager
 def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> Iterator[None]:
     """The public ops run by NcclPipeline, sums in two steps from more than `one_shot_bytes` on."""
-    described = resolve_group(group)
-    made, selected = registry._MADE[described], registry._SELECTED[described]
-    selected.clear()
-    made["nccl_pipeline", CPU, None] = NcclPipeline(transport_of(group), chunks)
-    try:
-        with (
-            mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="nccl_pipeline"),
-            mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", one_shot_bytes),
-        ):
-            yield
-    finally:
-        del made["nccl_pipeline", CPU, None]
-        selected.clear()
+    schedule = NcclPipeline(transport_of(group), chunks)
+    with forced(group, schedule), mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", one_shot_bytes):
+        yield

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ if find_spec("fused_tp._core") is None:
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import GroupSlot, resolve_group
-from fused_tp.schedules import copy_engine, registry
+from fused_tp.schedules import copy_engine
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
@@ -34,14 +33,13 @@ from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_tp_ops as cases
+from tests.distributed.schedule_cases import CPU, at_random, every_method, forced, own, step
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native_build import build_shared, use_driver
-from tests.reference import assert_within_dtype_error, matmul64, seeded
+from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
 pytestmark = pytest.mark.full
-
-CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -85,92 +83,22 @@ def group_of(schedule: CopyEngineSchedule) -> Any:
     return memory.group.process_group
 
 
-@contextmanager
-def public_ops_use(schedule: CopyEngineSchedule, chunk_bytes: int = copy_engine.CHUNK_BYTES) -> Iterator[None]:
-    spec = replace(registry.SCHEDULES["plain"], name="copy_engine", make=lambda *_: schedule)
-    group = resolve_group(group_of(schedule))
-    try:
-        with (
-            mock.patch.dict(registry.SCHEDULES, copy_engine=spec),
-            mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="copy_engine"),
-            mock.patch.object(copy_engine, "CHUNK_BYTES", chunk_bytes),
-        ):
-            yield
-    finally:
-        registry._MADE[group].pop(("copy_engine", CPU, None), None)
-        registry._SELECTED[group].clear()
-
-
-def rows_of(schedule: CopyEngineSchedule, t: Tensor, dim: int) -> Tensor:
-    return cases.own_part(t, dim, group_of(schedule))
-
-
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-def every_op(schedule: CopyEngineSchedule, dtype_name: str) -> None:
-    """Against fp64: odd sizes, empty shards, K = 0, dims in the middle, several weights and products, biases."""
-    dtype = getattr(torch, dtype_name)
-    world, rank = schedule.world_size, schedule.rank
-    for b, m, k, n in [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3)]:
-        x = seeded(b, m, k, dtype=dtype, seed=1)
-        ws = [seeded(n + i, k, dtype=dtype, seed=2 + i, scale=max(k, 1) ** -0.5) for i in range(2)]
-        bias = seeded(n, dtype=dtype, seed=5)
-        for dim in (0, 1):
-            shard, size = rows_of(schedule, x, dim), x.shape[dim]
-            gathered = schedule.all_gather(shard, gather_dim=dim, gather_size=size).wait()
-            assert torch.equal(gathered, x)
-            ys, kept = schedule.all_gather_matmul(
-                GatherMatmul(shard, ws, [bias, None], dim, size, return_gathered=True)
-            )
-            assert kept is not None and torch.equal(kept, x)
-            for y, w, added in zip(ys, ws, (bias, None), strict=True):
-                assert_within_dtype_error(y, matmul64(x, w, added), dtype, reduced_over=max(1, k), roundings=2)
-            (y,), nothing = schedule.all_gather_matmul(GatherMatmul(shard, ws[:1], [None], dim, size))
-            assert nothing is None
-            assert_within_dtype_error(y, matmul64(x, ws[0]), dtype, reduced_over=max(1, k), roundings=2)
-
-        # Two products on each rank, of widths of K that differ from rank to rank.
-        def pairs(r: int, m: int = m, k: int = k, n: int = n, b: int = b) -> list[tuple[Tensor, Tensor]]:
-            ks = (k, k + r)
-            return [
-                (seeded(b, m, kk, dtype=dtype, seed=10 * r + i), seeded(n, kk, dtype=dtype, seed=10 * r + 5 + i))
-                for i, kk in enumerate(ks)
-            ]
-
-        for dim in range(3):
-            partial = [seeded(b, m, n, dtype=dtype, seed=20 + r) for r in range(world)]
-            wanted = rows_of(schedule, sum(one.double() for one in partial), dim)
-            out = schedule.reduce_scatter(partial[rank], scatter_dim=dim)
-            assert_within_dtype_error(out, wanted, dtype, reduced_over=world, roundings=2)
-        wanted = sum(matmul64(x, w) for r in range(world) for x, w in pairs(r)) + bias.double()
-        terms = max(1, sum(2 * k + r for r in range(world)))
-        called: list[int] = []
-        for dim in (0, 1):
-            out = schedule.matmul_reduce_scatter(
-                pairs(rank), bias, scatter_dim=dim, meanwhile=functools.partial(called.append, dim)
-            )
-            assert_within_dtype_error(out, rows_of(schedule, wanted, dim), dtype, reduced_over=terms, roundings=4)
-        for chunks in (None, 2, 3):
-            schedule._chunks = chunks
-            out = schedule.matmul_all_reduce(pairs(rank), bias, meanwhile=functools.partial(called.append, 2))
-            assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=4)
-        schedule._chunks = None
-        assert called == [0, 1, 2, 2, 2]
-        out = schedule.matmul_all_reduce(pairs(rank)[:1], None)
-        wanted = sum(matmul64(*pairs(r)[0]) for r in range(world))
-        assert_within_dtype_error(out, wanted, dtype, reduced_over=terms, roundings=4)
+def numbers(schedule: CopyEngineSchedule, dtype: str) -> None:
+    every_method(schedule, getattr(torch, dtype), chunks=(None, 2, 3))
 
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "float64"), (4, "float16")]
 )
-def test_every_op(world_size: int, dtype: str) -> None:
-    ranks(world_size, every_op, dtype)
+def test_every_method(world_size: int, dtype: str) -> None:
+    ranks(world_size, numbers, dtype)
 
 
 def gradients(schedule: CopyEngineSchedule, dtype: str, strided: bool) -> None:
-    with public_ops_use(schedule, chunk_bytes=64):
+    with forced(group_of(schedule), schedule), mock.patch.object(copy_engine, "CHUNK_BYTES", 64):
         cases.all_cases(group_of(schedule), dtype, strided)
 
 
@@ -179,55 +107,7 @@ def test_forward_and_gradients_of_the_public_ops(world_size: int, dtype: str) ->
     ranks(world_size, gradients, dtype, world_size == 2)
 
 
-def same_bits(schedule: CopyEngineSchedule) -> list[bytes]:
-    x, w = seeded(17, 9, dtype=torch.bfloat16, seed=schedule.rank), seeded(13, 9, dtype=torch.bfloat16, seed=7)
-    found = []
-    for chunks in (1, 4):
-        schedule._chunks = chunks
-        found.append(schedule.matmul_all_reduce([(x, w)], None).view(torch.int16).numpy().tobytes())
-    schedule._chunks = None
-    return found
-
-
-def test_same_bits_on_every_rank_run_and_number_of_chunks() -> None:
-    found = {bits for _ in range(2) for result in ranks(3, same_bits) for bits in result}
-    assert len(found) == 1
-
-
 # ---- calls behind each other ---------------------------------------------------------------------------------------
-
-
-def at_random(schedule: CopyEngineSchedule, seed: int, calls: int) -> None:
-    """The same calls in the same order on all ranks, each rank at its own pace; gathers begun and ended later."""
-    script, pace = random.Random(seed), random.Random(seed + 1 + schedule.rank)
-    pending: list[tuple[Any, Tensor]] = []
-    for number in range(calls):
-        if pace.random() < 0.3:
-            time.sleep(pace.random() * 0.005)  # so that ranks overtake each other
-        m, k, n = script.choice([1, 7, 64, 300]), script.choice([1, 16, 33]), script.choice([1, 40, 130])
-        x, w = seeded(m, k, seed=number, dtype=torch.float32), seeded(n, k, seed=number + 1, dtype=torch.float32)
-        kind = script.randrange(5)
-        if kind == 0 and len(pending) < 3:
-            shard = rows_of(schedule, x, 0)
-            pending.append((schedule.all_gather(shard, gather_dim=0, gather_size=m), x))
-        elif kind == 1 and pending:
-            moving, wanted = pending.pop(script.randrange(len(pending)))
-            assert torch.equal(moving.wait(), wanted), number
-        elif kind == 2:
-            shard = rows_of(schedule, x, 0)
-            (y,), _ = schedule.all_gather_matmul(GatherMatmul(shard, [w], [None], 0, m))
-            torch.testing.assert_close(y, x @ w.t(), rtol=1e-4, atol=1e-4)
-        elif kind == 3:
-            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
-            wanted = rows_of(schedule, schedule.world_size * (x @ w.t()), 0)
-            torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
-        else:
-            schedule._chunks = script.choice([1, 3])
-            y = schedule.matmul_all_reduce([(x, w)], None)
-            torch.testing.assert_close(y, schedule.world_size * (x @ w.t()), rtol=1e-4, atol=1e-4)
-    for moving, wanted in pending:
-        assert torch.equal(moving.wait(), wanted)
-    schedule._chunks = None
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -240,9 +120,9 @@ def growing(schedule: CopyEngineSchedule) -> list[int]:
     sizes = []
     for rows in (1, 5000, 2):
         x, w = seeded(rows, 6, dtype=torch.float32, seed=rows), seeded(40, 6, dtype=torch.float32, seed=2)
-        moving = schedule.all_gather(rows_of(schedule, x, 0), gather_dim=0, gather_size=rows)
+        moving = schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=rows)
         y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
-        torch.testing.assert_close(y, rows_of(schedule, schedule.world_size * (x @ w.t()), 0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0), rtol=1e-4, atol=1e-4)
         assert torch.equal(moving.wait(), x)
         assert schedule.engine._slot is not None
         sizes.append(schedule.engine._slot.buffer.nbytes)
@@ -259,7 +139,7 @@ def two_engines(schedule: CopyEngineSchedule) -> None:
     other = CopyEngineSchedule(CopyEngine(schedule.engine._memory), schedule._plain)
     for number in range(10):
         x, w = seeded(9, 4, dtype=torch.float32, seed=number), seeded(5, 4, dtype=torch.float32, seed=1)
-        moving = schedule.all_gather(rows_of(schedule, x, 0), gather_dim=0, gather_size=9)
+        moving = schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=9)
         y = other.matmul_all_reduce([(x, w)], None)
         torch.testing.assert_close(y, schedule.world_size * (x @ w.t()))
         assert torch.equal(moving.wait(), x)
@@ -290,12 +170,12 @@ def stalled(schedule: CopyEngineSchedule) -> list[int]:
 
     library.cuda_double_stall(1)
     with mock.patch.object(copy_engine, "sum_of_products", multiply):
-        (y,), _ = schedule.all_gather_matmul(GatherMatmul(rows_of(schedule, x, 0), [w], [None], 0, 8))
+        (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 8))
     torch.testing.assert_close(y, x @ w.t())
     # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
     library.cuda_double_stall(1)
     y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: library.cuda_double_stall(0))
-    torch.testing.assert_close(y, rows_of(schedule, schedule.world_size * (x @ w.t()), 0))
+    torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))
     return multiplied
 
 
@@ -306,19 +186,6 @@ def test_matmuls_run_while_nothing_moves() -> None:
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
-
-
-def step(schedule: CopyEngineSchedule, op: str) -> Tensor:
-    x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    if op == "all_gather":
-        return schedule.all_gather(x, gather_dim=0, gather_size=None).wait()
-    if op == "all_gather_matmul":
-        return schedule.all_gather_matmul(GatherMatmul(x, [w], [None], 0))[0][0]
-    if op == "matmul_reduce_scatter":
-        return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
-    if op == "reduce_scatter":
-        return schedule.reduce_scatter(x, scatter_dim=0)
-    return schedule.matmul_all_reduce([(x, w)], None)
 
 
 @contextmanager

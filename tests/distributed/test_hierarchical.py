@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,9 @@ from fused_tp.transport import two_level as hosts_module
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
 from tests.beside import beside
+from tests.distributed.schedule_cases import every_method, movements, same_sum
+from tests.distributed.test_tp_ops import all_cases
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.reference import assert_within_dtype_error
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
 pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
@@ -69,16 +71,6 @@ def on_hosts(names: str, **env: str) -> Iterator[Any]:
         yield dist.new_group(list(range(len(names))))
 
 
-def seeded(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same_everywhere(group: Any, x: Tensor) -> None:
-    everyone: list[Tensor | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, x.detach(), group=group)
-    assert all(torch.equal(other, x.detach()) for other in everyone if other is not None)
-
-
 def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[str]:
     with on_hosts(names) as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical, "CHUNK_BYTES", chunk_bytes)
@@ -88,15 +80,12 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         made = select_schedule("all_reduce", resolve_group(group), dtype, torch.device("cpu"), 3, None, 4)
         assert isinstance(made, Hierarchical)
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
-        for dim, lengths in ((0, (2 * world, 3)), (1, (2, 3 * world)), (1, (3, 2 * world + 1)), (0, (world - 1, 2))):
-            # Shards that are not equally long go flat, and come out right.
-            gathers(group, dtype, dim, lengths)
-            sums(group, dtype, dim, lengths)
+        every_method(made, dtype, exact=False)  # shards that are not equally long go flat, and come out right
+        all_cases(group, str(dtype).removeprefix("torch."), strided=False)
         integers(made)
-        several_products(made, dtype)
         patch.setenv("FUSED_TP_SHM", "0")  # later on, which reaches the inside too
         assert made._inside("matmul_reduce_scatter", dtype).name == "plain"
-        sums(group, dtype, 0, (2 * world, 3))
+        movements(made, partial(same_sum, made, False), dtype, 1, 2 * world, 1, 3)
         patch.delenv("FUSED_TP_SHM")
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         explained = str(fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), dtype=dtype, group=group))
@@ -105,103 +94,10 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         return [explained, str(hosts.inside.ranks), str(hosts.across.ranks)]
 
 
-def own_rows(group: Any, x: Tensor, dim: int) -> Tensor:
-    length, chunk = x.shape[dim], -(-x.shape[dim] // dist.get_world_size(group))
-    start = min(dist.get_rank(group) * chunk, length)
-    return x.narrow(dim, start, min(chunk, length - start))
-
-
-def gathers(group: Any, dtype: torch.dtype, dim: int, lengths: tuple[int, int]) -> None:
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = seeded(1, *lengths, 10).to(dtype)
-    x = own_rows(group, whole, dim).clone().requires_grad_()
-    # Each rank has weights, and gradients of what it makes with them, of its own.
-    weights = [[seeded(10 * r + i, n, 10).to(dtype) for i, n in enumerate((6, 5))] for r in range(world)]
-    grads = [[seeded(500 + 10 * r + i, *lengths, n).to(dtype) for i, n in enumerate((6, 5))] for r in range(world)]
-    ws = [w.clone().requires_grad_() for w in weights[rank]]
-    size = None if lengths[dim] % world == 0 else lengths[dim]
-    outputs, gathered = fused_tp.all_gather_matmul(
-        x, ws, group=group, gather_dim=dim, return_gathered=True, gather_size=size
-    )
-    assert torch.equal(gathered, whole)
-    for y, w in zip(outputs, weights[rank], strict=True):
-        assert_within_dtype_error(y, whole.double() @ w.double().t(), dtype, reduced_over=10)
-    torch.autograd.backward(outputs, grads[rank])
-    assert x.grad is not None
-    dx = sum(g.double() @ w.double() for r in range(world) for g, w in zip(grads[r], weights[r], strict=True))
-    assert isinstance(dx, Tensor)
-    assert_within_dtype_error(x.grad, own_rows(group, dx, dim), dtype, reduced_over=world + 40, roundings=world)
-    for w, g in zip(ws, grads[rank], strict=True):
-        assert w.grad is not None
-        dw = g.double().flatten(0, 1).t() @ whole.double().flatten(0, 1)
-        assert_within_dtype_error(w.grad, dw, dtype, reduced_over=lengths[0] * lengths[1])
-
-
-def sums(group: Any, dtype: torch.dtype, dim: int, lengths: tuple[int, int]) -> None:
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    terms = world + 40
-    partials = [seeded(100 + r, *lengths, 10).to(dtype) for r in range(world)]
-    mine = partials[rank]
-    total = torch.stack(partials).double().sum(0)
-    summed = collectives.all_reduce(mine, group=group)
-    assert_within_dtype_error(summed, total, dtype, reduced_over=world)
-    same_everywhere(group, summed)
-    part = collectives.reduce_scatter(mine, dim, group=group)
-    assert_within_dtype_error(part, own_rows(group, total, dim), dtype, reduced_over=world)
-    # Each rank has a weight of its own.
-    weights, bias = [seeded(200 + r, 7, 10).to(dtype) for r in range(world)], seeded(6, 7).to(dtype)
-    plain = sum(p.double() @ w.double().t() for p, w in zip(partials, weights, strict=True))
-    assert isinstance(plain, Tensor)
-    grad = seeded(300, *lengths, 7).to(dtype)
-
-    def check_gradients(x: Tensor, w: Tensor) -> None:
-        assert x.grad is not None and w.grad is not None
-        assert_within_dtype_error(x.grad, grad.double() @ weights[rank].double(), dtype, reduced_over=terms)
-        dw = grad.double().flatten(0, 1).t() @ mine.double().flatten(0, 1)
-        assert_within_dtype_error(w.grad, dw, dtype, reduced_over=lengths[0] * lengths[1])
-
-    x, w = mine.clone().requires_grad_(), weights[rank].clone().requires_grad_()
-    y = fused_tp.matmul_all_reduce(x, w, bias, group=group)
-    assert_within_dtype_error(y, plain + bias.double(), dtype, reduced_over=terms, roundings=world)
-    same_everywhere(group, y)
-    y.backward(grad)
-    check_gradients(x, w)
-    x, w = mine.clone().requires_grad_(), weights[rank].clone().requires_grad_()
-    part = fused_tp.matmul_reduce_scatter(x, w, bias, group=group, scatter_dim=dim)
-    assert_within_dtype_error(
-        part, own_rows(group, plain + bias.double(), dim), dtype, reduced_over=terms, roundings=world
-    )
-    part.backward(own_rows(group, grad, dim))
-    check_gradients(x, w)
-    residual, norm_weight = seeded(7, *lengths, 7).to(dtype), seeded(8, 7).to(dtype)
-    normed, new_residual = fused_tp.matmul_all_reduce_rms_norm(
-        mine, weights[rank], residual, norm_weight, 1e-6, group=group
-    )
-    assert_within_dtype_error(new_residual, plain + residual.double(), dtype, reduced_over=terms, roundings=world)
-    same_everywhere(group, normed)
-
-
 def integers(made: Hierarchical) -> None:
     whole = torch.arange(12 * made.world_size).view(3, 4 * made.world_size)
     shard = whole.chunk(made.world_size, 1)[made.rank]
     assert torch.equal(made.all_gather(shard, gather_dim=1, gather_size=None).wait(), whole)
-
-
-def several_products(made: Hierarchical, dtype: torch.dtype) -> None:
-    """What a backward asks for: the sum of two products, and work of its own meanwhile, once."""
-    world = made.world_size
-    products = [
-        [(seeded(r, 2 * world, 6).to(dtype), seeded(30 + r, 5, 6).to(dtype)) for r in range(world)],
-        [(seeded(60 + r, 2 * world, 9).to(dtype), seeded(90 + r, 5, 9).to(dtype)) for r in range(world)],
-    ]
-    total = torch.stack([x.double() @ w.double().t() for kind in products for x, w in kind]).sum(0)
-    own = [kind[made.rank] for kind in products]
-    done: list[str] = []
-    y = made.matmul_all_reduce(own, None, meanwhile=lambda: done.append("reduce"))
-    assert_within_dtype_error(y, total, dtype, reduced_over=15 * world)
-    part = made.matmul_reduce_scatter(own, None, scatter_dim=0, meanwhile=lambda: done.append("scatter"))
-    assert_within_dtype_error(part, total[2 * made.rank : 2 * made.rank + 2], dtype, reduced_over=15 * world)
-    assert done == ["reduce", "scatter"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.schedules import nccl_pipeline
-from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import nccl
 from fused_tp.transport.nccl import gather_plan
 from tests.beside import beside
 from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, transport_of
+from tests.distributed.schedule_cases import step
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.workers import Outcome
@@ -39,15 +39,6 @@ pytestmark = [
 NOTICE_SECONDS = 4.0  # how long after a loss, or a deadline, a rank may take to raise where many processes share a core
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 Work = Callable[[], None]
-
-
-def step(schedule: NcclPipeline, op: str) -> Tensor:
-    x, w = torch.ones(8 * schedule.world_size, 6), torch.ones(5, 6)
-    if op == "all_gather_matmul":
-        return schedule.all_gather_matmul(GatherMatmul(x, [w], [None], 0))[0][0]
-    if op == "matmul_reduce_scatter":
-        return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
-    return schedule.matmul_all_reduce([(x, w)], None)
 
 
 def until_error(schedule: NcclPipeline, op: str) -> tuple[FusedTPError, float]:

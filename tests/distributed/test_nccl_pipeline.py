@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,19 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fused_tp
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.nccl import gather_plan, scatter_plan
 from tests.distributed.nccl_tools import nccl_ranks, public_ops_use, transport_of
-from tests.distributed.test_tp_ops import all_cases, check, own_part
+from tests.distributed.schedule_cases import at_random, every_method
+from tests.distributed.test_tp_ops import all_cases, own_part
 from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
-from tests.reference import assert_within_dtype_error, matmul64, seeded
+from tests.reference import seeded
 
 pytestmark = [
     pytest.mark.full,
@@ -66,78 +62,19 @@ def test_forward_and_gradients(world_size: int, dtype_name: str, chunks: int | N
     nccl_ranks(world_size, public_ops_case, dtype_name, chunks, one_shot_bytes)
 
 
-def ring_attention_case(group: Any) -> None:
-    """The ring by messages, over this transport."""
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    sizes = shard_sizes(14, world_size)
-    q, k, v = (seeded(1, 14, 2, 8, dtype=torch.float64, seed=i) for i in (1, 2, 3))
-    wanted = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-    d = seeded(1, 14, 2, 8, dtype=torch.float64, seed=4)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    whole = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in leaves)).transpose(1, 2)
-    whole.backward(d)
-    start = sum(sizes[:rank])
-
-    def own(t: Tensor) -> Tensor:
-        return t[:, start : start + sizes[rank]]
-
-    calls = transport_of(group).calls
-    with public_ops_use(group, None):
-        shards = [own(t.detach()).clone().requires_grad_() for t in (q, k, v)]
-        out = fused_tp.ring_attention(*shards, group=group, layout="contiguous", seq_len=14)
-        out.backward(own(d))
-    assert transport_of(group).calls > calls
-    torch.testing.assert_close(out, own(wanted))
-    for shard, leaf in zip(shards, leaves, strict=True):
-        assert leaf.grad is not None
-        torch.testing.assert_close(shard.grad, own(leaf.grad))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ring_attention(world_size: int) -> None:
-    nccl_ranks(world_size, ring_attention_case)
-
-
 # -- the schedule ------------------------------------------------------------------------------------------------------
 
 
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def schedule_case(group: Any) -> None:
-    """What the public ops do not reach: any number of chunks, sizes that make empty shards and empty pieces, K = 0."""
-    transport = transport_of(group)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for chunks in (1, 2, 3, 4, 5, 16):
-        schedule = NcclPipeline(transport, chunks)
-        for rows, k, n in ((0, 3, 2), (1, 3, 2), (world_size + 1, 0, 3), (5, 4, 0), (11, 3, 5), (8 * world_size, 2, 3)):
-            x = seeded(rows, world_size * k, dtype=torch.float64, seed=rows)
-            w = seeded(n, world_size * k, dtype=torch.float64, seed=n)
-            b = seeded(n, dtype=torch.float64, seed=3)
-            x_part, w_part = (own_part(t, 1, group).contiguous() for t in (x, w))
-            name = f"chunks={chunks} {[rows, k, n]}"
-            wanted = matmul64(x, w) + b
-            done: list[int] = []
-            y = schedule.matmul_all_reduce([(x_part, w_part)], b, meanwhile=lambda: done.append(1))
-            check(f"all_reduce {name}", y, wanted, torch.float64, world_size * k)
-            y = schedule.matmul_reduce_scatter(
-                [(x_part, w_part), (2 * x_part, w_part)],
-                b,
-                scatter_dim=0,
-                meanwhile=lambda: done.append(2),
-            )
-            check(f"reduce_scatter {name}", y, own_part(3 * wanted - 2 * b, 0, group), torch.float64, world_size * k)
-            assert done == [1, 2]
-            outs, gathered = schedule.all_gather_matmul(
-                GatherMatmul(own_part(x, 0, group), [w, w[:1]], [b, None], 0, rows, return_gathered=True)
-            )
-            assert gathered is not None and torch.equal(gathered, x)
-            check(f"gather {name}", outs[0], wanted, torch.float64, world_size * k)
-            check(f"gather {name}, second weight", outs[1], matmul64(x, w[:1]), torch.float64, world_size * k)
-    assert rank == transport.rank
+def schedule_case(group: Any, dtype: str) -> None:
+    every_method(NcclPipeline(transport_of(group)), getattr(torch, dtype), chunks=(1, 2, 3, 5, 16))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_number_of_chunks(world_size: int) -> None:
-    nccl_ranks(world_size, schedule_case)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, "float64"), (2, "float32"), (3, "bfloat16"), (4, "float16"), (4, "float64")]
+)
+def test_every_method_in_every_number_of_chunks(world_size: int, dtype: str) -> None:
+    nccl_ranks(world_size, schedule_case, dtype)
 
 
 def test_chunks_suit_the_size() -> None:
@@ -149,69 +86,8 @@ def test_chunks_suit_the_size() -> None:
 
 
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def equal_bits_case(group: Any, dtype_name: str) -> list[Tensor]:
-    """Sums in rank order, rounded once, whatever the schedule cuts; the same bits everywhere."""
-    dtype = getattr(torch, dtype_name)
-    transport = transport_of(group)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    terms = torch.stack([seeded(7, 9, dtype=dtype, seed=100 + r) for r in range(world_size)])
-    bias = seeded(9, dtype=dtype, seed=5)
-    eye = torch.eye(9, dtype=dtype)
-    results = []
-    for chunks in (1, 2, 7):
-        schedule = NcclPipeline(transport, chunks)
-        y = schedule.matmul_all_reduce([(terms[rank], eye)], bias)
-        assert torch.equal(y, sum_in_rank_order(terms, bias))
-        shard = schedule.matmul_reduce_scatter([(terms[rank], eye)], bias, scatter_dim=0)
-        assert torch.equal(shard, own_part(sum_in_rank_order(terms, bias), 0, group))
-        results.append(y)
-    assert torch.equal(schedule.all_reduce(terms[rank]), sum_in_rank_order(terms))
-    for dim in (0, 1):
-        assert torch.equal(
-            schedule.reduce_scatter(terms[rank], scatter_dim=dim), own_part(sum_in_rank_order(terms), dim, group)
-        )
-        gathered = schedule.all_gather(own_part(terms[0], dim, group), gather_dim=dim, gather_size=terms.shape[dim + 1])
-        assert torch.equal(gathered.wait(), terms[0])
-    return results
-
-
-@pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "float32"), (3, "bfloat16"), (4, "float16")])
-def test_equal_bits_on_all_ranks(world_size: int, dtype_name: str) -> None:
-    first, *others = nccl_ranks(world_size, equal_bits_case, dtype_name)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
 def many_calls_case(group: Any) -> None:
-    """Ops of every kind, one after the other without a pause, on ranks that dawdle here and there."""
-    transport = transport_of(group)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    chance, common = random.Random(rank), random.Random(7)
-    product = nccl_pipeline.sum_of_products
-
-    def dawdling(*args: Any, **keywords: Any) -> Tensor:
-        if chance.random() < 0.3:
-            time.sleep(chance.random() * 0.003)
-        return product(*args, **keywords)
-
-    with mock.patch.object(nccl_pipeline, "sum_of_products", dawdling):
-        for call in range(50):
-            schedule = NcclPipeline(transport, common.randint(1, 5))
-            rows, k, n = common.randint(1, 20), common.randint(1, 6), common.randint(1, 40)
-            x = seeded(rows, world_size * k, dtype=torch.float64, seed=call)
-            w = seeded(n, world_size * k, dtype=torch.float64, seed=call + 1)
-            x_part, w_part = own_part(x, 1, group).contiguous(), own_part(w, 1, group).contiguous()
-            kind = common.choice(["gather", "scatter", "reduce"])
-            if kind == "gather":
-                (y,), _ = schedule.all_gather_matmul(GatherMatmul(own_part(x, 0, group), [w], [None], 0, rows))
-                wanted = matmul64(x, w)
-            elif kind == "scatter":
-                y = schedule.matmul_reduce_scatter([(x_part, w_part)], None, scatter_dim=0)
-                wanted = own_part(matmul64(x, w), 0, group)
-            else:
-                y, wanted = schedule.matmul_all_reduce([(x_part, w_part)], None), matmul64(x, w)
-            assert_within_dtype_error(y, wanted, torch.float64, reduced_over=world_size * k, name=f"{kind} {call}")
+    at_random(NcclPipeline(transport_of(group)), 7, 60)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -366,16 +242,3 @@ def graph_case(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_pipelines_can_be_captured(world_size: int) -> None:
     nccl_ranks(world_size, graph_case)
-
-
-def spans_case(group: Any) -> list[str]:
-    schedule = NcclPipeline(transport_of(group), 4)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        schedule.matmul_reduce_scatter([(torch.ones(8, 3), torch.ones(4, 3))], None, scatter_dim=0)
-    return [str(event.name) for event in profile.events()]
-
-
-def test_chunks_have_ranges_for_profilers() -> None:
-    for names in nccl_ranks(2, spans_case):
-        assert {f"chunk {i} of 4" in name for i in (1, 4) for name in names} == {True, False}
-        assert any(name.startswith("own rows [4, 4]") and "nccl_pipeline" in name for name in names)

@@ -339,7 +339,7 @@ def meet_where_the_store_is_stopped(group: Any) -> list[str]:
     store, said = HiccupStore(dist.HashStore()), []
     store.stop()
     with mock.patch.object(store_module, "ANSWER_SECONDS", 0.1):
-        for meet in (lambda described: exchange(described, "names", b"mine"), shm._rendezvous):
+        for meet in (lambda described: exchange(described, "names", "mine"), shm._rendezvous):
             described = with_store(resolve_group(group), store)
             begun = time.perf_counter()
             with pytest.raises(CollectiveTimeoutError) as caught:
@@ -347,7 +347,7 @@ def meet_where_the_store_is_stopped(group: Any) -> list[str]:
             assert time.perf_counter() - begun < 4.0
             said.append(str(caught.value))
     with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
-        exchange(described, "names", b"mine")
+        exchange(described, "names", "mine")
     store.go_on()
     return said
 

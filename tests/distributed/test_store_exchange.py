@@ -24,7 +24,7 @@ def one_is_late_and_one_dies(world: Any) -> list[tuple[str, str, float]]:
     rank, found = dist.get_rank(world), []
     for case in ("late", "dead"):
         group = resolve_group(dist.new_group([0, 1, 2]))
-        assert exchange(group, "names", b"%d" % rank) == [b"0", b"1", b"2"]
+        assert exchange(group, "names", rank) == [0, 1, 2]
         dist.barrier(world)
         if rank == 2:
             if case == "dead":
@@ -35,11 +35,11 @@ def one_is_late_and_one_dies(world: Any) -> list[tuple[str, str, float]]:
             os.environ["FUSED_TP_TIMEOUT"] = "0.5"
         begun = time.monotonic()
         with pytest.raises(FusedTPError) as caught:
-            exchange(group, "names", b"")
+            exchange(group, "names")
         found.append((type(caught.value).__name__, str(caught.value), time.monotonic() - begun))
         os.environ["FUSED_TP_TIMEOUT"] = "60"
         with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
-            exchange(group, "names", b"")
+            exchange(group, "names")
         if case == "late":
             dist.barrier(world)
     return found
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert at_once < NOTICE_SECONDS, said_dead
 
 
-MEETINGS: tuple[Callable[[Group], object], ...] = (lambda group: exchange(group, "names", b"mine"), shm._rendezvous)
+MEETINGS: tuple[Callable[[Group], object], ...] = (lambda group: exchange(group, "names", "mine"), shm._rendezvous)
 
 
 class DyingStore(dist.HashStore):
@@ -78,7 +78,7 @@ def meet_over(group: Any, store: type[dist.HashStore], kind: type[FusedTPError])
         said.append(str(caught.value))
         if kind is PeerLostError:
             with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
-                exchange(described, "names", b"mine")
+                exchange(described, "names", "mine")
     return said
 
 

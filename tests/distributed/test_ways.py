@@ -155,14 +155,14 @@ def alone_then_together(group: Any) -> tuple[str, float]:
     if group.rank == 0:
         os.environ["FUSED_TP_TIMEOUT"] = "1"
         with pytest.raises(CollectiveTimeoutError, match="Ranks 1, 2 and 3 did not take part in something"):
-            exchange(group, "something", b"")
+            exchange(group, "something")
     dist.barrier()
     os.environ["FUSED_TP_TIMEOUT"] = "60"
     begun = time.perf_counter()
     with pytest.raises(FusedTPError) as caught:
-        exchange(group, "another thing", b"")
+        exchange(group, "another thing")
     with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
-        exchange(group, "another thing", b"")
+        exchange(group, "another thing")
     return f"{type(caught.value).__name__}: {caught.value}", time.perf_counter() - begun
 
 

@@ -49,7 +49,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def collectives_on(device: torch.device, target: DeviceCollectives) -> Any:
     """Takes tensors of the CPU; raises at the end of the call what the CPU build raises within it."""
-    return OnDevice(target, device, target.raise_if_expired)
+    return OnDevice(target, device, target.raise_if_failed)
 
 
 # -- threads of one GPU -----------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def large(rank: LocalRank, elements: int) -> None:
         device.all_reduce(terms[rank.rank], algorithm, out=out)
     gathered = device.all_gather(terms[rank.rank])
     rank.barrier()
-    device.raise_if_expired()
+    device.raise_if_failed()
     with rank.in_turn():
         assert all(torch.equal(out, wanted) for out in outs)
         assert torch.equal(gathered, torch.cat(terms))
@@ -152,7 +152,7 @@ def in_graph(rank: LocalRank, replays: int) -> None:
 
     def check(results: list[Tensor], terms: list[Tensor]) -> None:
         rank.synchronize()
-        device.raise_if_expired()
+        device.raise_if_failed()
         total = checks.summed(terms)
         one, two, scattered, gathered, moved, stream, normed, again = (t.cpu() for t in results)
         for actual in (one, two):
@@ -255,7 +255,7 @@ def without_last(rank: LocalRank) -> str:
     with pytest.raises(CollectiveTimeoutError) as raised:  # on a GPU by a later call, on the CPU by this one
         device.all_reduce(x, "two_shot", out=outs[1])
         rank.synchronize()
-        device.raise_if_expired()
+        device.raise_if_failed()
     assert 0.9 < time.monotonic() - begun < 2
     # Every element has a term of the rank that stayed away.
     assert bool(outs[1].isnan().all()), "what did not arrive must be NaN"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import signal
 import threading
 import time
@@ -22,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.peer_watch import PeerWatch
 from tests.native.doubles import libraries
-from tests.workers import Outcome, fresh_ranks, run_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -107,22 +105,6 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 # ---- ops -------------------------------------------------------------------------------------------------------
 
 
-def two_at_once(group: dist.ProcessGroup) -> None:
-    """In opposite orders on every other rank: they do not wait for each other."""
-    pair = [Communicator(group), Communicator(group)]
-    order = pair if pair[0].rank % 2 == 0 else pair[::-1]
-    for _ in range(20):
-        moving = {one: (*one.outputs(), libraries.Stream()) for one in order}
-        pipelines = {one: one.all_gather(x, out, stream.handle) for one, (x, out, stream) in moving.items()}
-        for one in pair:
-            one.wait(pipelines[one])
-            assert torch.equal(moving[one][1], one.gathered())
-    pair[1].core.close()
-    pair[0].check_works()
-    assert pair[0].core.calls == 21 and pair[0].core.failure == ""
-    pair[0].core.close()
-
-
 def order_of_ops(group: dist.ProcessGroup) -> None:
     """An op begins after what its stream holds, and not before."""
     one = Communicator(group)
@@ -156,7 +138,7 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
         one.check_works()
 
 
-@pytest.mark.parametrize("case", [two_at_once, order_of_ops, bad_arguments])
+@pytest.mark.parametrize("case", [order_of_ops, bad_arguments])
 def test_ops(case: Callable[[dist.ProcessGroup], None]) -> None:
     run_ranks(2, case)
 
@@ -186,10 +168,6 @@ def stalled(group: dist.ProcessGroup) -> None:
     Communicator(group).check_works()
     dist.barrier(group)
     assert names_left() == []
-
-
-def test_a_stalled_rank() -> None:
-    run_ranks(3, stalled)
 
 
 def stall_on_the_stream_of_the_caller(group: dist.ProcessGroup) -> None:
@@ -331,25 +309,6 @@ def open_nccl_group(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def forked(group: dist.ProcessGroup) -> None:
-    """A forked child refuses, and its end takes nothing away from its parent."""
-    one = Communicator(group)
-    one.check_works()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            try:
-                one.check_works()
-            except FusedTPError as error:
-                code = 0 if "belongs to the process that forked this one" in str(error) else 2
-            del one
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    one.check_works()
-    one.core.close()
-
-
 FAILURES = [
     stalled,
     stall_on_the_stream_of_the_caller,
@@ -362,7 +321,6 @@ FAILURES = [
     unbegun_op,
     left_to_itself,
     open_nccl_group,
-    forked,
 ]
 
 
@@ -388,37 +346,6 @@ def aborted(group: dist.ProcessGroup) -> None:
     while libraries.nccl_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert libraries.nccl_knobs().nccl_double_live_communicators() == 0
-
-
-def killed(group: dist.ProcessGroup) -> tuple[float, str]:
-    """The last rank is killed while the others wait for it; what watches its process tells the communicator."""
-    one = Communicator(group, timeout=60)
-    one.check_works()
-    victim = one.size - 1
-    pids: list[int] = [0] * one.size
-    dist.all_gather_object(pids, os.getpid(), group=group)
-    survivors = dist.new_group(list(range(victim)))
-    if one.rank == victim:
-        time.sleep(0.3)  # the others are waiting for it, most likely
-        os.kill(os.getpid(), signal.SIGKILL)
-    watch = PeerWatch(
-        one, {victim: pids[victim]}, lambda one, rank: one.core.lose(rank, "its process ended"), lambda _: None
-    )
-    x, out = one.outputs()
-    pipeline = one.all_gather(x, out, libraries.Stream().handle)
-    found = seconds_until(PeerLostError, lambda: one.wait(pipeline))
-    assert watch is not None and out.isnan().all()
-    Communicator(survivors).check_works()
-    return found
-
-
-def test_a_killed_rank() -> None:
-    outcomes: list[Outcome] = fresh_ranks(3, killed, expect_deaths=True)
-    assert outcomes[2].died
-    for outcome in outcomes[:2]:
-        took, sentence = outcome.unwrap()
-        assert took < 3 and "lost rank 2: its process ended" in sentence
-    assert names_left() == []
 
 
 def left_open(group: dist.ProcessGroup) -> None:

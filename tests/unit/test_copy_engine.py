@@ -18,6 +18,7 @@ from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.transport import copy_engine
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
+from fused_tp.transport.workspace import rounded
 from tests.native_build import build_program, build_shared, prebuild, require_sanitizer, use_driver
 
 pytestmark = pytest.mark.full
@@ -210,7 +211,23 @@ def test_ranks_that_are_threads(driver: Any) -> None:
     run_local(3, as_thread, timeout=60)
 
 
+@NEEDS_CORE
+def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -> None:
+    """An exception, or a gather that nobody waits for: the streams of the engine may come to it later."""
+    engine = CopyEngine(LocalGroup(1).rank(0))
+    finished, left, unfinished = (torch.ones(5) for _ in range(3))
+    with engine.call("all_gather", gather_bytes=20) as call:
+        call.gather(finished, [finished])
+        call.finish(finished)
+    call = engine.call("all_gather", gather_bytes=20)
+    call.gather(unfinished, [unfinished])
+    with pytest.raises(ZeroDivisionError), engine.call("all_gather", gather_bytes=20) as inner:
+        inner.gather(left, [left])
+        raise ZeroDivisionError
+    del call, inner
+    assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
+
+
 def test_sizes_are_rounded() -> None:
-    assert copy_engine._rounded(0) == copy_engine._LEAST_BYTES
-    assert copy_engine._rounded((1 << 20) + 1) == 2 << 20
-    assert copy_engine._rounded((32 << 20) + 1) == 48 << 20
+    sizes = [(0, 1 << 16), ((1 << 20) + 1, 2 << 20), ((32 << 20) + 1, 48 << 20)]
+    assert all(rounded(nbytes, 1 << 16, 16 << 20) == size for nbytes, size in sizes)

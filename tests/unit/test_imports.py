@@ -65,7 +65,7 @@ def test_names_that_torch_has_changed_stand_in_one_place() -> None:
     """A benchmark took the new ones alone, which torch 2.11 does not have."""
     changed = re.compile(r"dist\.(all_gather_(single|into_tensor)|reduce_scatter_(single|tensor))\b")
     files = [file for folder in ("fused_tp", "benchmarks", "examples") for file in (REPOSITORY / folder).rglob("*.py")]
-    assert {file.name for file in files if changed.search(file.read_text())} == {"_torch_compat.py"}
+    assert {file.name for file in files if changed.search(file.read_text())} == {"base.py"}
 
 
 def test_import_needs_no_optional_library_and_starts_nothing() -> None:

@@ -48,11 +48,6 @@ def test_one_gpu_for_all_ranks_is_fine_where_torch_was_told_so_on_all() -> None:
     assert judged([*shared[:2], replace(shared[2], overlapping=False)]).reason == "several of its ranks share a GPU"
 
 
-def test_facts_travel_as_they_are() -> None:
-    fact = replace(RANKS[1], unreachable=("gpu0", "gpu2"), problem="what Triton says")
-    assert Facts.from_bytes(fact.to_bytes()) == fact
-
-
 class Owner:
     def __init__(self) -> None:
         self.lost: list[int] = []
@@ -116,7 +111,7 @@ def test_only_processes_of_the_same_namespace_can_be_watched() -> None:
     namespace, own = own_process()
     process = sleeper()
     try:
-        known = {0: (namespace, own), 1: (namespace, process.pid), 2: ("pid:[0]", process.pid), 3: ("", process.pid)}
+        known = [(namespace, own), (namespace, process.pid), ("pid:[0]", process.pid), ("", process.pid)]
         assert watchable(known) == {1: process.pid}
     finally:
         process.kill()

@@ -111,7 +111,7 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(monkeypatch
     with pytest.raises(CollectiveTimeoutError, match=match), workspaces.use("sum", 1, "op") as workspace:
         workspace.said = Said("who and why")
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: who and why"):
-        workspaces.raise_if_expired()
+        workspaces.raise_if_failed()
 
 
 def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
@@ -141,7 +141,7 @@ def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
     assert first.stopped and second.stopped
     first.said = Said("a wait that was ended")
     with pytest.raises(PeerLostError, match="Rank 0 of 2 lost rank 1"):
-        workspaces.raise_if_expired()
+        workspaces.raise_if_failed()
 
 
 def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:

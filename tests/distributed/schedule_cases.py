@@ -1,0 +1,185 @@
+"""What every schedule must give, asked of the schedule itself: its numbers, its bits, any size, calls in a row."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.partition import shard_range
+from fused_tp.schedules import registry
+from fused_tp.schedules.base import GatherMatmul, Schedule
+from fused_tp.transport.base import sum_in_rank_order
+from tests.reference import assert_within_dtype_error, matmul64, seeded
+
+# [B, M, K] and N: one element, odd sizes, shards that are empty, no features, no rows, no columns.
+SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3), (1, 0, 3, 2), (1, 5, 4, 0)]
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def forced(group: Any, schedule: Schedule) -> Iterator[None]:
+    """The public ops of `group` run on this schedule, where it supports them."""
+    described = resolve_group(group)
+    made, selected = registry._MADE[described], registry._SELECTED[described]
+    selected.clear()
+    made[schedule.name, CPU, None] = schedule
+    try:
+        with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule.name):
+            yield
+    finally:
+        del made[schedule.name, CPU, None]
+        selected.clear()
+
+
+def step(schedule: Schedule, op: str) -> Tensor:
+    """One op; a row of its products is 6.0 on each rank."""
+    x, w = torch.ones(8 * schedule.world_size, 6), torch.ones(5, 6)
+    if op == "all_gather":
+        return schedule.all_gather(x, gather_dim=0, gather_size=None).wait()
+    if op == "all_gather_matmul":
+        return schedule.all_gather_matmul(GatherMatmul(x, [w], [None], 0))[0][0]
+    if op == "matmul_reduce_scatter":
+        return schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+    if op == "reduce_scatter":
+        return schedule.reduce_scatter(x, scatter_dim=0)
+    return schedule.matmul_all_reduce([(x, w)], None)
+
+
+def own(schedule: Schedule, t: Tensor, dim: int) -> Tensor:
+    """This rank's part of `t`."""
+    start, stop = shard_range(t.shape[dim], schedule.world_size, schedule.rank)
+    return t.narrow(dim, start, stop - start).contiguous()
+
+
+def every_method(schedule: Any, dtype: torch.dtype, chunks: Sequence[int | None] = (), *, exact: bool = True) -> None:
+    """Every method on every dim; with each number of `chunks`, where the schedule can be told one.
+
+    Products are compared with fp64; sums with those in rank order to the bit, which makes them alike on all ranks.
+
+    Args:
+        exact: False where sums are not in rank order, or rounded on the way, and only need be alike on all ranks.
+    """
+    for number, sizes in enumerate(SIZES):
+        check = partial(same_sum, schedule, exact)
+        movements(schedule, check, dtype, *sizes)
+        for count in chunks or (None,):
+            if chunks:
+                schedule.chunks = count
+            called: list[str] = []
+            matmuls(schedule, check, called.append, dtype, *sizes)
+            assert called == ["scatter", "scatter", "reduce"], f"sizes {number}"
+    if chunks:
+        schedule.chunks = None
+
+
+def same_sum(schedule: Schedule, exact: bool, actual: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
+    """Of all ranks' `terms`, as every rank has it."""
+    total = sum_in_rank_order(terms, bias)
+    if exact:
+        assert torch.equal(actual, total)
+        return
+    assert_within_dtype_error(actual, total.double(), actual.dtype, reduced_over=len(terms), roundings=len(terms))
+    everyone = schedule.all_gather(actual.unsqueeze(0), gather_dim=0, gather_size=None).wait()
+    assert all(torch.equal(theirs, actual) for theirs in everyone)
+
+
+Check = Callable[..., None]
+
+
+def movements(schedule: Schedule, check: Check, dtype: torch.dtype, b: int, m: int, k: int, n: int) -> None:
+    terms = torch.stack([seeded(b, m, n, dtype=dtype, seed=20 + r) for r in range(schedule.world_size)])
+    mine, total = terms[schedule.rank], sum_in_rank_order(terms)
+    for dim in range(3):
+        size = total.shape[dim]
+
+        def gathered(part: Tensor, dim: int = dim, size: int = size) -> Tensor:
+            return schedule.all_gather(part, gather_dim=dim, gather_size=size).wait()
+
+        assert torch.equal(gathered(own(schedule, total, dim)), total)
+        check(gathered(schedule.reduce_scatter(mine, scatter_dim=dim)), terms)
+    check(schedule.all_reduce(mine), terms)
+    assert torch.equal(mine, seeded(b, m, n, dtype=dtype, seed=20 + schedule.rank)), "an argument is overwritten"
+    check(schedule.all_reduce(mine.transpose(0, 2)), terms.transpose(1, 3))
+
+
+def matmuls(
+    schedule: Schedule,
+    check: Check,
+    called: Callable[[str], None],
+    dtype: torch.dtype,
+    b: int,
+    m: int,
+    k: int,
+    n: int,
+) -> None:
+    world, rank = schedule.world_size, schedule.rank
+    x, bias = seeded(b, m, k, dtype=dtype, seed=1), seeded(n, dtype=dtype, seed=5)
+    ws = [seeded(n + i, k, dtype=dtype, seed=2 + i, scale=max(k, 1) ** -0.5) for i in range(2)]
+    # Two products on each rank, of widths of K that differ from rank to rank.
+    pairs = [
+        [
+            (seeded(b, m, kk, dtype=dtype, seed=10 * r + i), seeded(n, kk, dtype=dtype, seed=10 * r + 5 + i))
+            for i, kk in enumerate((k, k + r))
+        ]
+        for r in range(world)
+    ]
+    wanted = torch.stack([matmul64(*pair) for of_rank in pairs for pair in of_rank]).sum(0) + bias.double()
+    near = partial(assert_within_dtype_error, dtype=dtype, reduced_over=max(1, world * (2 * k + world)), roundings=4)
+    for dim in (0, 1):
+        shard, size = own(schedule, x, dim), x.shape[dim]
+        ys, kept = schedule.all_gather_matmul(GatherMatmul(shard, ws, [bias, None], dim, size, return_gathered=True))
+        assert kept is not None and torch.equal(kept, x)
+        for y, w, added in zip(ys, ws, (bias, None), strict=True):
+            near(y, matmul64(x, w, added))
+        assert schedule.all_gather_matmul(GatherMatmul(shard, ws[:1], [None], dim, size))[1] is None
+        meanwhile = partial(called, "scatter")
+        y = schedule.matmul_reduce_scatter(pairs[rank], bias, scatter_dim=dim, meanwhile=meanwhile)
+        near(y, own(schedule, wanted, dim))
+    near(schedule.matmul_all_reduce(pairs[rank], bias, meanwhile=partial(called, "reduce")), wanted)
+    # Products by one are exact: what is left is the order of the sum, and one rounding.
+    terms, one = torch.stack([seeded(b, m, n, dtype=dtype, seed=r) for r in range(world)]), torch.eye(n, dtype=dtype)
+    check(schedule.matmul_all_reduce([(terms[rank], one)], bias), terms, bias)
+    scattered = schedule.matmul_reduce_scatter([(terms[rank], one)], bias, scatter_dim=1)
+    check(schedule.all_gather(scattered, gather_dim=1, gather_size=m).wait(), terms, bias)
+
+
+def at_random(schedule: Any, seed: int, calls: int) -> None:
+    """The same calls in the same order on all ranks, each rank at its own pace; gathers begun and ended later."""
+    script, pace = random.Random(seed), random.Random(seed + 1 + schedule.rank)
+    pending: list[tuple[Any, Tensor]] = []
+    for number in range(calls):
+        if pace.random() < 0.3:
+            time.sleep(pace.random() * 0.005)  # so that ranks overtake each other
+        m, k, n = script.choice([1, 7, 64, 300]), script.choice([1, 16, 33]), script.choice([1, 40, 130])
+        x, w = seeded(m, k, seed=number, dtype=torch.float64), seeded(n, k, seed=number + 1, dtype=torch.float64)
+        schedule.chunks = script.choice([None, 1, 3])
+        kind = script.randrange(5)
+        if kind == 0 and len(pending) < 3:
+            pending.append((schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=m), x))
+        elif kind == 1 and pending:
+            moving, wanted = pending.pop(script.randrange(len(pending)))
+            assert torch.equal(moving.wait(), wanted), number
+        elif kind == 2:
+            (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, m))
+            torch.testing.assert_close(y, x @ w.t())
+        elif kind == 3:
+            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+            torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))
+        else:
+            y = schedule.matmul_all_reduce([(x, w)], None)
+            torch.testing.assert_close(y, schedule.world_size * (x @ w.t()))
+    for moving, wanted in pending:
+        assert torch.equal(moving.wait(), wanted)
+    schedule.chunks = None
