@@ -256,9 +256,13 @@ class ShmTransport:
             self._held.append((call.number, memory))
             raise
 
-    def all_reduce(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself)."""
-        described = self.described("all_reduce", tensor.dtype, tensor.shape)
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
+        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
+
+        Args:
+            called: the op this is part of, which must agree on all ranks as the shape must.
+        """
+        described = self.described(called, tensor.dtype, tensor.shape)
         out = torch.empty_like(tensor) if out is None else out
         _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
         return out
