@@ -14,6 +14,7 @@ they do not run the same layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ def shift(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
+@dataclass(frozen=True, eq=False)
 class GlobalLoss:
     """Stands in for a model's `loss_function(logits, labels, vocab_size, ...)`.
 
@@ -53,18 +55,10 @@ class GlobalLoss:
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
     """
 
-    def __init__(
-        self,
-        own: Callable[..., Tensor],
-        *,
-        vocab_mesh: DeviceMesh | None,
-        cp_mesh: DeviceMesh | None,
-        grad_sync: bool,
-    ) -> None:
-        self.own = own
-        self.vocab_mesh = vocab_mesh
-        self.cp_mesh = cp_mesh
-        self.grad_sync = grad_sync
+    own: Callable[..., Tensor]
+    vocab_mesh: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
+    grad_sync: bool
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():

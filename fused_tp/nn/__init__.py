@@ -1,12 +1,11 @@
 """Layers whose parameters are DTensors on a tensor parallel mesh."""
 
-from fused_tp.nn.attention import ParallelAttention
+from fused_tp.nn.attention import ParallelAttention, RotaryEmbedding
 from fused_tp.nn.cache import ContextKVCache, KVCache, PagedContextKVCache
 from fused_tp.nn.checkpoint import gather_state_dict
 from fused_tp.nn.embedding import VocabParallelEmbedding
 from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.mlp import ParallelMLP
-from fused_tp.nn.rotary import RotaryEmbedding
 
 __all__ = [
     "ColumnParallelLinear",

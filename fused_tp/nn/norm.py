@@ -105,7 +105,10 @@ def replicate_own(
     kind = type(module)
     if kind not in _classes:
         _classes[kind] = _on_local_parameters(kind)
-    cast(Any, module)._grad_mesh, cast(Any, module)._sums_grad = mesh, sums
+    replicated = cast(Any, module)
+    replicated._grad_mesh, replicated._sums_grad = mesh, sums
+    # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
+    replicated._own_forward = module.__dict__.pop("forward", None)
     module.__class__ = _classes[kind]
     return True
 
@@ -122,6 +125,8 @@ def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
             if parameter is not None:
                 own[name] = reduce_grad(parameter, self._grad_mesh) if sums else local(parameter)
         with _reparametrize_module(self, own):
+            if self._own_forward is not None:
+                return self._own_forward(*args, **kwargs)
             return kind.forward(self, *args, **kwargs)
 
     return type(f"Replicated{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,13 +42,10 @@ class SharedGather:
         versions = tuple(t._version for t in tensors)
         written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
         state = (*_modes(x, gather_size), *written)
-        if self.waiting is not None and self.waiting[0] is x and self.waiting[1] == state:
-            outputs = self.waiting[2]
-        else:
-            outputs = {}
-        if index not in outputs:
+        source, source_state, outputs = self.waiting or (None, None, {})
+        if source is not x or source_state != state or index not in outputs:
             outputs = dict(enumerate(column_forward(self.layers, x, gather_size)))
-            last = getattr(_last, "group", _none)()
+            last = _last.group()
             if last is not None:
                 last.waiting = None
             _last.group = weakref.ref(self)
@@ -60,11 +57,13 @@ class SharedGather:
         return {"layers": self.layers, "waiting": None}
 
 
-_last = threading.local()  # .group: whose parts wait in this thread; weakly, so that a model can be freed
+class _Last(threading.local):
+    """The group of this thread whose parts wait; weakly, so that a model can be freed."""
+
+    group: Callable[[], SharedGather | None] = staticmethod(lambda: None)
 
 
-def _none() -> None:
-    return None
+_last = _Last()
 
 
 def share_gather(layers: Sequence[Any]) -> None:

@@ -157,5 +157,12 @@ def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable
     assert_same_gradients(parallel, whole)
 
 
+def assert_same_calls(parallel: nn.Module, whole: nn.Module, tokens: Tensor, labels: Tensor, **more: Any) -> None:
+    """Logits, loss and every gradient of the same call."""
+    with torch.no_grad():
+        assert_near(parallel(tokens, **more).logits, whole(tokens, **more).logits, "logits")
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=labels, **more).loss)
+
+
 def copy_of(model: Any) -> Any:
     return copy.deepcopy(model)

@@ -22,6 +22,7 @@ from fused_tp.nn import gather_state_dict
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,
+    assert_same_calls,
     assert_same_gradients,
     assert_trains_alike,
     copy_of,
@@ -45,14 +46,7 @@ def compare(group: dist.ProcessGroup, layout: str, family: str, seq: int, **chan
     tokens = make_tokens(2, seq)
     labels = tokens.clone()
     labels[0, : seq // 2] = -100  # the CP ranks have unequal numbers of targets: a mean of means would show
-    with torch.no_grad():
-        assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
-    expected = whole(tokens, labels=labels).loss
-    actual = parallel(input_ids=tokens, labels=labels).loss
-    assert_near(actual, expected, "loss")
-    expected.backward()
-    actual.backward()
-    assert_same_gradients(parallel, whole)
+    assert_same_calls(parallel, whole, tokens, labels)
 
 
 @on_layouts("cp2_tp2_sp_lossparallel", "tp2_lossparallel", full=["tp2", "tp2_sp", "cp2", "cp2_tp2"])
@@ -66,12 +60,10 @@ def test_loss_logits_and_gradients(group: dist.ProcessGroup, layout: str, family
 def test_fewer_tokens_than_pieces_to_cut(group: dist.ProcessGroup, seq: int) -> None:
     whole, parallel = pair(group, "cp2_tp2_sp", "llama")
     tokens = make_tokens(2, seq)
+    with torch.no_grad():
+        assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
     # A loss of the caller's own, from logits that every rank has whole.
-    expected, actual = whole(tokens).logits, parallel(tokens).logits
-    assert_near(actual, expected, "logits")
-    expected.square().mean().backward()
-    actual.square().mean().backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens).logits.square().mean())
 
 
 @on_ranks(2)
@@ -259,9 +251,7 @@ def test_generate(group: dist.ProcessGroup, layout: str) -> None:
         expected = whole.generate(tokens, **inputs)
         assert torch.equal(parallel.generate(tokens, **inputs), expected), how
     # ... and training goes on as before.
-    parallel(tokens, labels=tokens).loss.backward()
-    whole(tokens, labels=tokens).loss.backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
 def test_checkpoint_round_trip(tmp_path: Path) -> None:
@@ -301,11 +291,9 @@ def test_base_model_returns_all_hidden_states(group: dist.ProcessGroup) -> None:
     whole = make("llama").model
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
     tokens = make_tokens(2, 7)
-    outputs = [model(tokens).last_hidden_state for model in (whole, parallel)]
-    assert_near(outputs[1], outputs[0], "hidden states")
-    for output in outputs:
-        output.square().mean().backward()
-    assert_same_gradients(parallel, whole)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens).last_hidden_state.square().mean())
+    with torch.no_grad():
+        assert_near(parallel(tokens).last_hidden_state, whole(tokens).last_hidden_state, "hidden states")
 
 
 _PAIR = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}

@@ -101,16 +101,15 @@ def test_the_whole_model_checkpointed_by_its_caller(group: dist.ProcessGroup, la
     whole, parallel = pair(group, layout)
     recompute_layers(parallel, False)
     anchor = torch.ones((), requires_grad=True)  # reentrant checkpoints need an input that requires grad
-    for model in (whole, parallel):
-        losses = [
-            checkpoint(_scaled_loss, model, anchor, make_tokens(2, seq), use_reentrant=use_reentrant) for seq in (9, 12)
-        ]
-        sum(losses).backward()
-    assert_same_gradients(parallel, whole)
 
+    def loss_of(model: Any, tokens: Tensor, anchor: Tensor) -> Tensor:
+        return model(tokens, labels=tokens).loss * anchor
 
-def _scaled_loss(model: Any, anchor: Tensor, tokens: Tensor) -> Tensor:
-    return model(tokens, labels=tokens).loss * anchor
+    def losses(model: Any) -> Tensor:
+        both = [make_tokens(2, seq) for seq in (9, 12)]
+        return sum(checkpoint(loss_of, model, tokens, anchor, use_reentrant=use_reentrant) for tokens in both)
+
+    assert_trains_alike(parallel, whole, losses)
 
 
 @on_layouts("cp2_tp2_sp", full=SMALLER)
