@@ -19,83 +19,49 @@ namespace fused_tp::attention {
 namespace {
 
 template <class L>
-struct BackwardKeys {
-  using Operand = typename L::Operand;
-  bool* finite;  // K; its columns are cleaned
-  Operand *k_rows, *k_columns, *v_rows;
-  uintptr_t end;
-
-  BackwardKeys(const Shape& shape, char* memory) {
-    Pieces pieces(memory);
-    finite = pieces.take<bool>(1);
-    k_rows = pieces.take<Operand>(kKeys * padded(shape.dim));
-    k_columns = pieces.take<Operand>(kKeys * padded(shape.dim));
-    v_rows = pieces.take<Operand>(kKeys * padded(shape.v_dim));
-    end = pieces.end();
-  }
+struct BackwardKeys : Layout<L> {
+  using Layout<L>::Layout;
+  using typename Layout<L>::Operand;
+  bool* finite = this->template take<bool>(1);  // K; its columns are cleaned
+  Operand* k_rows = this->operands(kKeys * this->dim);
+  Operand* k_columns = this->operands(kKeys * this->dim);
+  Operand* v_rows = this->operands(kKeys * this->v_dim);
 };
 
 template <class L>
-struct BackwardQueries {
-  using Real = typename L::Real;
-  using Operand = typename L::Operand;
-  Rows* rows;
-  bool* finite;      // q and g; their pairs are cleaned
-  Real *lse, *sums;  // lse in units of ln 2
-  Operand *q_lanes, *q_pairs, *g_lanes, *g_pairs;
-  Real* dq;  // [dim][query], not yet scaled
-  uintptr_t end;
-
-  BackwardQueries(const Shape& shape, char* memory) {
-    Pieces pieces(memory);
-    rows = pieces.take<Rows>(1);
-    finite = pieces.take<bool>(1);
-    lse = pieces.take<Real>(kQueries);
-    sums = pieces.take<Real>(kQueries);
-    q_lanes = pieces.take<Operand>(kQueries * padded(shape.dim));
-    q_pairs = pieces.take<Operand>(kQueries * padded(shape.dim));
-    g_lanes = pieces.take<Operand>(kQueries * padded(shape.v_dim));
-    g_pairs = pieces.take<Operand>(kQueries * padded(shape.v_dim));
-    dq = pieces.take<Real>(kQueries * padded(shape.dim));
-    end = pieces.end();
-  }
+struct BackwardQueries : Layout<L> {
+  using Layout<L>::Layout;
+  using typename Layout<L>::Real, typename Layout<L>::Operand;
+  Rows* rows = this->template take<Rows>(1);
+  bool* finite = this->template take<bool>(1);  // q and g; their pairs are cleaned
+  Real* lse = this->reals(kQueries);            // in units of ln 2
+  Real* sums = this->reals(kQueries);
+  Operand* q_lanes = this->operands(kQueries * this->dim);
+  Operand* q_pairs = this->operands(kQueries * this->dim);
+  Operand* g_lanes = this->operands(kQueries * this->v_dim);
+  Operand* g_pairs = this->operands(kQueries * this->v_dim);
+  Real* dq = this->reals(kQueries * this->dim);  // [dim][query], not yet scaled
 };
 
 template <class L>
-struct BackwardScratch {
-  using Real = typename L::Real;
-  using Operand = typename L::Operand;
-  Operand* rows;  // room for packing: a block of keys or queries, twice
-  Real* s;        // S^T [key][query]
-  Real* g;        // G^T
-  Operand* p;     // P^T after dropout, rows
-  Operand* d;     // D^T, rows
-  Operand* d_pairs;
-  Real* dk;     // [key][dim], not yet scaled
-  Real* dv;     // [key][dim]
-  Real* slope;  // one vector
-  uintptr_t end;
-
-  BackwardScratch(const Shape& shape, char* memory) {
-    Pieces pieces(memory);
-    const int64_t widest = padded(shape.dim > shape.v_dim ? shape.dim : shape.v_dim);
-    rows = pieces.take<Operand>(2 * kKeys * widest);
-    s = pieces.take<Real>(kKeys * kQueries);
-    g = pieces.take<Real>(kKeys * kQueries);
-    p = pieces.take<Operand>(kKeys * kQueries);
-    d = pieces.take<Operand>(kKeys * kQueries);
-    d_pairs = L::kPair == 1 ? d : pieces.take<Operand>(kKeys * kQueries);
-    dk = pieces.take<Real>(kKeys * padded(shape.dim));
-    dv = pieces.take<Real>(kKeys * padded(shape.v_dim));
-    slope = pieces.take<Real>(L::kWidth);
-    end = pieces.end();
-  }
+struct BackwardScratch : Layout<L> {
+  using Layout<L>::Layout;
+  using typename Layout<L>::Real, typename Layout<L>::Operand;
+  Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
+  Real* s = this->reals(kKeys * kQueries);                     // S^T [key][query]
+  Real* g = this->reals(kKeys * kQueries);                     // G^T
+  Operand* p = this->operands(kKeys * kQueries);               // P^T after dropout, rows
+  Operand* d = this->operands(kKeys * kQueries);               // D^T, rows
+  Operand* d_pairs = L::kPair == 1 ? d : this->operands(kKeys * kQueries);
+  Real* dk = this->reals(kKeys * this->dim);    // [key][dim], not yet scaled
+  Real* dv = this->reals(kKeys * this->v_dim);  // [key][dim]
+  Real* slope = this->reals(L::kWidth);         // one vector
 };
 
 template <class L>
 Sizes backward_sizes(const Shape& shape) {
-  return {BackwardKeys<L>(shape, nullptr).end, BackwardQueries<L>(shape, nullptr).end,
-          BackwardScratch<L>(shape, nullptr).end};
+  return {BackwardKeys<L>(shape, nullptr).end(), BackwardQueries<L>(shape, nullptr).end(),
+          BackwardScratch<L>(shape, nullptr).end()};
 }
 
 template <class L>

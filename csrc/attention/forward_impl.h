@@ -22,48 +22,28 @@ namespace {
 constexpr int kSlack = 8;
 
 template <class L>
-struct ForwardKeys {
-  using Operand = typename L::Operand;
-  bool* finite;  // V, before it was cleaned
-  Operand* k;    // rows
-  Operand* v;    // columns
-  uintptr_t end;
-
-  ForwardKeys(const Shape& shape, char* memory) {
-    Pieces pieces(memory);
-    finite = pieces.take<bool>(1);
-    k = pieces.take<Operand>(kKeys * padded(shape.dim));
-    v = pieces.take<Operand>(kKeys * padded(shape.v_dim));
-    end = pieces.end();
-  }
+struct ForwardKeys : Layout<L> {
+  using Layout<L>::Layout;
+  using typename Layout<L>::Operand;
+  bool* finite = this->template take<bool>(1);       // V, before it was cleaned
+  Operand* k = this->operands(kKeys * this->dim);    // rows
+  Operand* v = this->operands(kKeys * this->v_dim);  // columns
 };
 
 template <class L>
-struct ForwardScratch {
-  using Real = typename L::Real;
-  using Operand = typename L::Operand;
-  Operand* rows;  // room for packing: a block of keys or queries, twice
-  Operand* q;     // lanes
-  Real* s;        // [key][query]
-  Operand* p;     // the same, as B of a product along keys
-  Real* o;        // [dim of v][query]
-  uintptr_t end;
-
-  ForwardScratch(const Shape& shape, char* memory) {
-    Pieces pieces(memory);
-    const int64_t widest = padded(shape.dim > shape.v_dim ? shape.dim : shape.v_dim);
-    rows = pieces.take<Operand>(2 * kKeys * widest);
-    q = pieces.take<Operand>(kQueries * padded(shape.dim));
-    s = pieces.take<Real>(kKeys * kQueries);
-    p = pieces.take<Operand>(kKeys * kQueries);
-    o = pieces.take<Real>(padded(shape.v_dim) * kQueries);
-    end = pieces.end();
-  }
+struct ForwardScratch : Layout<L> {
+  using Layout<L>::Layout;
+  using typename Layout<L>::Real, typename Layout<L>::Operand;
+  Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
+  Operand* q = this->operands(kQueries * this->dim);           // lanes
+  Real* s = this->reals(kKeys * kQueries);                     // [key][query]
+  Operand* p = this->operands(kKeys * kQueries);               // the same, as B of a product along keys
+  Real* o = this->reals(this->v_dim * kQueries);               // [dim of v][query]
 };
 
 template <class L>
 Sizes forward_sizes(const Shape& shape) {
-  return {ForwardKeys<L>(shape, nullptr).end, 0, ForwardScratch<L>(shape, nullptr).end};
+  return {ForwardKeys<L>(shape, nullptr).end(), 0, ForwardScratch<L>(shape, nullptr).end()};
 }
 
 template <class L>
@@ -172,7 +152,7 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
   if (rows.last <= rows.first) return;
   const ForwardScratch<L> mine(shape, scratch);
   const Rule<L> rule(step.scores, head);
-  const size_t key_bytes = ForwardKeys<L>(shape, nullptr).end;
+  const size_t key_bytes = ForwardKeys<L>(shape, nullptr).end();
   const int64_t width = padded(shape.dim);
   pack_rows<L>(step.q, step.dtype, batch, head, rows.at, rows.count, kQueries, shape.dim, mine.rows);
   rows_to_lanes<L>(mine.rows, kQueries, shape.dim, mine.q);

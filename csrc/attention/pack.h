@@ -190,17 +190,28 @@ inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows,
   transpose<L>(steps<L>(room), block_rows / L::kPair, padded(dim), steps<L>(columns));
 }
 
-// Memory that is given out piece by piece, all aligned.
-class Pieces {
+// Memory of a block or a thread: members of derived classes take their pieces, all aligned, as they are declared.
+template <class L>
+class Layout {
  public:
-  explicit Pieces(char* memory) : next_(reinterpret_cast<uintptr_t>(memory)) {}
+  using Real = typename L::Real;
+  using Operand = typename L::Operand;
+  Layout(const Shape& shape, char* memory)
+      : dim(padded(shape.dim)), v_dim(padded(shape.v_dim)), next_(reinterpret_cast<uintptr_t>(memory)) {}
+  uintptr_t end() const { return next_; }
+
+ protected:
   template <typename T>
   T* take(int64_t count) {
     const uintptr_t at = next_;
     next_ += (count * sizeof(T) + 63) / 64 * 64;
     return reinterpret_cast<T*>(at);
   }
-  uintptr_t end() const { return next_; }
+  Real* reals(int64_t count) { return take<Real>(count); }
+  Operand* operands(int64_t count) { return take<Operand>(count); }
+  int64_t widest() const { return dim > v_dim ? dim : v_dim; }
+
+  const int64_t dim, v_dim;  // padded
 
  private:
   uintptr_t next_;

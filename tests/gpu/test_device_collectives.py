@@ -306,18 +306,18 @@ def group_collectives(group: Any, kind: str, library: str | None) -> Any:
     return memory.reason if isinstance(memory, Availability) else collectives_on(device, DeviceCollectives(memory))
 
 
-def in_process(
-    group: Any, kind: str, library: str | None, dtype_name: str, algorithms: tuple[str, ...] = ALGORITHMS
-) -> str | list[bytes]:
+def in_process(group: Any, kind: str, library: str | None, dtype_name: str) -> str | list[bytes]:
     """What all ranks must have the same bits of; or why they cannot run it."""
     device = group_collectives(group, kind, library)
     if isinstance(device, str):
         return device
-    if "multimem" in algorithms and not device.has_multicast():
-        return "these GPUs have no multicast, which takes an NVLink switch with SHARP"
-    with mock.patch.object(checks, "ALGORITHMS", algorithms):
+    with mock.patch.object(checks, "ALGORITHMS", ALGORITHMS):
         results = checks.every_collective(device, getattr(torch, dtype_name))
     dist.barrier(group)
+    return in_bytes(results)
+
+
+def in_bytes(results: list[Tensor]) -> list[bytes]:
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
 
 
@@ -338,7 +338,7 @@ def by_the_switch(group: Any, kind: str, library: str | None) -> str | list[byte
             checks.assert_within_dtype_error(total, exact, dtype, reduced_over=world_size)
             results.append(total)
     dist.barrier(group)
-    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
+    return in_bytes(results)
 
 
 @pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "bfloat16"), (2, "float32"), (4, "float16")])
