@@ -78,7 +78,7 @@ def _gemm(arch: int) -> Iterator[Variant]:
 
 def _gemm_variant(arch: int, kind: str, tma: bool, config: GemmConfig, layout: str) -> Variant:
     element, x_swapped, w_swapped = _element(kind), layout[0] == "t", layout[1] == "n"
-    plan = gemm.GemmPlan(tma, "", x_swapped, w_swapped, (config,))
+    plan = LoadPlan((config,), tma, "", x_swapped, w_swapped)
     half = config.block_n // 2 if config.split_store else config.block_n
     arguments = {
         "x": _operand(element, tma, config.block_m, config.block_k, x_swapped),
@@ -87,7 +87,7 @@ def _gemm_variant(arch: int, kind: str, tma: bool, config: GemmConfig, layout: s
         "bias_ptr": f"*{element}",
         "sizes": Sizes("i32", _strides(x_swapped), _strides(w_swapped)),
         **dict.fromkeys("MN", "i32"),
-        "C": gemm.gemm_constants(config, plan, kind if element == "fp32" else "ieee", even_k=tma),
+        "C": plan.constants(kind if element == "fp32" else "ieee", even_k=tma),
     }
     name = f"{kind} {layout} {'tma' if tma else 'pointers'} {config}"
     return Variant("gemm", name, arch, gemm.gemm_kernel, arguments, config.options(), kind != "ieee")
@@ -124,7 +124,7 @@ def _sum(
     for i in range(products):
         operands[f"x{i}"] = _operand(element, tma, config.block_m, config.block_k, x_swapped)
         operands[f"w{i}"] = _operand(element, tma, config.block_n, config.block_k, w_swapped)
-    plan = LoadPlan(config, tma, "", x_swapped, w_swapped)
+    plan = LoadPlan((config,), tma, "", x_swapped, w_swapped)
     c = sum_constants(launch, plan, 4 if element == "fp32" else 2, products, tma, way != "one-shot")
     several = f"{products} products" if products > 1 else ""
     name = " ".join(filter(None, [kind, layout, several, way, "tma" if tma else "pointers", str(config)]))
@@ -213,7 +213,7 @@ def _all_gather_variant(
     x = _operand(element, tma, config.block_m, config.block_k)
     w = _operand(element, tma, config.block_n, config.block_k, w_swapped)
     weight = all_gather_gemm.Weight(f"*{element}", f"*{element}", "i32", _strides(w_swapped))
-    plan = LoadPlan(config, tma, "", False, w_swapped)
+    plan = LoadPlan((config,), tma, "", False, w_swapped)
     arguments = {
         "x_own": x,
         "x": None if direct else x,

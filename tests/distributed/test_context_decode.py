@@ -18,7 +18,7 @@ from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
 from tests.attention_cases import ROUTES
 from tests.attention_reference import dense_attention, dense_mask
-from tests.reference import seeded
+from tests.reference import refuses, seeded
 from tests.workers import run_ranks
 
 Case = dict[str, Any]
@@ -356,62 +356,47 @@ def test_bad_input() -> None:
     for given, kind, message in BAD:
         arguments: dict[str, Any] = {"q": Q, "k": K, "v": K, "cache_seqlens": LENGTHS, "group": None, **given}
         tensors = [arguments.pop(name) for name in "qkv"]
-        with pytest.raises(kind, match=re.escape(message)):
-            context_parallel_decode(*tensors, **arguments)
+        refuses(kind, re.escape(message), context_parallel_decode, *tensors, **arguments)
 
 
 def test_gradients_are_refused() -> None:
-    q = Q.clone().requires_grad_()
-    with pytest.raises(ValueError, match="q requires a gradient"):
-        context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)
+    q, given = Q.clone().requires_grad_(), {"group": None, "cache_seqlens": LENGTHS}
+    refuses(ValueError, "q requires a gradient", context_parallel_decode, q, K, K, **given)
     with torch.no_grad():
         context_parallel_decode(q, K, K, group=None, cache_seqlens=LENGTHS)
 
 
 def test_caches_refuse_what_does_not_fit() -> None:
-    def refuses(message: str, cache: ContextKVCache, *given: Any, **more: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            cache.append(*given, **more)
-
     for bad in (0, -1):
-        with pytest.raises(ValueError, match="block must be a positive integer"):
-            ContextKVCache(None, block=bad)
-        with pytest.raises(ValueError, match="pages must be a positive integer"):
-            PagedContextKVCache(None, bad)
+        refuses(ValueError, "block must be a positive integer", ContextKVCache, None, block=bad)
+        refuses(ValueError, "pages must be a positive integer", PagedContextKVCache, None, bad)
     cache = ContextKVCache(None, max_length=8)
-    with pytest.raises(ValueError, match="the cache is empty"):
-        cache.attend(Q)
-    refuses("k and v must be alike", cache, K, K[:, :4])
-    refuses(r"generate under torch\.no_grad", cache, K.clone().requires_grad_(), K)
-    refuses(r"new_lengths is \[6, 1\]; it must be 2 numbers from 0 to the 5 new tokens", cache, K, K, [6, 1])
+    refuses(ValueError, "the cache is empty", cache.attend, Q)
+    refuses(ValueError, "k and v must be alike", cache.append, K, K[:, :4])
+    refuses(ValueError, r"generate under torch\.no_grad", cache.append, K.clone().requires_grad_(), K)
+    said = r"new_lengths is \[6, 1\]; it must be 2 numbers from 0 to the 5 new tokens"
+    refuses(ValueError, said, cache.append, K, K, [6, 1])
     cache.append(K, K)
     assert cache.attend(Q, return_lse=True)[1].shape == (2, 4, 1)
-    refuses("room for max_length=8 tokens of a sequence and 10 are needed", cache, K, K)
-    refuses("the cache holds 2 sequences and got a batch of 1", cache, K[:1], K[:1])
-    refuses("holds keys of", cache, K[:, :1, :1], K[:, :1, :1])
-    with pytest.raises(ValueError, match=r"seq_len=9 in layout 'zigzag' gives rank 0 of 1 9 tokens, but k holds 5"):
-        cache.append_sharded(K, K, seq_len=9)
-    with pytest.raises(ValueError, match=r"sequences is \[2\]; the cache holds the sequences 0 to 1"):
-        cache.reorder(torch.tensor([2]))
-    with pytest.raises(ValueError, match="length is -1; it must be at least 0: how many tokens of a sequence are kept"):
-        cache.crop(-1)
-    given: list[Any] = [K.tolist(), None]
-    for wrong in given:
-        with pytest.raises(TypeError, match="k must be a Tensor"):
-            cache.append(wrong, K)
-        with pytest.raises(TypeError, match="q must be a Tensor"):
-            cache.attend(wrong)
-        with pytest.raises(TypeError, match="sequences must be a Tensor"):
-            cache.reorder(wrong)
-    with pytest.raises(TypeError, match=r"new_lengths has dtype torch\.float32; it must be int32 or int64"):
-        cache.append(K, K, torch.ones(2))
+    refuses(ValueError, "room for max_length=8 tokens of a sequence and 10 are needed", cache.append, K, K)
+    refuses(ValueError, "the cache holds 2 sequences and got a batch of 1", cache.append, K[:1], K[:1])
+    refuses(ValueError, "holds keys of", cache.append, K[:, :1, :1], K[:, :1, :1])
+    said = r"seq_len=9 in layout 'zigzag' gives rank 0 of 1 9 tokens, but k holds 5"
+    refuses(ValueError, said, cache.append_sharded, K, K, seq_len=9)
+    said = r"sequences is \[2\]; the cache holds the sequences 0 to 1"
+    refuses(ValueError, said, cache.reorder, torch.tensor([2]))
+    refuses(ValueError, "length is -1; it must be at least 0: how many tokens of a sequence are kept", cache.crop, -1)
+    for wrong in (K.tolist(), None):
+        refuses(TypeError, "k must be a Tensor", cache.append, wrong, K)
+        refuses(TypeError, "q must be a Tensor", cache.attend, wrong)
+        refuses(TypeError, "sequences must be a Tensor", cache.reorder, wrong)
+    said = r"new_lengths has dtype torch\.float32; it must be int32 or int64"
+    refuses(TypeError, said, cache.append, K, K, torch.ones(2))
     pool = PagedContextKVCache(None, 4)
-    number: Any = pool.allocate()
-    with pytest.raises(TypeError, match=r"sequences must be a list of numbers that allocate\(\) gave, not int"):
-        pool.batch(number)
-    with pytest.raises(ValueError, match="length is -3"):
-        pool.crop(number, -3)
+    number = pool.allocate()
+    refuses(TypeError, r"sequences must be a list of numbers that allocate\(\) gave, not int", pool.batch, number)
+    refuses(ValueError, "length is -3", pool.crop, number, -3)
     cache.reset()
     cache.append(K, K, [5, 2])
-    with pytest.raises(ValueError, match=r"have \[5, 2\] tokens; append_sharded needs equally many"):
-        cache.append_sharded(K[:, :1], K[:, :1])
+    said = r"have \[5, 2\] tokens; append_sharded needs equally many"
+    refuses(ValueError, said, cache.append_sharded, K[:, :1], K[:, :1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -45,85 +46,51 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def there_and_back(group: dist.ProcessGroup, layout: str) -> list[list[int]]:
-    held = []
-    for seq_len in (0, 1, 3, 8, 13):
-        positions = sequence_positions(seq_len, group=group, layout=layout)
-        held.append(positions.tolist())
-        for dtype in DTYPES:
-            for dim in (0, 1, -1):
-                shape = [2, 3, 4]
-                shape[dim] = seq_len
-                x = (seeded(*shape) * 4).abs().to(dtype)
-                mine = shard_sequence(x, dim, group=group, layout=layout)
-                assert torch.equal(as_bytes(mine), as_bytes(x).index_select(dim % 3, positions))
-                back = unshard_sequence(mine, dim, group=group, layout=layout, seq_len=seq_len)
-                assert back.dtype == dtype and back.shape == x.shape and torch.equal(as_bytes(back), as_bytes(x))
-    return held
-
-
-@pytest.mark.parametrize("shm", ["0", "1"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@LAYOUTS
-def test_there_and_back(world_size: int, layout: str, shm: str) -> None:
-    held = run_ranks(world_size, there_and_back, layout, env={"FUSED_TP_SHM": shm})
-    for positions in zip(*held, strict=True):
-        everything = sorted(p for of_rank in positions for p in of_rank)
-        assert everything == list(range(len(everything)))
-
-
 # Of each length that is packed, documents: empty ones and single tokens among them.
 PACKED = ((0, 0), (0, 1), (0, 0, 2, 3), (0, 5, 6, 6, 8), (0, 1, 9, 9, 10, 13), (0, 90, 100, 101, 140))
 
 
-def packed_there_and_back(group: dist.ProcessGroup, dtype: torch.dtype) -> list[tuple[list[int], list[int]]]:
+def there_and_back(group: dist.ProcessGroup, layout: str) -> list[tuple[list[int], list[int]]]:
+    """This rank's positions, in the sequence and within documents, of sequences of PACKED."""
     held = []
-    for bounds in PACKED:
-        cu_seqlens, seq_len = torch.tensor(bounds, dtype=dtype), bounds[-1]
-        where: dict[str, Any] = {"group": group, "layout": "balanced", "cu_seqlens": cu_seqlens}
+    for number, bounds in enumerate(PACKED):
+        cu_seqlens, seq_len = torch.tensor(bounds, dtype=(torch.int32, torch.int64)[number % 2]), bounds[-1]
+        where: dict[str, Any] = {"group": group, "layout": layout}
+        if layout == "balanced":
+            where["cu_seqlens"] = cu_seqlens
         positions = sequence_positions(seq_len, **where)
-        within = sequence_positions(seq_len, within_documents=True, **where)
+        within = sequence_positions(seq_len, within_documents=True, **{**where, "cu_seqlens": cu_seqlens})
         held.append((positions.tolist(), within.tolist()))
-        for kind, dim in ((torch.float32, 1), (torch.bool, 0), (torch.float8_e4m3fn, -1)):
+        for dtype, dim in itertools.product(DTYPES, (0, 1, -1)):
             shape = [2, 3, 4]
             shape[dim] = seq_len
-            x = (seeded(*shape) * 4).abs().to(kind)
+            x = (seeded(*shape) * 4).abs().to(dtype)
             mine = shard_sequence(x, dim, **where)
             assert torch.equal(as_bytes(mine), as_bytes(x).index_select(dim % 3, positions))
             back = unshard_sequence(mine, dim, seq_len=seq_len, **where)
-            assert back.dtype == kind and back.shape == x.shape and torch.equal(as_bytes(back), as_bytes(x))
+            assert back.dtype == dtype and back.shape == x.shape and torch.equal(as_bytes(back), as_bytes(x))
         x, grad = seeded(2, seq_len).requires_grad_(), seeded(2, seq_len, seed=1)
         (shard_sequence(x, 1, **where) * shard_sequence(grad, 1, **where)).sum().backward()
-        assert x.grad is not None and torch.equal(x.grad, grad)
+        assert x.grad is not None and torch.equal(x.grad, grad)  # complete on every rank
         mine = shard_sequence(seeded(2, seq_len), 1, **where).requires_grad_()
         (unshard_sequence(mine, 1, seq_len=seq_len, **where) * grad).sum().backward()
         assert mine.grad is not None and torch.equal(mine.grad, shard_sequence(grad, 1, **where))
     return held
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shm", "dtype"), [(1, "1", torch.int32), (2, "0", torch.int64), (3, "1", torch.int32)]
-)
-def test_packed_there_and_back(world_size: int, shm: str, dtype: torch.dtype) -> None:
-    ranks = run_ranks(world_size, packed_there_and_back, dtype, env={"FUSED_TP_SHM": shm})
+@pytest.mark.parametrize(("world_size", "shm"), [(1, "1"), (2, "0"), (3, "0"), (3, "1"), (4, "1")])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+def test_there_and_back(world_size: int, layout: str, shm: str) -> None:
+    ranks = run_ranks(world_size, there_and_back, layout, env={"FUSED_TP_SHM": shm})
     for bounds, held in zip(PACKED, zip(*ranks, strict=True), strict=True):
         offsets = [i for start, stop in pairwise(bounds) for i in range(stop - start)]
-        assert [len(positions) for positions, _ in held] == [
-            len(part) for part in torch.arange(bounds[-1]).tensor_split(world_size)
-        ]
         assert sorted(p for positions, _ in held for p in positions) == list(range(bounds[-1]))
+        if layout != "zigzag":
+            sizes = [len(part) for part in torch.arange(bounds[-1]).tensor_split(world_size)]
+            assert [len(positions) for positions, _ in held] == sizes
         for positions, within in held:
             assert positions == sorted(positions)
             assert within == [offsets[p] for p in positions]
-
-
-@LAYOUTS
-def test_positions_within_documents_of_every_layout(layout: str) -> None:
-    cu_seqlens = torch.tensor([0, 2, 2, 5])
-    there: dict[str, Any] = {"group": None, "layout": layout, "cu_seqlens": cu_seqlens}
-    assert sequence_positions(5, **there).tolist() == [0, 1, 2, 3, 4]
-    positions = sequence_positions(5, within_documents=True, **there)
-    assert positions.tolist() == [0, 1, 0, 1, 2] and positions.dtype == torch.int64
 
 
 @on_ranks(2)
@@ -173,20 +140,6 @@ def put_together_otherwise(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("shm", ["0", "1"])
 def test_ranks_that_put_together_otherwise_are_told(shm: str) -> None:
     run_ranks(2, put_together_otherwise, env={"FUSED_TP_SHM": shm})
-
-
-def gradients(group: dist.ProcessGroup) -> None:
-    x, grad = seeded(2, 7).requires_grad_(), seeded(2, 7, seed=1)
-    (shard_sequence(x, 1, group=group) * shard_sequence(grad, 1, group=group)).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, grad)  # complete on every rank
-    mine = shard_sequence(seeded(2, 7), 1, group=group).requires_grad_()
-    (unshard_sequence(mine, 1, group=group, seq_len=7) * grad).sum().backward()
-    assert mine.grad is not None and torch.equal(mine.grad, shard_sequence(grad, 1, group=group))
-
-
-@pytest.mark.parametrize("shm", ["0", "1"])
-def test_gradients(shm: str) -> None:
-    run_ranks(3, gradients, env={"FUSED_TP_SHM": shm})
 
 
 X = torch.zeros(2, 4)

@@ -339,14 +339,14 @@ def _matmul_launch(
     if not x_own.is_contiguous() or x_own.data_ptr() % 16:
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
-        plan = LoadPlan(launch.config, False, "x lies in several ranks' memory", False, is_swapped(weights[0]))
+        plan = LoadPlan((launch.config,), False, "x lies in several ranks' memory", False, is_swapped(weights[0]))
     else:
         assert kept is not None
         if not x_own.shape[0]:
             x_own = kept  # no tile of it will be loaded
         plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
     if not plan.tma:
-        plan = dataclasses.replace(plan, config=by_pointers(plan.config))
+        plan = dataclasses.replace(plan, configs=(by_pointers(plan.config),))
     config = plan.config
     operands = {"x_own": x_own, "x": None if direct else kept}
     operands |= {f"w{i}": weights[i] if i < len(weights) else None for i in range(MAX_WEIGHTS)}
@@ -390,15 +390,9 @@ def by_pointers(config: GemmConfig) -> GemmConfig:
 
 def gather_constants(launch: Launch, plan: LoadPlan, weights: int, even_k: bool) -> Constants:
     """The constants of a matmul of several weights."""
-    return plan.config.constants(
-        precision=launch.precision,
-        tma=plan.tma,
-        x_swapped=False,
-        w_swapped=plan.w_swapped,
-        even_k=even_k,
-        # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
-        flatten=weights == 1 or plan.config.block_n > 128,
-    )
+    # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
+    flatten = weights == 1 or plan.config.block_n > 128
+    return plan.constants(launch.precision, even_k=even_k, flatten=flatten)
 
 
 def _key(

@@ -59,17 +59,6 @@ class GemmConfig:
     warp_specialize: bool = False
     programs_per_sm: int = 1
 
-    def constants(
-        self, *, precision: str, tma: bool, x_swapped: bool, w_swapped: bool, even_k: bool, flatten: bool = True
-    ) -> Constants:
-        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
-        return Constants(
-            *(self.block_m, self.block_n, self.block_k, self.group_m),
-            *(self.split_store, self.flatten and flatten, self.warp_specialize),
-            precision,
-            *(tma, x_swapped, w_swapped, even_k),
-        )
-
     def options(self) -> dict[str, int]:
         """The compiler's options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}

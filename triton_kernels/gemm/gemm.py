@@ -12,7 +12,6 @@ Sources: Triton tutorial 09 (persistent matmul); Thakkar et al., CUTLASS 3 (TMA,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +21,18 @@ from torch import Tensor
 
 from ..device import arch_of, check_current, sms_of
 from ..language import INTERPRETED, zeros
-from .configs import DTYPES, INTERPRETED_CONFIG, Constants, GemmConfig, gemm_configs
-from .launch import ALIGNED, TRANSPOSED, UNALIGNED, check_like, descriptor, fits_tma, is_swapped, sizes_of
+from .configs import DTYPES, INTERPRETED_CONFIG, GemmConfig, gemm_configs
+from .launch import (
+    ALIGNED,
+    LoadPlan,
+    check_like,
+    check_operands,
+    descriptor,
+    fits_tma,
+    is_swapped,
+    sizes_of,
+    tma_obstacle,
+)
 from .tiles import Matrix, add_product, store_result, tile_at
 
 MAX_BLOCK_K = 128  # a K that is a multiple of it needs no masks along K, whichever config is taken
@@ -40,17 +49,6 @@ def gemm_kernel(x, w, y, bias_ptr, sizes, M, N, C: tl.constexpr):
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
         total = add_product(zeros(C.BLOCK_M, C.BLOCK_N), x, w, sizes, tile_m, tile_n, M, N, 0, C)
         store_result(y, total, bias_ptr, tile_m, tile_n, M, N, C.SPLIT_STORE, C.TMA)
-
-
-@dataclass(frozen=True)
-class GemmPlan:
-    """How `gemm` would load its operands, and from which configs it would take one."""
-
-    tma: bool
-    reason: str
-    x_swapped: bool
-    w_swapped: bool
-    configs: tuple[GemmConfig, ...]
 
 
 def gemm(
@@ -123,7 +121,7 @@ def gemm(
 _tuned: dict[Any, GemmConfig] = {}
 
 
-def plan_gemm(x: Tensor, weight: Tensor, *, out: Tensor | None = None, precision: str = "ieee") -> GemmPlan:
+def plan_gemm(x: Tensor, weight: Tensor, *, out: Tensor | None = None, precision: str = "ieee") -> LoadPlan:
     """How `gemm` would run: by TMA or by pointers, the `reason`, and its configs. Raises ValueError as `gemm` does."""
     _check(x, weight, precision)
     arch, kind = arch_of(x.device), _kind(x, precision)
@@ -133,22 +131,20 @@ def plan_gemm(x: Tensor, weight: Tensor, *, out: Tensor | None = None, precision
         reason = "fp32 in full precision is bound by CUDA cores, not by loads"
     elif x.shape[1] == 0:
         reason = "K is 0"
-    elif not (fits_tma(x) and fits_tma(weight)):
-        reason = UNALIGNED
-    elif (is_swapped(x) or is_swapped(weight)) and x.element_size() != 2:
-        reason = TRANSPOSED
+    elif obstacle := tma_obstacle([x], [weight]):
+        reason = obstacle
     elif out is not None and (not fits_tma(out) or is_swapped(out)):
         reason = "rows of out are not in one piece, or do not begin at multiples of 16 bytes"
     else:
         configs = gemm_configs(arch, kind, tma=True) if arch else (INTERPRETED_CONFIG,)
-        return GemmPlan(True, ALIGNED, is_swapped(x), is_swapped(weight), configs)
+        return LoadPlan(configs, True, ALIGNED, is_swapped(x), is_swapped(weight))
     return _plan_pointers(x, weight, precision, reason)
 
 
-def _plan_pointers(x: Tensor, weight: Tensor, precision: str, reason: str) -> GemmPlan:
+def _plan_pointers(x: Tensor, weight: Tensor, precision: str, reason: str) -> LoadPlan:
     arch = arch_of(x.device)
     configs = gemm_configs(arch, _kind(x, precision), tma=False) if arch else (INTERPRETED_CONFIG,)
-    return GemmPlan(False, reason, is_swapped(x), is_swapped(weight), configs)
+    return LoadPlan(configs, False, reason, is_swapped(x), is_swapped(weight))
 
 
 def _kind(x: Tensor, precision: str) -> str:
@@ -156,7 +152,7 @@ def _kind(x: Tensor, precision: str) -> str:
 
 
 def _arguments(
-    config: GemmConfig, plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, precision: str
+    config: GemmConfig, plan: LoadPlan, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, precision: str
 ) -> dict[str, Any]:
     operands: dict[str, Any] = {"x": x, "w": weight, "y": Matrix(y, y.stride(0))}
     if plan.tma:
@@ -169,22 +165,13 @@ def _arguments(
         "sizes": sizes_of(x, weight),
         "M": y.shape[0],
         "N": y.shape[1],
-        "C": gemm_constants(config, plan, precision, even_k=x.shape[1] % MAX_BLOCK_K == 0),
+        "C": plan.constants(precision, even_k=x.shape[1] % MAX_BLOCK_K == 0, config=config),
         **config.options(),
     }
 
 
-def gemm_constants(config: GemmConfig, plan: GemmPlan, precision: str, *, even_k: bool) -> Constants:
-    return config.constants(
-        precision=precision, tma=plan.tma, x_swapped=plan.x_swapped, w_swapped=plan.w_swapped, even_k=even_k
-    )
-
-
 def _check(x: Tensor, weight: Tensor, precision: str) -> None:
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x must be [M, K] and weight [N, K]; got {tuple(x.shape)} and {tuple(weight.shape)}.")
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise ValueError(f"x and weight must be both bf16, fp16 or fp32; got {x.dtype} and {weight.dtype}.")
+    check_operands(x, weight)
     if weight.device != x.device:
         raise ValueError(f"weight must be on x's device; they are on {weight.device} and {x.device}.")
     if precision not in ("ieee", "tf32"):

@@ -157,31 +157,49 @@ def launch_for(
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How this rank loads the operands of a launch, and why."""
+    """How this rank loads the operands of a launch and why, and the tiles that it may take: the first, unless timed."""
 
-    config: GemmConfig
+    configs: tuple[GemmConfig, ...]
     tma: bool
     reason: str
     x_swapped: bool
     w_swapped: bool
 
+    @property
+    def config(self) -> GemmConfig:
+        return self.configs[0]
+
+    def constants(
+        self, precision: str, *, even_k: bool, flatten: bool = True, config: GemmConfig | None = None
+    ) -> Constants:
+        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
+        c = config or self.config
+        return Constants(
+            *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten, c.warp_specialize),
+            *(precision, self.tma, self.x_swapped, self.w_swapped, even_k),
+        )
+
+
+def tma_obstacle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> str:
+    """Why TMA cannot load these operands of one launch; empty where it can."""
+    swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
+    if not all(fits_tma(t) for t in (*xs, *ws)):
+        return UNALIGNED
+    if any(len(both) > 1 for both in swapped):
+        return "the products' operands do not lie alike"
+    return TRANSPOSED if True in swapped[0] | swapped[1] and xs[0].element_size() != 2 else ""
+
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
     """By TMA where all operands are aligned for it and lie alike, else by pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
-    x_swapped, w_swapped = ({is_swapped(t) for t in tensors} for tensors in (xs, ws))
+    # By pointers it is about speed alone how the others lie.
+    swapped = is_swapped(xs[0]), is_swapped(ws[0])
     if launch.tma_config is None:
         reason = "this launch has no tiles for TMA"
-    elif not all(fits_tma(t) for t in xs + ws):
-        reason = UNALIGNED
-    elif len(x_swapped) + len(w_swapped) > 2:
-        reason = "the products' operands do not lie alike"
-    elif True in x_swapped | w_swapped and xs[0].element_size() != 2:
-        reason = TRANSPOSED
-    else:
-        return LoadPlan(launch.tma_config, True, ALIGNED, is_swapped(xs[0]), is_swapped(ws[0]))
-    # By pointers it is about speed alone how the others lie.
-    return LoadPlan(by_pointers(launch, len(products)), False, reason, is_swapped(xs[0]), is_swapped(ws[0]))
+    elif not (reason := tma_obstacle(xs, ws)):
+        return LoadPlan((launch.tma_config,), True, ALIGNED, *swapped)
+    return LoadPlan((by_pointers(launch, len(products)),), False, reason, *swapped)
 
 
 def by_pointers(launch: Launch, products: int) -> GemmConfig:
@@ -213,14 +231,8 @@ def sum_constants(
     launch: Launch, plan: LoadPlan, element_bytes: int, products: int, even_k: bool, flatten: bool
 ) -> Constants:
     """The constants of a matmul that ends in a sum over ranks."""
-    constants = plan.config.constants(
-        precision=launch.precision,
-        tma=plan.tma,
-        x_swapped=plan.x_swapped,
-        w_swapped=plan.w_swapped,
-        even_k=even_k,
-        flatten=flatten and products == 1,  # Triton flattens two loops into one, not three
-    )
+    # Triton flattens two loops into one, not three.
+    constants = plan.constants(launch.precision, even_k=even_k, flatten=flatten and products == 1)
     return constants._replace(PRODUCTS=products, STRIP_M=launch.strip_rows(plan.config, element_bytes))
 
 
@@ -242,10 +254,8 @@ def check_products(products: Sequence[tuple[Tensor, Tensor]], workspace: Workspa
     return first.shape[0], products[0][1].shape[0]
 
 
-def check_matmul(
-    x: Tensor, weight: Tensor, workspace: Workspace, x_name: str = "x", weight_name: str = "weight"
-) -> None:
-    """Raises ValueError where x [M, K] and weight [N, K] are not what a kernel can multiply."""
+def check_operands(x: Tensor, weight: Tensor, x_name: str = "x", weight_name: str = "weight") -> None:
+    """Raises ValueError where x [M, K] and weight [N, K] have other shapes, or dtypes that no kernel multiplies."""
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{x_name} must be [M, K] and {weight_name} [N, K]; got {tuple(x.shape)} and {tuple(weight.shape)}."
@@ -254,6 +264,13 @@ def check_matmul(
         raise ValueError(
             f"{x_name} and {weight_name} must be both bf16, fp16 or fp32; got {x.dtype} and {weight.dtype}."
         )
+
+
+def check_matmul(
+    x: Tensor, weight: Tensor, workspace: Workspace, x_name: str = "x", weight_name: str = "weight"
+) -> None:
+    """`check_operands`, and where they lie."""
+    check_operands(x, weight, x_name, weight_name)
     if not x.device == weight.device == workspace.state.device:
         raise ValueError(
             f"{x_name}, {weight_name} and the workspace must be on one device; they are on {x.device}, "
