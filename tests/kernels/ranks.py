@@ -12,6 +12,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 from fused_tp.transport.symm_mem import symmetric_empty
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import forks, workers
-from tests.kernels.interpreter import quicken
 from tests.reference import matmul64, seeded
 
 _pool: workers._Workers | None = None
@@ -41,6 +41,30 @@ def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeo
         stop()
         raise
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def quicken(_group: object = None) -> None:
+    """Makes this process, which interprets kernels and never compiles one, interpret them in a third of the time.
+
+    Triton searches all of triton.language, at every call of a @jit function, those inside of kernels too, for what to
+    replace by its interpreter's own, and after a launch puts back what it replaced before: here it stays replaced.
+    And it computes every sum and product of integers a second time, in 64 bits, to see whether it overflows: sizes in
+    tests are far from that.
+    """
+    from triton.runtime import interpreter
+
+    search: Callable[[Any], Any] = interpreter._patch_lang
+    searched = set()
+
+    def search_once(fn: Any) -> Any:
+        if id(fn.__globals__) not in searched:
+            searched.add(id(fn.__globals__))
+            search(fn)
+        return interpreter._LangPatchScope()  # has nothing to put back
+
+    interpreter._patch_lang = search_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def stop() -> None:
