@@ -202,11 +202,7 @@ def decide(
 # -- what a schedule supports, and where it is available --------------------------------------------------------------
 
 
-def _everything(op: str, dtype: torch.dtype) -> Availability:
-    return AVAILABLE
-
-
-def _everywhere(group: Group, device: torch.device) -> Availability:
+def _always(*_: object) -> Availability:
     return AVAILABLE
 
 
@@ -323,10 +319,6 @@ def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Pla
     return Plain(torch_dist(group, device.type))
 
 
-def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    return Pipelined(torch_dist(group, device.type))
-
-
 def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     transport = shm_transport(group)
     assert transport is not None, "it is available"
@@ -402,9 +394,9 @@ _multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
-        ScheduleSpec("plain", _everything, _everywhere, _plain),
-        ScheduleSpec("pipelined", _everything, _everywhere, _pipelined),
-        ScheduleSpec("one_sided", _everything, _shared_memory_available, _shared_memory, "shm", ("cpu",)),
+        ScheduleSpec("plain", _always, _always, _plain),
+        ScheduleSpec("pipelined", _always, _always, lambda group, device, _: Pipelined(torch_dist(group, device.type))),
+        ScheduleSpec("one_sided", _always, _shared_memory_available, _shared_memory, "shm", ("cpu",)),
         ScheduleSpec(
             "fused_kernel",
             _fused_kernel_supports,
@@ -423,7 +415,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             _copy_engine,
             **_SYMMETRIC,
         ),
-        ScheduleSpec("nccl_pipeline", _everything, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
+        ScheduleSpec("nccl_pipeline", _always, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
         ScheduleSpec(
             "hierarchical",
             _lacks("it has no {op}", RING, ALL_TO_ALL),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 # torch 2.13 has renamed these: the old names warn there, the new ones are not in 2.12 and before.
@@ -41,6 +42,16 @@ class After(Pending[T_co]):
 
     def wait(self) -> T_co:
         return self._finish()
+
+
+def when(moving: Pending[object], out: T) -> Pending[T]:
+    """`out`, once what fills it has arrived."""
+
+    def finish() -> T:
+        moving.wait()
+        return out
+
+    return After(finish)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

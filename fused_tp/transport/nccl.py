@@ -35,7 +35,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.base import After, Done, Pending
+from fused_tp.transport.base import Done, Pending, when
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange
@@ -180,7 +180,7 @@ class NcclDist(TorchDist):
         moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
         if not moving.brings_own_rows:  # a group of one
             out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
-        return _when(moving, out)
+        return when(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
@@ -188,11 +188,11 @@ class NcclDist(TorchDist):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         moving = self._exchange(op, [(r, going[r]) for r in others], [(r, coming[r]) for r in others], (x, out))
         coming[self.rank].copy_(going[self.rank])
-        return _when(moving, out)
+        return when(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-        return _when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+        return when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
 
     def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(op, x.contiguous().unsqueeze(0)).wait().amax(0))
@@ -412,25 +412,12 @@ class NcclDist(TorchDist):
             )
 
 
-def _when(moving: Moving, out: Tensor) -> Pending[Tensor]:
-    def finish() -> Tensor:
-        moving.wait()
-        return out
-
-    return After(finish)
-
-
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
 _NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(
     lambda group: {}
 )  # by type and number of device
-
-
-def known_nccl(group: Group, device: torch.device) -> NcclDist | Availability | None:
-    """What `nccl_dist` has answered; None where it has not been asked yet."""
-    return _NCCL[group].get((device.type, device.index or 0))
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
@@ -440,14 +427,15 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
         RuntimeError: the first time is during the capture of a CUDA graph.
         CollectiveTimeoutError: some rank did not ask.
     """
-    answer = known_nccl(group, device)
+    made, key = _NCCL[group], (device.type, device.index or 0)
+    answer = made.get(key)
     if answer is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "The group has no NCCL communicator yet, and none can be made while a CUDA graph is being captured. "
                 "Run the same ops once before the capture."
             )
-        answer = _NCCL[group][device.type, device.index or 0] = _agree(group, device)
+        answer = made[key] = _agree(group, device)
     return answer
 
 

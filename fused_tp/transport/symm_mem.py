@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -103,11 +102,6 @@ _INTERPRETED_PROGRAMS = 3
 _MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | Availability]] = GroupSlot(lambda group: {})
 
 
-def known_memory(group: Group, device: torch.device) -> GroupMemory | Availability | None:
-    """What `group_memory` has answered; None where it has not been asked yet."""
-    return _MEMORIES[group].get((device.type, device.index or 0))
-
-
 def group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
     """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together.
 
@@ -118,14 +112,15 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
         RuntimeError: the first time is during the capture of a CUDA graph.
         CollectiveTimeoutError: some rank did not ask.
     """
-    answer = known_memory(group, device)
+    made, key = _MEMORIES[group], (device.type, device.index or 0)
+    answer = made.get(key)
     if answer is None:
         if is_capturing(device):
             raise RuntimeError(
                 "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
                 "being captured. Run the same ops once before the capture."
             )
-        answer = _MEMORIES[group][device.type, device.index or 0] = _agree(group, device)
+        answer = made[key] = _agree(group, device)
     return answer
 
 
@@ -272,41 +267,32 @@ def _atomics_reach(index: int, other: int) -> bool:
 
 # -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------
 #
-# It is that of torch's own handle (`torch.distributed._symmetric_memory`), so a kernel that is written against it runs
-# on both. Signals differ in one respect that no caller of put/wait pairs can see: ours count up for ever, torch's
-# flip between 0 and 1. A kernel that uses a signal pad directly must therefore use channels of its own.
-
-# Words of 32 bits, as many as torch's default pad has for groups of up to 64 ranks.
-CHANNELS = 32
+# It is that of torch's own handle (`torch.distributed._symmetric_memory`), as far as kernels use it: their signals are
+# words of the memory itself.
 
 
 class CpuSymmetricMemory:
-    """A tensor of equal size on every rank of one host, and a signal pad beside it."""
+    """A tensor of equal size on every rank of one host."""
 
     def __init__(self, transport: ShmTransport, nbytes: int) -> None:
         self._transport = transport
         self._nbytes = nbytes
         self.rank = transport.rank
         self.world_size = transport.world_size
-        pad_bytes = CHANNELS * self.world_size * 4
-        self._pad_begin = -(-nbytes // 64) * 64
         with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
             # Inside of the call: where one rank's pool is full, the others are told.
-            own = transport.core_group.allocate(self._pad_begin + pad_bytes)
-            torch.frombuffer(own, dtype=torch.uint8)[self._pad_begin :].zero_()
-            workspace.buffer(self.rank, (8,), torch.uint8).copy_(_as_bytes(own.offset))
+            own = transport.core_group.allocate(max(nbytes, 64))
+            workspace.buffer(self.rank, (1,), torch.int64).fill_(own.offset)
             workspace.signal(1)
             workspace.wait_all(1)
-            offsets = [_as_int(workspace.buffer(r, (8,), torch.uint8)) for r in range(self.world_size)]
-        total = self._pad_begin + pad_bytes
+            offsets = [int(workspace.buffer(r, (1,), torch.int64)) for r in range(self.world_size)]
         # `own` is what keeps the range from being handed out again; views of peers do not.
         self._memories = [
-            own if r == self.rank else transport.core_group.at(r, offset, total) for r, offset in enumerate(offsets)
+            own if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
+            for r, offset in enumerate(offsets)
         ]
         self.buffer_ptrs = [memory.address for memory in self._memories]
-        self.signal_pad_ptrs = [address + self._pad_begin for address in self.buffer_ptrs]
         self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64)
-        self._waited = [[0] * self.world_size for _ in range(CHANNELS)]
 
     @property
     def buffer_ptrs_dev(self) -> int:
@@ -324,44 +310,12 @@ class CpuSymmetricMemory:
             )
         if begin == end:
             return torch.empty(tuple(sizes), dtype=dtype)
-        memory = self._memories[self._checked(rank)]
+        memory = self._memories[rank]
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(sizes), offset=begin).view(tuple(sizes))
 
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Release: what this rank has written becomes visible to `dst_rank` once its wait_signal returns.
-
-        Never blocks (signals count), so `timeout_ms` has nothing to bound.
-        """
-        self._transport.core_group.put_signal(self._word(self._checked(dst_rank), channel, self.rank))
-
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Acquire: return once `src_rank` has put one signal more than this rank has waited for.
-
-        `timeout_ms` 0 means `FUSED_TP_TIMEOUT`.
-        """
-        word = self._word(self.rank, channel, self._checked(src_rank))
-        target = (self._waited[channel][src_rank] + 1) & 0xFFFFFFFF
-        self._transport.core_group.wait_signal(word, target, src_rank, timeout_ms / 1000)
-        self._waited[channel][src_rank] = target
-
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Return once every rank has called it on this channel."""
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for peer in peers:
-            self.put_signal(peer, channel)
-        for peer in peers:
-            self.wait_signal(peer, channel, timeout_ms)
-
-    def _word(self, owner: int, channel: int, source: int) -> int:
-        if not 0 <= channel < CHANNELS:
-            raise ValueError(f"channel is {channel}; there are {CHANNELS}, numbered from 0.")
-        address: int = self.signal_pad_ptrs[owner] + 4 * (channel * self.world_size + source)
-        return address
-
-    def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank}; the group has ranks 0 to {self.world_size - 1}.")
-        return rank
+        """Return once every rank has called it; bounded by `FUSED_TP_TIMEOUT`, whatever `timeout_ms` says."""
+        self._transport.barrier()
 
 
 def symmetric_empty(sizes: Sequence[int], dtype: torch.dtype, *, group: GroupLike = None) -> tuple[Tensor, Any]:
@@ -385,12 +339,3 @@ def symmetric_empty(sizes: Sequence[int], dtype: torch.dtype, *, group: GroupLik
         raise ValueError(f"The ranks cannot share memory: {shm_availability(described).reason}.")
     memory = CpuSymmetricMemory(transport, math.prod(sizes) * dtype.itemsize)
     return memory.get_buffer(memory.rank, sizes, dtype), memory
-
-
-def _as_bytes(value: int) -> Tensor:
-    return torch.frombuffer(bytearray(struct.pack("<Q", value)), dtype=torch.uint8)
-
-
-def _as_int(words: Tensor) -> int:
-    value: int = struct.unpack("<Q", bytes(words.tolist()))[0]
-    return value

@@ -20,7 +20,15 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.base import After, Done, Pending, all_gather_single, reduce_scatter_single, sum_in_rank_order
+from fused_tp.transport.base import (
+    After,
+    Done,
+    Pending,
+    all_gather_single,
+    reduce_scatter_single,
+    sum_in_rank_order,
+    when,
+)
 from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
 from fused_tp.transport.gloo import Messages, close_connections, closed_peers, outlive
 
@@ -196,12 +204,7 @@ class TorchDist(GroupCalls):
         if out.numel() == 0:
             return Done(out)
         moving = self._start(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
-
-        def finish() -> Tensor:
-            moving.wait()
-            return out
-
-        return After(finish)
+        return when(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         """Rows [sum(send_sizes), ...] go to the ranks in turn; returns the rows received, by source rank."""
@@ -212,12 +215,7 @@ class TorchDist(GroupCalls):
                 out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
             ),
         )
-
-        def finish() -> Tensor:
-            moving.wait()
-            return out
-
-        return After(finish)
+        return when(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
         """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel."""
@@ -240,12 +238,7 @@ class TorchDist(GroupCalls):
             return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
 
         moving = self._start(op, launch)
-
-        def finish() -> Tensor:
-            moving.wait()
-            return out
-
-        return After(finish)
+        return when(moving, out)
 
     def _meet(self, op: str, like: Tensor) -> None:
         """Once, for all ranks to make the group's communicator together.

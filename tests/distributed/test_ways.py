@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,13 +13,12 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.runtime import dispatch
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
 from fused_tp.schedules.registry import SCHEDULES, select_schedule
 from fused_tp.transport import symm_mem
 from fused_tp.transport.store import exchange
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import run_ranks
 
 GPU_ONLY = {
     "fused_kernel": "kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is cpu",
@@ -118,17 +115,6 @@ def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pyte
     assert (without.schedule, without.chunks) == ("plain", None)
 
 
-def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    for said in run_ranks(2, unknown, env={"FUSED_TP_SCHEDULE": "magic"}):
-        assert said == f"FUSED_TP_SCHEDULE names schedule 'magic'; there are {', '.join(SCHEDULES)}."
-
-
-def unknown(group: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
-    return str(caught.value)
-
-
 def asked_with_its_own_gpu(group: Any, name: str) -> str:
     """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
     described = resolve_group(dist.new_group(list(range(4))))
@@ -148,27 +134,3 @@ def test_ranks_on_different_gpus_find_out_together(name: str) -> None:
         pytest.skip("here there may be no obstacle")
     answers = run_ranks(4, asked_with_its_own_gpu, name, env={"FUSED_TP_TIMEOUT": "20"})
     assert len(set(answers)) == 1 and answers[0].startswith("rank 0: ")
-
-
-def alone_then_together(group: Any) -> tuple[str, float]:
-    group = resolve_group(dist.new_group([0, 1, 2, 3]))
-    if group.rank == 0:
-        os.environ["FUSED_TP_TIMEOUT"] = "1"
-        with pytest.raises(CollectiveTimeoutError, match="Ranks 1, 2 and 3 did not take part in something"):
-            exchange(group, "something")
-    dist.barrier()
-    os.environ["FUSED_TP_TIMEOUT"] = "60"
-    begun = time.perf_counter()
-    with pytest.raises(FusedTPError) as caught:
-        exchange(group, "another thing")
-    with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree"):
-        exchange(group, "another thing")
-    return f"{type(caught.value).__name__}: {caught.value}", time.perf_counter() - begun
-
-
-def test_a_rank_that_gave_up_keeps_nobody_waiting() -> None:
-    said = [outcome.unwrap() for outcome in fresh_ranks(4, alone_then_together)]
-    assert said[0][0].startswith("FusedTPError") and "unusable since its ranks failed to agree" in said[0][0]
-    for text, seconds in said[1:]:
-        assert text.startswith("CollectiveTimeoutError") and "a peer gave up. It said: Ranks 1, 2 and 3 did not" in text
-        assert seconds < 10

@@ -137,14 +137,6 @@ def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:
         assert protocol.OPS[int(value)] == re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-@pytest.mark.parametrize(
-    ("count", "most", "blocks"), ((0, 8, 1), (1, 8, 1), (8192, 8, 1), (8193, 8, 2), (1 << 30, 8, 8), (1 << 30, 0, 1))
-)
-def test_more_blocks_for_more_bytes(count: int, most: int, blocks: int) -> None:
-    core = pytest.importorskip("fused_tp._core")
-    assert core.device_suggested_blocks("all_reduce", 0, count, 0, 1, 2, most) == blocks
-
-
 def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
     """One rank's weight may be frozen. Blocks wait for those of the same number, so there must be equally many."""
     asked: list[tuple[str, bool]] = []
