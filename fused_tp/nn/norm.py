@@ -129,4 +129,6 @@ def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
                 return self._own_forward(*args, **kwargs)
             return kind.forward(self, *args, **kwargs)
 
-    return type(f"Replicated{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+    # Under its old name, by which libraries tell kinds of layers (wrapping policies, initial weights).
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"forward": forward, **named})

@@ -99,7 +99,7 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
             for parameter in full.parameters():
                 parameter.copy_(seeded(6, dtype=torch.float64, seed=4))
         sharded = sequence_parallel_(copy.deepcopy(full), mesh)
-        assert isinstance(sharded, make)
+        assert isinstance(sharded, make) and type(sharded).__name__ == make.__name__
         check(group, full, copy.deepcopy(sharded), True)
     dropout = nn.Dropout()
     assert sequence_parallel_(dropout, mesh) is dropout
