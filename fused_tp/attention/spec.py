@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fused_tp.attention.layout import TokenLayout
+from fused_tp.runtime.partition import SymInt
 from fused_tp.transport.base import accumulate_dtype
 
 Ints = NDArray[np.int64]
@@ -187,7 +188,7 @@ class Scores:
 
 
 class AttentionArguments(NamedTuple):
-    """The checked arguments of one call behind q, k and v, in the order of SCHEMA: what travels through torch.library.
+    """The checked arguments of one call behind q, k and v: what travels through torch.library.
 
     The tensors of documents are on the CPU; their values are read in the op, which a compiler does not look into.
     """
@@ -207,8 +208,8 @@ class AttentionArguments(NamedTuple):
     layout: str
     joined: int
     strided: bool
-    seq_len: int
-    seq_len_kv: int
+    seq_len: SymInt
+    seq_len_kv: SymInt
 
     def __str__(self) -> str:
         return (
@@ -250,13 +251,6 @@ class AttentionArguments(NamedTuple):
         return AttentionSpec(
             self.mask(), Scores(self.scale, self.softcap, slopes, dropout, self.sinks), self.token_layout
         )
-
-
-SCHEMA = (
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens, Tensor? cu_seqlens_kv, Tensor? seed, bool causal, "
-    "int left, int right, float scale, float softcap, float dropout_p, int first_head, str layout, int joined, "
-    "bool strided, SymInt seq_len, SymInt seq_len_kv"
-)
 
 
 @dataclass(frozen=True)

@@ -359,7 +359,7 @@ class ParallelAttention(nn.Module):
             return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
         if cache is not None:
             lengths = torch.full((q.shape[0],), k.shape[1])
-            return decode_over(q, k, v, SINGLE_NAME, cache_seqlens=lengths, **how)[0]
+            return decode_over(q, k, v, SINGLE_NAME, 1, cache_seqlens=lengths, **how)[0]
         return self._attend_over(q, k, v, (SINGLE_NAME, 1, 0), "contiguous", call)
 
     @property
@@ -407,7 +407,7 @@ class ParallelAttention(nn.Module):
             return seen + sequence_positions(total, cu_seqlens=call.cu_seqlens, within_documents=within, **how)
         if call.cu_seqlens is not None:
             bounds = on_host("cu_seqlens", call.cu_seqlens)
-            return SEQUENCE_POSITIONS(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
+            return SEQUENCE_POSITIONS.named(bounds, q.shape[1], "contiguous", True, SINGLE_NAME).to(q.device)
         if call.context is not None:
             return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)

@@ -17,7 +17,7 @@ from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
 from fused_tp.ops.attention_arguments import ScoreKeywords
 from fused_tp.ops.context_parallel_decode import decode_over
-from fused_tp.runtime.group import GroupLike, group_identity, group_name, resolve_group
+from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -233,7 +233,7 @@ class ContextCache(ABC):
             q,
             keys,
             values,
-            group_name(self.group),
+            *group_identity(self.group)[:2],
             cache_seqlens=torch.tensor(self._before(q.shape[0])),
             page_table=table,
             block=self.block,

@@ -19,8 +19,9 @@ from fused_tp.ops.arguments import (
     token_dim,
     total_size,
 )
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_identity
+from fused_tp.runtime.partition import SymInt
 from fused_tp.schedules.base import GatherMatmul, Schedule
 from fused_tp.schedules.gemm import weight_grad
 from fused_tp.transport.base import Pending

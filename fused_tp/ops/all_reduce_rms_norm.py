@@ -122,7 +122,6 @@ ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     key=_key,
     example=lambda size, partial: _Args(partial, partial, partial, 1.0, None),
     prepare=_prepare,
-    saves=("norm_weight",),
-    saves_outputs=(1,),
+    saves=("norm_weight", 1),
     backward=_backward,
 )

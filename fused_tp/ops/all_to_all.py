@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import AllToAll, Exchange, Share, all_to_all_by, shares
+from fused_tp.attention.all_to_all import Exchange, Share, all_to_all_by, shares
 from fused_tp.attention.layout import all_tokens, local_length
-from fused_tp.attention.spec import SCHEMA, AttentionArguments
-from fused_tp.ops.attention_arguments import annotate_mismatch, checksum, describe
-from fused_tp.ops.custom_op import CustomOp
-from fused_tp.runtime.group import group_by_name
+from fused_tp.attention.spec import AttentionArguments
+from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, checksum, describe
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import Group, group_by_name
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.registry import ALL_TO_ALL
 from fused_tp.transport.base import accumulate_dtype
 
 OP = "ulysses_attention"
@@ -68,13 +69,13 @@ def moved_columns(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
     return q[2] * q[3] + k[2] * (k[3] + v[3])
 
 
-class HeadsArguments(NamedTuple):
-    """What the ops take behind the tensors and before the arguments of the attention, in the order of _SCHEMA.
+class HeadsExchange(NamedTuple):
+    """What is exchanged for what.
 
     Attributes:
         kinds: "q" or "k" for each tensor: it has the tokens and heads of queries or of keys.
         columns: elements of q, k and v for each token, by which all exchanges of one call are dispatched alike.
-        alibi_slopes, sinks, return_lse: whether the call has these.
+        has_slopes, has_sinks, return_lse: whether the call has these.
         parts, first_part, stride: rank i of the group holds part first_part + i * stride of `parts` of the layout.
     """
 
@@ -82,161 +83,148 @@ class HeadsArguments(NamedTuple):
     heads: int
     kv_heads: int
     columns: int
-    alibi_slopes: bool
-    sinks: bool
+    has_slopes: bool
+    has_sinks: bool
     return_lse: bool
     parts: int
     first_part: int
     stride: int
 
+
+class _Args(NamedTuple):
+    xs: list[Tensor]
+    moved: HeadsExchange
+    attention: AttentionArguments
+    group: AnyGroup
+
+    @property
+    def ranks(self) -> Group:
+        return group_by_name(self.group)
+
+    @property
+    def shared(self) -> Heads:
+        return Heads(self.moved.heads, self.moved.kv_heads, self.ranks.size)
+
     def part(self, rank: int) -> int:
-        return self.first_part + rank * self.stride
-
-
-_COUNT = len(HeadsArguments._fields)
-_DOCUMENTS = slice(_COUNT + 2, _COUNT + 4)  # cu_seqlens and cu_seqlens_kv, the only tensors
-_SCHEMA = (
-    "Tensor[] xs, str kinds, int heads, int kv_heads, int columns, bool has_slopes, bool has_sinks, bool return_lse, "
-    f"int parts, int first_part, int stride, {SCHEMA}, str group"
-)
-
-
-class _Call:
-    """The arguments behind the tensors."""
-
-    def __init__(self, rest: Sequence[Any]) -> None:
-        self.given, self.arguments = HeadsArguments(*rest[:_COUNT]), AttentionArguments(*rest[_COUNT:-1])
-        self.group = group_by_name(rest[-1])
-        self.kinds = self.given.kinds
-        self.heads = Heads(self.given.heads, self.given.kv_heads, self.group.size)
-
-    def select(self, xs: Sequence[Tensor]) -> AllToAll:
-        """Raises ValueError where FUSED_TP_SCHEDULE names a schedule that cannot serve this group."""
-        tokens = self.arguments.seq_len * xs[0].shape[0]
-        return all_to_all_by(
-            select_schedule(ALL_TO_ALL, self.group, xs[0].dtype, xs[0].device, tokens, None, self.given.columns)
-        )
+        return self.moved.first_part + rank * self.moved.stride
 
     def rows(self, kind: str, rank: int) -> int:
         """How many tokens a rank holds."""
-        length = self.arguments.seq_len if kind == "q" else self.arguments.seq_len_kv
-        return local_length(length, self.given.parts, self.given.part(rank), self.arguments.layout)
+        length = self.attention.seq_len if kind == "q" else self.attention.seq_len_kv
+        return local_length(length, self.moved.parts, self.part(rank), self.attention.layout)
 
-    def exchange(self, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Exchange, str]:
+    def dtypes_by_heads(self) -> list[torch.dtype]:
+        return [self.shared.dtype(kind, x.dtype) for kind, x in zip(self.moved.kinds, self.xs, strict=True)]
+
+    def dtypes_by_sequence(self) -> list[torch.dtype]:
+        both = zip(self.moved.kinds, self.xs, strict=True)
+        return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
+
+    def exchange(self, dtypes: Sequence[torch.dtype]) -> tuple[Exchange, str]:
         """With what its checksum stands for.
 
         Raises:
             ValueError: cu_seqlens are not the bounds of the sequence.
         """
-        given, mask = self.given, self.arguments.mask()
+        moved, mask, batch = self.moved, self.attention.mask(), self.xs[0].shape[0]
         words = describe(
-            self.arguments, mask, alibi_slopes=given.alibi_slopes, sinks=given.sinks, return_lse=given.return_lse
+            self.attention, mask, alibi_slopes=moved.has_slopes, sinks=moved.has_sinks, return_lse=moved.return_lse
         )
         of_kind = {
             "q": self._share("q", mask.seq_len, mask.cu_seqlens),
             "k": self._share("k", mask.seq_len_kv, mask.cu_seqlens_kv or mask.cu_seqlens),
         }
-        dims = (xs[0].shape[0], mask.seq_len, given.heads, given.kv_heads, given.columns, len(xs), checksum(words))
-        found = tuple(of_kind[kind] for kind in self.kinds)
-        return Exchange(OP, dims, self.group.rank, found, tuple(dtypes)), words
+        dims = (batch, mask.seq_len, moved.heads, moved.kv_heads, moved.columns, len(self.xs), checksum(words))
+        found = tuple(of_kind[kind] for kind in moved.kinds)
+        return Exchange(OP, dims, self.ranks.rank, found, tuple(dtypes)), words
 
     def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> Share:
-        tokens = all_tokens(length, self.given.parts, self.arguments.layout, bounds)
-        ranks = range(self.group.size)
-        every = self.heads.heads if kind == "q" else self.heads.kv_heads
-        return shares(
-            [tokens[self.given.part(rank)] for rank in ranks], tuple(self.heads.of(kind, rank) for rank in ranks), every
-        )
+        tokens = all_tokens(length, self.moved.parts, self.attention.layout, bounds)
+        ranks = range(self.ranks.size)
+        every = self.moved.heads if kind == "q" else self.moved.kv_heads
+        heads = tuple(self.shared.of(kind, rank) for rank in ranks)
+        return shares([tokens[self.part(rank)] for rank in ranks], heads, every)
 
 
-def _select(xs: Sequence[Tensor], *rest: Any) -> AllToAll:
-    return _Call(rest).select(xs)
+def _key(a: _Args) -> DispatchKey:
+    """By what the first exchange of a call moves: q, k and v."""
+    tokens = a.attention.seq_len * a.xs[0].shape[0]
+    return DispatchKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
 
 
-def _to_heads(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    call = _Call(rest)
-    way = call.select(xs)
-    dtypes = [call.heads.dtype(kind, x.dtype) for kind, x in zip(call.kinds, xs, strict=True)]
-    exchange, words = call.exchange(xs, dtypes)
-    with span(f"all_to_all to heads ({way.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return way.to_heads(exchange, xs)
+def _to_heads(schedule: Schedule, a: _Args) -> list[Tensor]:
+    exchange, words = a.exchange(a.dtypes_by_heads())
+    by = all_to_all_by(schedule)
+    with span(f"all_to_all to heads ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
+        return by.to_heads(exchange, a.xs)
 
 
-def _to_sequence(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    call = _Call(rest)
-    way = call.select(xs)
-    exchange, words = call.exchange(xs, _dtypes_by_sequence(xs, call.kinds))
-    with span(f"all_to_all to sequence ({way.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return way.to_sequence(exchange, xs)
+def _to_sequence(schedule: Schedule, a: _Args) -> list[Tensor]:
+    exchange, words = a.exchange(a.dtypes_by_sequence())
+    by = all_to_all_by(schedule)
+    with span(f"all_to_all to sequence ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
+        return by.to_sequence(exchange, a.xs)
 
 
-def _dtypes_by_sequence(xs: Sequence[Tensor], kinds: str) -> list[torch.dtype]:
-    return [x.dtype if kind == "q" else xs[0].dtype for kind, x in zip(kinds, xs, strict=True)]
-
-
-def _to_heads_fake(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    call = _Call(rest)
-    rank = call.group.rank
-    found = []
-    for kind, x in zip(call.kinds, xs, strict=True):
-        length = sum(call.rows(kind, other) for other in range(call.group.size))
-        shape = (x.shape[0], length, len(call.heads.of(kind, rank)), x.shape[3])
-        found.append(x.new_empty(shape, dtype=call.heads.dtype(kind, x.dtype)))
+def _to_heads_fake(a: _Args) -> list[Tensor]:
+    group, found = a.ranks, []
+    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes_by_heads(), strict=True):
+        length = sum(a.rows(kind, rank) for rank in range(group.size))
+        shape = (x.shape[0], length, len(a.shared.of(kind, group.rank)), x.shape[3])
+        found.append(x.new_empty(shape, dtype=dtype))
     return found
 
 
-def _to_sequence_fake(xs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    call = _Call(rest)
+def _to_sequence_fake(a: _Args) -> list[Tensor]:
     found = []
-    for kind, x, dtype in zip(call.kinds, xs, _dtypes_by_sequence(xs, call.kinds), strict=True):
-        heads = call.heads.heads if kind == "q" else call.heads.kv_heads
-        found.append(x.new_empty((x.shape[0], call.rows(kind, call.group.rank), heads, x.shape[3]), dtype=dtype))
+    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes_by_sequence(), strict=True):
+        heads = a.moved.heads if kind == "q" else a.moved.kv_heads
+        found.append(x.new_empty((x.shape[0], a.rows(kind, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
     return found
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *rest = inputs
-    ctx.before, ctx.after = rest[: _DOCUMENTS.start], rest[_DOCUMENTS.stop :]
-    ctx.save_for_backward(*rest[_DOCUMENTS])
-    ctx.set_materialize_grads(False)
-    ctx.results = [(x.shape, x.dtype, x.device) for x in output]
+# Gradients of all results move, zeros for those that nobody used: which these are may differ between ranks, what is
+# sent may not.
 
 
-def _grads(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """All of them, zeros for those that nothing was made of: which these are may differ between ranks, what is sent may
-    not."""
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
-    ]
+def _to_heads_backward(s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
+    return {"xs": HEADS_TO_SEQUENCE(grads, *s.args.moved, *s.args.attention, s.args.group)}
 
 
-def _to_heads_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    rest = (*ctx.before, *ctx.saved_tensors, *ctx.after)
-    return HEADS_TO_SEQUENCE(_grads(ctx, grads), *rest), *[None] * len(rest)
+def _to_sequence_backward(s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
+    return {"xs": SEQUENCE_TO_HEADS(grads, *s.args.moved, *s.args.attention, s.args.group)}
 
 
-def _to_sequence_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    rest = (*ctx.before, *ctx.saved_tensors, *ctx.after)
-    return SEQUENCE_TO_HEADS(_grads(ctx, grads), *rest), *[None] * len(rest)
+def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
+    arguments = checked_arguments(q, k, v, size, 0)
+    check_shared(q.shape[2], size)
+    columns = moved_columns(q.shape, k.shape, v.shape)
+    moved = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
+    return _Args([q, k, v], moved, arguments, None)
 
 
 # [B, this rank's tokens, all heads, D] -> [B, the group's tokens, this rank's heads, D] of each tensor.
-SEQUENCE_TO_HEADS = CustomOp(
-    f"sequence_to_heads({_SCHEMA}) -> Tensor[]",
+SEQUENCE_TO_HEADS: Op[_Args] = Op(
+    "sequence_to_heads",
+    _Args,
+    "Tensor[]",
     _to_heads,
     _to_heads_fake,
-    _setup_context,
-    _to_heads_backward,
-    _select,
+    key=_key,
+    backward_key=_key,
+    example=_example,
+    saves=("cu_seqlens", "cu_seqlens_kv"),
+    backward=_to_heads_backward,
 )
 
 # The way back.
-HEADS_TO_SEQUENCE = CustomOp(
-    f"heads_to_sequence({_SCHEMA}) -> Tensor[]",
+HEADS_TO_SEQUENCE: Op[_Args] = Op(
+    "heads_to_sequence",
+    _Args,
+    "Tensor[]",
     _to_sequence,
     _to_sequence_fake,
-    _setup_context,
-    _to_sequence_backward,
-    _select,
+    key=_key,
+    saves=("cu_seqlens", "cu_seqlens_kv"),
+    backward=_to_sequence_backward,
 )

@@ -6,11 +6,12 @@ reads no value and so can be traced by a compiler; the op, which runs on real te
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,47 +44,74 @@ class AttentionKeywords(ScoreKeywords, total=False):
     seq_len_kv: int | None
 
 
-_DEFAULTS: dict[str, Any] = {
+SCORE_DEFAULTS: ScoreKeywords = {
     "causal": False,
     "scale": None,
-    "layout": "zigzag",
     "window": None,
     "softcap": 0.0,
     "alibi_slopes": None,
     "sinks": None,
+}
+DEFAULTS: AttentionKeywords = {
+    **SCORE_DEFAULTS,
+    "layout": "zigzag",
     "dropout_p": 0.0,
     "cu_seqlens": None,
     "cu_seqlens_kv": None,
     "seq_len": None,
     "seq_len_kv": None,
 }
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_keywords(defaults: Mapping[str, Any]) -> Callable[[F], F]:
+    """Decorator of a function whose `**keywords` these are: `inspect.signature` and `help` name them one by one."""
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        kinds = {name: kind.__forward_arg__ for name, kind in AttentionKeywords.__annotations__.items()}
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+            for name, default in defaults.items()
+        ]
+        vars(function)["__signature__"] = signature.replace(parameters=[*own, *named])
+        return function
+
+    return decorate
+
+
+def completed(op: str, keywords: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`keywords` with the defaults of those that were not given; TypeError for names that `op` does not have."""
+    for name in keywords:
+        if name not in defaults:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+    return {**defaults, **keywords}
 
 
 def checked_arguments(
-    q: Any, k: Any, v: Any, size: int, rank: int, *, first_head: int = 0, **keywords: Any
+    q: Any, k: Any, v: Any, size: int, rank: int, *, op: str = "ring_attention", first_head: int = 0, **keywords: Any
 ) -> AttentionArguments:
     """What the ops take behind q, k and v, of rank `rank` among `size` that share the sequence.
 
     Args:
+        op: the public function that was called.
         first_head: the number of q's first head in the whole.
         keywords: any of AttentionKeywords.
 
     Raises:
         TypeError, ValueError: one of them does not fit.
     """
-    given = {**_DEFAULTS, **keywords}
-    causal, layout, cu_seqlens, cu_seqlens_kv = (
-        given[name] for name in ("causal", "layout", "cu_seqlens", "cu_seqlens_kv")
-    )
+    given = completed(op, keywords, DEFAULTS)
+    causal, layout = given["causal"], given["layout"]
     check_heads(q, k, v)
     check_bool("causal", causal)
-    bounds, bounds_kv = on_host("cu_seqlens", cu_seqlens), on_host("cu_seqlens_kv", cu_seqlens_kv)
+    bounds, bounds_kv = (on_host(name, given[name]) for name in ("cu_seqlens", "cu_seqlens_kv"))
     check_layout(layout, documents=bounds is not None)
     if bounds is None and bounds_kv is not None:
         raise ValueError("cu_seqlens_kv was given without cu_seqlens; queries and keys belong to the same documents.")
     seq_len_kv = given["seq_len_kv"]
-    crossed = seq_len_kv is not None or bounds_kv is not None
-    if not crossed and k.shape[1] != q.shape[1]:
+    if seq_len_kv is None and bounds_kv is None and k.shape[1] != q.shape[1]:
         raise ValueError(
             f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
             "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fused_tp.ops.arguments import any_dim, check_tensor, total_size
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.partition import shard_range, shard_sizes
+from fused_tp.runtime.partition import SymInt, shard_range, shard_sizes
 from fused_tp.schedules.base import Schedule
 
 

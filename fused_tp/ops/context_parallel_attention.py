@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.attention_arguments import AttentionKeywords
+from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, with_keywords
 from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
 from fused_tp.runtime.group import group_identity
 
@@ -43,7 +43,8 @@ def context_parallel_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def context_parallel_attention(  # noqa: PLR0913  # its public keywords
+@with_keywords(DEFAULTS)
+def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,19 +52,8 @@ def context_parallel_attention(  # noqa: PLR0913  # its public keywords
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank of `mesh` holds what `layout` gives it.
 
@@ -111,19 +101,9 @@ def context_parallel_attention(  # noqa: PLR0913  # its public keywords
         ALONE if ring is None else Ranks(*group_identity(mesh.get_group(ring))),
         # The ring's ranks are then neighbours in the mesh's order, and those that share heads are not.
         strided=inner is not None and ring is not None and ring > inner,
+        op="context_parallel_attention",
         return_lse=return_lse,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens_kv,
-        seq_len=seq_len,
-        seq_len_kv=seq_len_kv,
+        **keywords,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -24,25 +24,28 @@ from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import Scores
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_like, check_local, check_tensor
 from fused_tp.ops.attention_arguments import (
+    SCORE_DEFAULTS,
     ScoreKeywords,
     check_per_head,
     checked_scale,
     checked_softcap,
     checked_window,
+    completed,
+    with_keywords,
 )
-from fused_tp.ops.custom_op import CustomOp
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op
+from fused_tp.ops.ring_attention import new_results
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.runtime.group import GroupLike, group_by_name, group_name
+from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport.base import accumulate_dtype, checksum, first_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_OP = "all_gather"  # what moves
 _GATHERED_BYTES = 64 << 20  # at a time
+_DEFAULTS: ScoreKeywords = {**SCORE_DEFAULTS, "causal": True}
 
 
 @overload
@@ -75,6 +78,7 @@ def context_parallel_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@with_keywords(_DEFAULTS)
 def context_parallel_decode(
     q: Tensor,
     k_cache_shard: Tensor,
@@ -82,15 +86,10 @@ def context_parallel_decode(
     *,
     group: GroupLike,
     cache_seqlens: Tensor,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
     return_lse: bool = False,
+    **keywords: Unpack[ScoreKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v of the newest tokens, which all ranks have, over a cache of which each holds a part.
 
@@ -137,21 +136,8 @@ def context_parallel_decode(
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Yang et al., "Context Parallelism for
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
-    out, lse = decode_over(
-        q,
-        k_cache_shard,
-        v_cache_shard,
-        group_name(group),
-        cache_seqlens=cache_seqlens,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        page_table=page_table,
-        block=block,
-    )
+    where: dict[str, Any] = {"cache_seqlens": cache_seqlens, "page_table": page_table, "block": block}
+    out, lse = decode_over(q, k_cache_shard, v_cache_shard, *group_identity(group)[:2], **where, **keywords)
     return (out, lse) if return_lse else out
 
 
@@ -160,31 +146,28 @@ def decode_over(
     k_cache_shard: Tensor,
     v_cache_shard: Tensor,
     name: str,
+    size: int,
     *,
     cache_seqlens: Any,
-    causal: bool = True,
-    scale: Any = None,
-    window: Any = None,
-    softcap: Any = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     page_table: Any = None,
     block: Any = DEFAULT_BLOCK,
     tokens: int = 0,
+    **keywords: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the ranks of the group of that name ("": this rank alone).
+    """(out, lse) over the `size` ranks of the group of that name ("": this rank alone); keywords: ScoreKeywords.
 
     `tokens`: a checksum of the new tokens, which ranks compare; 0 where the caller does not know them.
     """
+    scores = completed("context_parallel_decode", keywords, _DEFAULTS)
     dtype = autocast_dtype(q)
     if dtype is not None and isinstance(k_cache_shard, Tensor):
         (q,) = cast(k_cache_shard.dtype, q)  # a cache is not copied; what is appended to one is cast as matmuls are
     _check_cache(q, k_cache_shard, v_cache_shard, page_table)
-    for what, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    by_head = {what: scores[what] for what in ("alibi_slopes", "sinks")}
+    for what, per_head in by_head.items():
         check_per_head(what, per_head, q)
     if torch.is_grad_enabled():
-        given = {"q": q, "k_cache_shard": k_cache_shard, "v_cache_shard": v_cache_shard}
-        for what, t in {**given, "alibi_slopes": alibi_slopes, "sinks": sinks}.items():
+        for what, t in {"q": q, "k_cache_shard": k_cache_shard, "v_cache_shard": v_cache_shard, **by_head}.items():
             if t is not None and t.requires_grad:
                 raise ValueError(
                     f"{what} requires a gradient, which context_parallel_decode has none of; call it under "
@@ -195,27 +178,25 @@ def decode_over(
         page_table = _checked_integers("page_table", page_table, (q.shape[0], -1))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _check_capture(lengths, page_table)
-    lengths = lengths.cpu()
-    page_table = None if page_table is None else page_table.cpu()
-    check_bool("causal", causal)
+    check_bool("causal", scores["causal"])
     check_int("block", block)
     if block < 1:
         raise ValueError(f"block is {block}; it must be at least 1: how many tokens in a row lie on one rank.")
-    left, right = checked_window(window)
-    out, lse = CONTEXT_PARALLEL_DECODE(
+    left, right = checked_window(scores["window"])
+    out, lse = CONTEXT_PARALLEL_DECODE.named(
         q,
         k_cache_shard,
         v_cache_shard,
-        lengths,
-        page_table,
-        alibi_slopes,
-        sinks,
-        checked_scale(scale, q.shape[3]),
+        lengths.cpu(),
+        None if page_table is None else page_table.cpu(),
+        *by_head.values(),
+        checked_scale(scores["scale"], q.shape[3]),
         left,
-        0 if causal else right,
-        checked_softcap(softcap),
+        0 if scores["causal"] else right,
+        checked_softcap(scores["softcap"]),
         int(block),
         tokens,
+        size,
         name,
     )
     return out, lse
@@ -267,56 +248,70 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     return checked
 
 
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    block: int,
-    tokens: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    known = group_by_name(group)
-    layout = BlockCyclicLayout(known.size, known.rank, block)
-    lengths = cache_seqlens.tolist()
+class _Args(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    block: int
+    tokens: int
+    world_size: int
+    group: AnyGroup
+
+    @property
+    def queries_at_once(self) -> int:
+        """All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time."""
+        q, v = self.q.shape, self.v.shape
+        a_row = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
+        return max(1, _GATHERED_BYTES // (self.world_size * a_row))
+
+    def __str__(self) -> str:
+        return (
+            f"cache_seqlens={self.cache_seqlens.tolist()}, scale={self.scale!r}, window={(self.left, self.right)}, "
+            f"softcap={self.softcap!r}, block={self.block}, new={self.q.shape[1]}, "
+            f"ALiBi={self.alibi_slopes is not None}, sinks={self.sinks is not None}"
+        )
+
+
+def _key(a: _Args) -> DispatchKey:
+    """By the parts that move first."""
+    new = min(a.q.shape[1], a.queries_at_once)
+    numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
+    # Of outputs that are still to be merged.
+    return DispatchKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
+
+
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    group, q = group_by_name(a.group), a.q
+    layout = BlockCyclicLayout(group.size, group.rank, a.block)
+    lengths = a.cache_seqlens.tolist()
     if lengths and min(lengths) < 0:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
-    slopes = None if alibi_slopes is None else alibi_slopes.to(accumulate_dtype(q.dtype))
-    scores = Scores(scale, softcap, slopes)
+    slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
+    scores, limits = Scores(a.scale, a.softcap, slopes), (a.left, a.right)
     # Kernels take any strides but that of the last dim.
-    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
-    # All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time.
-    at_once = _queries_at_once(known.size, q, v)
-    schedule = _parts_schedule(q[:, :at_once], v, group)
-    keys, values = _rows(k, v, page_table, layout, lengths)
-    words = f"cache_seqlens={lengths}, scale={scale!r}, window={(left, right)}, softcap={softcap!r}, block={block}"
-    words += f", new={q.shape[1]}, ALiBi={alibi_slopes is not None}, sinks={sinks is not None}"
-    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=scale > 0)
-    call = CacheCall(layout, scores, (left, right), kernel_for(q, v, scores), page_table is not None)
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
+    keys, values = _rows(k, v, a.page_table, layout, lengths)
+    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
+    call = CacheCall(layout, scores, limits, kernel_for(q, v, scores), a.page_table is not None)
     if kernel_serves(query, q.shape[1]):
-        mine = attend_by_kernel(call, q, lengths, k, v, page_table)
+        mine = attend_by_kernel(call, q, lengths, k, v, a.page_table)
     else:
         mine = attend(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
-        for part in mine.split(at_once, 1):
-            out, lse = merge(_everyone(part, words, tokens, schedule, known.rank), sinks)
+        for part in mine.split(a.queries_at_once, 1):
+            out, lse = merge(_everyone(part, str(a), a.tokens, schedule, group.rank), a.sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
-
-
-def _queries_at_once(world_size: int, q: Tensor, v: Tensor) -> int:
-    a_query = (q.shape[0], 1, *q.shape[2:])
-    a_row = exchanged_numbers(a_query, v.shape[3]) * accumulate_dtype(q.dtype).itemsize
-    return max(1, _GATHERED_BYTES // (world_size * a_row))
 
 
 def _rows(
@@ -368,27 +363,17 @@ def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: i
     return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
 
 
-def _parts_schedule(q: Tensor, v: Tensor, group: str) -> Schedule:
-    """What moves the parts."""
-    known = group_by_name(group)
-    numbers = exchanged_numbers(q.shape, v.shape[3])
-    return select_schedule(_OP, known, accumulate_dtype(q.dtype), q.device, known.size, None, numbers)
+def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> _Args:
+    _check_cache(q, k_cache_shard, v_cache_shard, None)
+    return _Args(q, k_cache_shard, v_cache_shard, q, None, None, None, 1.0, -1, -1, 0.0, 1, 0, size, None)
 
 
-def _schedule(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Schedule:
-    return _parts_schedule(q, v, rest[-1])
-
-
-def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
-
-
-CONTEXT_PARALLEL_DECODE = CustomOp(
-    "context_parallel_decode(Tensor q, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, "
-    "Tensor? alibi_slopes, Tensor? sinks, float scale, int left, int right, float softcap, int block, int tokens, "
-    "str group) -> (Tensor, Tensor)",
-    _decode,
-    _decode_fake,
-    schedule=_schedule,
+CONTEXT_PARALLEL_DECODE: Op[_Args] = Op(
+    "context_parallel_decode",
+    _Args,
+    "(Tensor, Tensor)",
+    _forward,
+    lambda a: new_results(a.q, a.v),
+    key=_key,
+    example=_example,
 )

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-from fused_tp.attention.decode import MAX_DECODE_QUERIES, exchanged_numbers, kernel_serves
+from fused_tp.attention.decode import MAX_DECODE_QUERIES, kernel_serves
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
@@ -18,22 +17,21 @@ from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
-from fused_tp.ops.all_to_all import check_shared, moved_columns
+from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
 from fused_tp.ops.arguments import any_dim, check_linear, check_tensor
-from fused_tp.ops.attention_arguments import check_heads
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
+from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from fused_tp.ops.op import DispatchKey, Op
-from fused_tp.ops.ring_attention import kv_moved
+from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.registry import ALL_TO_ALL, ALONE, SCHEDULES, Decision, decide
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
 from fused_tp.transport.torch_dist import backend_of
 
 
@@ -241,40 +239,8 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
 Keys: TypeAlias = "tuple[DispatchKey | None, DispatchKey | None]"
 """Of forward and of backward; None where nothing moves."""
 
-
-def _ring_keys(size: int, q: Tensor, k: Tensor, v: Tensor) -> Keys:
-    check_heads(q, k, v)
-    key = DispatchKey("ring_attention", q.dtype, q.device, *kv_moved(k.shape, v.shape, q.shape[1] * size))
-    return key, key
-
-
-def _ulysses_keys(size: int, q: Tensor, k: Tensor, v: Tensor) -> Keys:
-    """All exchanges of a call are dispatched by what the first of them moves: q, k and v."""
-    check_heads(q, k, v)
-    check_shared(q.shape[2], size)
-    columns = moved_columns(q.shape, k.shape, v.shape)
-    key = DispatchKey(ALL_TO_ALL, q.dtype, q.device, q.shape[0] * q.shape[1] * size, None, columns)
-    return key, key
-
-
-def _decode_keys(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> Keys:
-    k, v = k_cache_shard.shape, v_cache_shard.shape
-    if not q.ndim == len(k) == len(v) == 4 or k[:3] != v[:3] or k[3] != q.shape[3] or k[2] == 0 or q.shape[2] % k[2]:
-        raise ValueError(
-            f"q, k_cache_shard and v_cache_shard are {tuple(q.shape)}, {tuple(k)} and {tuple(v)}; they must be [batch, "
-            "new, heads, head_dim] and, with heads that divide those of q, [batch, capacity, kv_heads, head_dim]."
-        )
-    dtype = accumulate_dtype(q.dtype)  # of outputs that are still to be merged
-    return DispatchKey("all_gather", dtype, q.device, size, None, exchanged_numbers(q.shape, v[3])), None
-
-
-# Of attention the group decides more than a schedule, and an example of its arguments would be a page.
-_ATTENTION: dict[str, Callable[..., Keys]] = {
-    "context_parallel_decode": _decode_keys,
-    "ring_attention": _ring_keys,
-    "ulysses_attention": _ulysses_keys,
-}
-_OPS: dict[str, Op[Any]] = {
+# By the name of the public function: attention by heads is dispatched by its first exchange.
+_OPS: dict[str, Op[Any]] = {"ulysses_attention": SEQUENCE_TO_HEADS} | {
     op.name: op
     for op in (
         ALL_GATHER,
@@ -282,15 +248,17 @@ _OPS: dict[str, Op[Any]] = {
         ALL_REDUCE,
         ALL_REDUCE_RMS_NORM,
         COLUMN_PARALLEL_MATMUL,
+        CONTEXT_PARALLEL_DECODE,
         MATMUL_ALL_REDUCE,
         MATMUL_ALL_REDUCE_RMS_NORM,
         MATMUL_REDUCE_SCATTER,
         REDUCE_SCATTER,
+        RING_ATTENTION,
         VOCAB_PARALLEL_CROSS_ENTROPY,
     )
 }
-_EXAMPLES: dict[str, Any] = {name: op.example for name, op in _OPS.items()} | _ATTENTION
-_PARAMETERS = {name: list(inspect.signature(_EXAMPLES[name]).parameters)[1:] for name in sorted(_EXAMPLES)}
+_EXAMPLES: dict[str, Any] = {name: op.example for name, op in sorted(_OPS.items())}
+_PARAMETERS = {name: list(inspect.signature(example).parameters)[1:] for name, example in _EXAMPLES.items()}
 ARGUMENTS = {name: tuple(one for one in names if one != "dim") for name, names in _PARAMETERS.items()}
 """The tensors whose shapes `explain` takes, by op."""
 
@@ -319,8 +287,6 @@ def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, 
             with_dim = (name for name, parameters in _PARAMETERS.items() if "dim" in parameters)
             raise ValueError(f"dim={dim!r} is for {', '.join(with_dim)}; {op} has none.")
         tensors.append(any_dim("dim", dim, names[0], tensors[0]))
-    if op in _ATTENTION:
-        return _ATTENTION[op](size, *tensors)
     check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op == "all_gather_matmul" else 1)
     if names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)

@@ -111,7 +111,6 @@ MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     key=_key,
     example=lambda size, x, weight: _Args(x, weight, x, weight, 1.0, None),
     prepare=_prepare,
-    saves=("x", "weight", "norm_weight"),
-    saves_outputs=(1,),
+    saves=("x", "weight", "norm_weight", 1),
     backward=_backward,
 )

@@ -14,8 +14,10 @@ comes out the same for every call of one shape, the checked arguments and the sc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -34,8 +36,6 @@ from fused_tp.schedules.registry import select_schedule
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 AnyGroup: TypeAlias = Any
 """Annotation of `group`: what callers pass, and from `prepare` on a `GroupName`."""
-SymInt: TypeAlias = int
-"""Annotation of an argument that may be symbolic under `torch.compile`."""
 
 _PLAIN = frozenset({Tensor, Parameter})
 # What every call asks, by one name each.
@@ -50,7 +50,6 @@ _grad_enabled = torch.is_grad_enabled
 # place, and the group.
 _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[tuple[int, Any], ...], GroupName]
 _MAX_PLANS = 1024  # of an op in a group: lengths may keep changing
-_NEW: Any = tuple.__new__  # in C: the constructor that NamedTuple writes is a Python frame
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 
 OPS: dict[str, Op[Any]] = {}
@@ -90,7 +89,7 @@ class Saved(Generic[A]):
         """Inside, nothing but weights (or nothing but the other arguments) needs a gradient."""
         masked = [
             need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
-            for name, need in zip(_fields(self.all_needs), self.all_needs, strict=True)
+            for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
         ]
         self.needs = type(self.all_needs)(*masked)
         try:
@@ -103,8 +102,8 @@ class Op(Generic[A]):
     """One op `fused_tp::<name>`.
 
     Its arguments travel as one NamedTuple, whose annotations are the schema and whose last field, `group`, is whatever
-    names the ranks: what callers pass until `prepare` has seen it, the group's name from then on. Calling the op takes
-    them one by one.
+    names the ranks: what callers pass until `prepare` has seen it, the group's name from then on. A field may be a
+    NamedTuple itself, whose fields then stand in its place in the schema. Calling the op takes all of them one by one.
 
     Args:
         name: of the op.
@@ -119,8 +118,7 @@ class Op(Generic[A]):
             the group and of tensors as one rank passes them; for `explain`.
         prepare: arguments that are checked, cast and brought into one form. It depends on shapes, dtypes, devices and
             on what is no tensor, and on nothing else, but where autocast is on.
-        saves: names of the tensors that backward needs.
-        saves_outputs: which results it needs.
+        saves: what backward needs: tensors among the arguments by name, results by number.
         backward: gradients by name of argument, of (saved, gradients of the results); see `grad_input`. An op without
             one is itself (part of) a backward.
         materialize_grads: results that nobody used have gradients of zeros, not None.
@@ -139,28 +137,31 @@ class Op(Generic[A]):
         backward_key: Callable[[A], DispatchKey] | None = None,
         example: Callable[..., A] | None = None,
         prepare: Callable[[A], A] | None = None,
-        saves: Sequence[str] = (),
-        saves_outputs: Sequence[int] = (),
+        saves: Sequence[str | int] = (),
         backward: Callable[..., dict[str, Any]] | None = None,
         materialize_grads: bool = True,
         non_differentiable: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.qualified_name = f"fused_tp::{name}"
-        self.arguments: Any = arguments
+        annotations = _annotations(arguments)
+        self.fields = tuple(annotations)
+        self.pack: Callable[[Sequence[Any]], A] = _packer(arguments)
         self.forward = forward
+        self.fake = fake
         self.key = key
         self.backward_key = backward_key
         self.example = example
         self.prepare = prepare
         self.backward = backward
         self.returns_list = returns == "Tensor[]"
-        self._saves, self._saves_outputs = frozenset(saves), saves_outputs
+        self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
         self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(lambda group: {})
-        LIBRARY.define(f"{name}({_schema(arguments)}) -> {returns}")
+        schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
+        LIBRARY.define(f"{name}({schema}) -> {returns}")
         LIBRARY.impl(name, self._dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(self.qualified_name, lambda *values: fake(arguments(*values)), lib=LIBRARY)
+        torch.library.register_fake(self.qualified_name, lambda *values: fake(self.pack(values)), lib=LIBRARY)
         if backward is not None:
             torch.library.register_autograd(
                 self.qualified_name, self.run_backward, setup_context=self.setup_context, lib=LIBRARY
@@ -226,7 +227,7 @@ class Op(Generic[A]):
                 fresh[index] = value
         if repeatable is not None and not needs_grad:
             return repeatable(*given)
-        args: A = _NEW(self.arguments, (*given, name))
+        args = self.pack((*given, name))
         if needs_grad:
             return self._with_grad(schedule, args)
         return self.forward(schedule, args)
@@ -239,12 +240,10 @@ class Op(Generic[A]):
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
         """A call without a plan; with `key` it leaves one for the next."""
-        args: Any = self.arguments(*values)
-        if self.prepare is not None:
-            args = self.prepare(args)
-        name = str(args[-1]) if isinstance(args[-1], GroupName) else group_name(args[-1])
-        if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(args)):
-            return self.overload(*args[:-1], name)
+        *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
+        name = str(group) if isinstance(group, GroupName) else group_name(group)
+        if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
+            return self.overload(*given, name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
                 f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
@@ -255,11 +254,11 @@ class Op(Generic[A]):
                 f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
                 "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
             )
-        args = self.arguments(*args[:-1], GroupName(name))
+        args = self.pack((*given, GroupName(name)))
         schedule = self.select(args)
         if key is not None:
             self._remember(key, values, args, schedule)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
         run = self._with_grad if needs_grad else self.forward
         if not recording():
             return run(schedule, args)
@@ -267,7 +266,7 @@ class Op(Generic[A]):
             return run(schedule, args)
 
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
-        both = enumerate(zip(values[:-1], args[:-1], strict=True))
+        both = enumerate(zip(values[:-1], _flat(args)[:-1], strict=True))
         changed = [(i, new) for i, (old, new) in both if new is not old]
         if next(_tensors([new for _, new in changed]), None) is not None:  # cast or copied, as every call must be
             return
@@ -284,7 +283,7 @@ class Op(Generic[A]):
 
     def _dispatched(self, *values: Any) -> Any:
         """The op as torch's dispatcher calls it."""
-        args = self.arguments(*values[:-1], GroupName(values[-1]))
+        args = self.pack((*values[:-1], GroupName(values[-1])))
         schedule = self.select(args)
         if not recording():
             return self.forward(schedule, args)
@@ -309,6 +308,8 @@ class Op(Generic[A]):
     def grad_weight(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
         """Gradients of weights, biases and norm weights, by name; see `grad_input`."""
         assert self.backward is not None
+        if _WEIGHTS.isdisjoint(self.fields):
+            return {}
         with saved.only(weights=True):
             return self.backward(saved, *grads)
 
@@ -320,7 +321,7 @@ class Op(Generic[A]):
         shapes: list[Any] = []
         ctx.where = {}
         ctx.main_grads = {}
-        for index, (name, value) in enumerate(zip(_fields(self.arguments), inputs, strict=True)):
+        for index, (name, value) in enumerate(zip(self.fields, _flat(inputs), strict=True)):
             if isinstance(value, Tensor):
                 needs.append(value.requires_grad)
                 shapes.append(value.shape)
@@ -353,8 +354,8 @@ class Op(Generic[A]):
         args = list(ctx.args)
         for index, where in ctx.where.items():
             args[index] = list(tensors[where]) if isinstance(where, slice) else tensors[where]
-        kind: Any = self.arguments
-        return Saved(kind(*args), kind(*ctx.needs), kind(*ctx.shapes), tensors[len(tensors) - ctx.outputs :])
+        outputs = tensors[len(tensors) - ctx.outputs :]
+        return Saved(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
         """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
@@ -367,7 +368,7 @@ class Op(Generic[A]):
     def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
         """Gradients by name as autograd wants them: one for each argument, a list for a list of tensors."""
         result: list[Any] = []
-        for name, needs in zip(_fields(self.arguments), ctx.needs, strict=True):
+        for name, needs in zip(self.fields, ctx.needs, strict=True):
             grad = found.get(name)
             if isinstance(needs, list) and grad is None:
                 grad = [None] * len(needs)
@@ -383,7 +384,7 @@ class Op(Generic[A]):
             raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")
         flat: list[Any] = []
         lengths = []  # of the tensor lists; -1 for anything else
-        for arg in args:
+        for arg in _flat(args):
             if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
                 lengths.append(len(arg))
                 flat += arg
@@ -404,7 +405,7 @@ class _Eager(torch.autograd.Function):
         for length in lengths:
             values.append(flat[at] if length < 0 else list(flat[at : at + length]))
             at += abs(length)
-        args = _NEW(op.arguments, values)
+        args = op.pack(values)
         output = op.forward(schedule, args)
         op.setup_context(ctx, args, output)
         ctx.op, ctx.lengths = op, lengths
@@ -452,23 +453,49 @@ def accumulate_main_grad(weight_grad: Tensor | None, target: tuple[Tensor, Tenso
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _fields(arguments: Any) -> tuple[str, ...]:
-    fields: tuple[str, ...] = arguments._fields
-    return fields
-
-
-def _schema(arguments: Any) -> str:
-    """`Tensor x, Tensor? bias, str group`, from the annotations of a NamedTuple."""
-    texts = []
+def _annotations(arguments: Any) -> dict[str, str]:
+    """Types of the schema by field of a NamedTuple: `Tensor? bias` for `bias: Tensor | None`."""
+    found: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
         kind = getattr(annotation, "__forward_arg__", annotation)
-        optional = kind.endswith(" | None")
+        if (inner := _inner(arguments, name)) is not None:
+            found |= _annotations(inner)
+            continue
+        optional = "?" if kind.endswith(" | None") else ""
         kind = kind.removesuffix(" | None")
         if kind.startswith("list["):
             kind = f"{kind.removeprefix('list[').removesuffix(']')}[]"
-        kind = "str" if kind == "AnyGroup" else kind
-        texts.append(f"{kind}{'?' if optional else ''} {name}")
-    return ", ".join(texts)
+        found[name] = ("str" if kind == "AnyGroup" else kind) + optional
+    return found
+
+
+def _inner(arguments: Any, name: str) -> Any:
+    """The NamedTuple that a field is, or None."""
+    annotation = arguments.__annotations__[name]
+    kind = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
+    return kind if hasattr(kind, "_fields") else None
+
+
+def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
+    """What makes arguments of values one by one. In C where no field is a NamedTuple: the constructor that NamedTuple
+    writes is a Python frame."""
+    inner = [(at, kind) for at, name in enumerate(arguments._fields) if (kind := _inner(arguments, name)) is not None]
+    if not inner:
+        return partial(tuple.__new__, arguments)
+
+    def pack(values: Sequence[Any]) -> Any:
+        parts = list(values)
+        for at, kind in inner:
+            stop = at + len(kind._fields)
+            parts[at:stop] = [tuple.__new__(kind, parts[at:stop])]
+        return tuple.__new__(arguments, parts)
+
+    return pack
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    """Arguments one by one."""
+    return [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,23 +15,25 @@ from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
 from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
-from fused_tp.attention.spec import SCHEMA, AttentionArguments
+from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.arguments import autocast_dtype, cast
 from fused_tp.ops.attention_arguments import (
+    DEFAULTS,
     AttentionKeywords,
     annotate_mismatch,
     checked_arguments,
     checksum,
     describe,
+    with_keywords,
 )
-from fused_tp.ops.custom_op import CustomOp
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.plain import Plain
-from fused_tp.schedules.registry import select_schedule
 from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.base import accumulate_dtype
 
@@ -64,25 +65,15 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def ring_attention(  # noqa: PLR0913  # its public keywords
+@with_keywords(DEFAULTS)
+def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -134,30 +125,7 @@ def ring_attention(  # noqa: PLR0913  # its public keywords
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889; the
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
-    name, size, rank = group_identity(group)
-    dtype = autocast_dtype(q)
-    if dtype is not None:
-        q, k, v = cast(dtype, q, k, v)
-    arguments = checked_arguments(
-        q,
-        k,
-        v,
-        size,
-        rank,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens_kv,
-        seq_len=seq_len,
-        seq_len_kv=seq_len_kv,
-    )
-    out, lse = RING_ATTENTION(q, k, v, *arguments, name)
+    out, lse = attention_over(q, k, v, *group_identity(group), **keywords)
     return (out, lse) if return_lse else out
 
 
@@ -168,69 +136,77 @@ def attention_over(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
-    out, lse = RING_ATTENTION(q, k, v, *checked_arguments(q, k, v, size, rank, **keywords), group_name)
+    out, lse = RING_ATTENTION.named(q, k, v, *checked_arguments(q, k, v, size, rank, **keywords), group_name)
     return out, lse
 
 
-_BY_HEAD = 2  # of the arguments behind q, k and v, those that have a gradient: alibi_slopes and sinks
-_TENSORS = 5  # and those that are tensors
+class _Args(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attention: AttentionArguments
+    group: AnyGroup
 
 
-def kv_moved(k_shape: Sequence[int], v_shape: Sequence[int], seq_len: int) -> tuple[int, None, int]:
-    """(m, k, n) of a call, as dispatch wants them: all ranks' K/V, which is what a plain schedule would gather."""
-    batch, _, heads, head_dim = k_shape
-    return seq_len * batch, None, heads * (head_dim + v_shape[3])
+class _Grads(NamedTuple):
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    attention: AttentionArguments
+    group: AnyGroup
 
 
-def _select(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
-    """The ring for one call, by the size of all K/V in the dtype of q.
+def _key(a: _Args | _Grads) -> DispatchKey:
+    """By the size of all K/V in the dtype of q, which is what a plain schedule would gather."""
+    batch, _, heads, head_dim = a.k.shape
+    columns = heads * (head_dim + a.v.shape[3])
+    return DispatchKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
-    Raises:
-        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group.
-    """
-    arguments, group = AttentionArguments(*rest[:-1]), group_by_name(rest[-1])
-    schedule = select_schedule(OP, group, q.dtype, k.device, *kv_moved(k.shape, v.shape, arguments.seq_len_kv))
+
+def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
     if isinstance(schedule, Local):
         return LocalRing()
     if isinstance(schedule, SharedMemory):
         return SharedMemoryRing(schedule.transport)
     if isinstance(schedule, FusedKernel):
-        query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=arguments.scale > 0)
-        if fused_ring_available_in(group, query):
+        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], positive_scale=a.attention.scale > 0)
+        if fused_ring_available_in(group_by_name(a.group), query):
             return FusedRing(schedule)
     return (AllGatherRing if type(schedule) is Plain else MessageRing)(schedule.messages)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], grad_lse: bool) -> tuple[Ring, RingCall, str]:
+def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
     """What runs, and in words what all ranks must agree on."""
-    arguments, group = AttentionArguments(*rest[:-1]), group_by_name(rest[-1])
-    spec, ring = arguments.spec(q.dtype), _select(q, k, v, *rest)
+    q, k, v, group = a.q, a.k, a.v, group_by_name(a.group)
+    spec, ring = a.attention.spec(q.dtype), _ring(schedule, a)
     kernel: AttentionKernel = TRITON
     if not isinstance(ring, FusedRing):
         single = group.size == 1 and spec.mask.is_one_piece
         kernel = kernel_for(q, v, spec.scores, grad_lse=grad_lse, single=single)
     plan = ring_plan(spec.mask, group.size, spec.layout)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        _check_capture(arguments.seed)
+        if a.attention.seed is not None:
+            raise ValueError(
+                "dropout_p is above 0 while a CUDA graph is captured, which would drop the same weights at every "
+                "replay; capture with dropout_p=0.0."
+            )
         _captured.add(plan)
-    given = {"alibi_slopes": arguments.alibi_slopes is not None, "sinks": arguments.sinks is not None}
+    given = {name: getattr(a.attention, name) is not None for name in _BY_HEAD}
     given["narrow_gradients"] = settings.narrow_gradients()
-    words = f"{describe(arguments, spec.mask, **given)}, ring {ring.name}"
-    dims = (q.shape[0], arguments.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
+    words = f"{describe(a.attention, spec.mask, **given)}, ring {ring.name}"
+    dims = (q.shape[0], a.attention.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
     return ring, RingCall(plan, group.rank, kernel, spec.scores, dims), words
 
+
+_BY_HEAD = ("alibi_slopes", "sinks")  # what has a gradient besides q, k and v
 
 # Graphs read what a plan has on the device, and nothing tells when a graph goes: plans that were captured are kept for
 # good, once each (they hash by identity).
 _captured: set[RingPlan] = set()
-
-
-def _check_capture(seed: Tensor | None) -> None:
-    if seed is not None:
-        raise ValueError(
-            "dropout_p is above 0 while a CUDA graph is captured, which would drop the same weights at every replay; "
-            "capture with dropout_p=0.0."
-        )
 
 
 def _for_kernels(*tensors: Tensor) -> list[Tensor]:
@@ -242,79 +218,65 @@ def _for_kernels(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous() for t in tensors]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    ring, call, words = _prepare(q, k, v, rest, grad_lse=False)
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    ring, call, words = _start(schedule, a, grad_lse=False)
     with span(f"ring_attention ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
-        return ring.forward(call, *_for_kernels(q, k, v))
+        return ring.forward(call, *_for_kernels(a.q, a.k, a.v))
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return new_results(a.q, a.v)
+
+
+def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty (out, lse) of attention."""
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
-def _grad_input(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> list[Tensor]:
-    ring, call, words = _prepare(q, k, v, rest, grad_lse=grad_lse is not None)
-    grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out
-    kv_grad_dtype = k.dtype
-    q, k, v, grad_out = _for_kernels(q, k, v, grad_out)
-    saved = RingSaved(q, k, v, out, lse, grad_out, grad_lse, kv_grad_dtype)
+def _backward(s: Saved[_Args], grad_out: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
+    """Of all that has a gradient: which of them need one may differ between ranks, the messages may not."""
+    a = s.args
+    found = RING_ATTENTION_BACKWARD(grad_out, grad_lse, *a[:3], *s.outputs, *a.attention, a.group)
+    names = ("q", "k", "v", *(name for name in _BY_HEAD if getattr(a.attention, name) is not None))
+    return dict(zip(names, found, strict=True))
+
+
+def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
+    """dq, dk, dv and, where they were given, those of slopes and sinks."""
+    ring, call, words = _start(schedule, g, grad_lse=g.grad_lse is not None)
+    grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
+    q, k, v, grad_out = _for_kernels(g.q, g.k, g.v, grad_out)
+    saved = RingSaved(q, k, v, g.out, g.lse, grad_out, g.grad_lse, g.k.dtype)
     with span(f"ring_attention backward ({ring.name}, {call.kernel.name})"), annotate_mismatch(OP, call.rank, words):
         dq, dk, dv, *by_head = ring.backward(call, saved)
     found = [dq, dk, dv]
-    for given, gradient in zip(rest[:_BY_HEAD], by_head, strict=True):
+    for name, gradient in zip(_BY_HEAD, by_head, strict=True):
+        given = getattr(g.attention, name)
         if given is not None and gradient is not None:
             found.append(gradient.to(given.dtype))
     return found
 
 
-def _select_backward(grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Ring:
-    return _select(q, k, v, *rest[2:])  # behind out and lse
+def _grads_fake(g: _Grads) -> list[Tensor]:
+    given = (g.q, g.k, g.v, g.attention.alibi_slopes, g.attention.sinks)
+    return [x.new_empty(x.shape) for x in given if x is not None]
 
 
-def _grad_input_fake(grad_out: Tensor | None, grad_lse: Tensor | None, *saved: Any) -> list[Tensor]:
-    q, k, v, _, _, *rest = saved
-    return [x.new_empty(x.shape) for x in (q, k, v, *rest[:_BY_HEAD]) if x is not None]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    q, k, v, *rest = inputs
-    ctx.rest = rest[_TENSORS:]
-    ctx.save_for_backward(q, k, v, *output, *rest[:_TENSORS])
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    # Computed together and for all: which of them need a gradient may differ between ranks, the messages may not.
-    found = iter(RING_ATTENTION_BACKWARD(grad_out, grad_lse, *saved, *ctx.rest))
-    # In the order of the op's arguments; slopes and sinks have one where they were given.
-    grads = [None if x is None else next(found) for x in (*saved[:3], *saved[5 : 5 + _BY_HEAD])]
-    return (*grads, *[None] * (_TENSORS - _BY_HEAD + len(ctx.rest)))
-
-
-RING_ATTENTION_BACKWARD = CustomOp(
-    "ring_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SCHEMA}, str group) -> Tensor[]",
-    _grad_input,
-    _grad_input_fake,
-    schedule=_select_backward,
+RING_ATTENTION_BACKWARD: Op[_Grads] = Op(
+    "ring_attention_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_key
 )
 
-RING_ATTENTION = CustomOp(
-    f"ring_attention(Tensor q, Tensor k, Tensor v, {SCHEMA}, str group) -> (Tensor, Tensor)",
+RING_ATTENTION: Op[_Args] = Op(
+    "ring_attention",
+    _Args,
+    "(Tensor, Tensor)",
     _forward,
-    _forward_fake,
-    _setup_context,
-    _backward,
-    _select,
+    _fake,
+    key=_key,
+    backward_key=_key,
+    example=lambda size, q, k, v: _Args(q, k, v, checked_arguments(q, k, v, size, 0), None),
+    saves=("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seed", 0, 1),
+    backward=_backward,
+    materialize_grads=False,
 )

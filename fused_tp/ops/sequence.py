@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_le
 from fused_tp.attention.spec import read_bounds
 from fused_tp.ops.arguments import any_dim, check_int, check_local
 from fused_tp.ops.attention_arguments import on_host
-from fused_tp.ops.custom_op import CustomOp
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.runtime.partition import SymInt
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
 from fused_tp.transport.base import checksum, first_apart
 
 # What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
@@ -73,10 +73,10 @@ def sequence_positions(
     _check_length(seq_len)
     if within_documents and bounds is None:
         raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
-    name, size, rank = group_identity(group)
     if bounds is not None:
-        positions = SEQUENCE_POSITIONS(bounds, seq_len, layout, bool(within_documents), name)
+        positions: Tensor = SEQUENCE_POSITIONS(bounds, seq_len, layout, bool(within_documents), group)
         return positions.to(torch.empty(0, device=device).device)  # the default device where None
+    _, size, rank = group_identity(group)
     ranges = all_tokens(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
@@ -108,7 +108,8 @@ def shard_sequence(
     """
     dim = _checked_dim(x, "x", dim)
     bounds = _checked_documents(layout, cu_seqlens)
-    return SHARD_SEQUENCE(x, dim, layout, bounds, group_identity(group)[0])
+    result: Tensor = SHARD_SEQUENCE(x, dim, layout, bounds, group)
+    return result
 
 
 def unshard_sequence(
@@ -144,9 +145,10 @@ def unshard_sequence(
     """
     dim = _checked_dim(x_shard, "x_shard", dim)
     bounds = _checked_documents(layout, cu_seqlens)
-    name, size, rank = group_identity(group)
+    _, size, rank = group_identity(group)
     total = _total(seq_len, x_shard.shape[dim], size, rank, layout)
-    return UNSHARD_SEQUENCE(x_shard, dim, layout, total, bounds, name)
+    result: Tensor = UNSHARD_SEQUENCE(x_shard, dim, layout, total, bounds, group)
+    return result
 
 
 def _checked_dim(x: Any, name: str, dim: Any) -> int:
@@ -180,57 +182,88 @@ def _total(seq_len: Any, length: int, world_size: int, rank: int, layout: str) -
     return int(seq_len)
 
 
-def _everyone(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:
+def _tokens_of_all(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:
     return all_tokens(seq_len, world_size, layout, read_bounds("cu_seqlens", cu_seqlens, seq_len))
 
 
-def _positions(cu_seqlens: Tensor, seq_len: int, layout: str, within_documents: bool, group_name: str) -> Tensor:
-    group = group_by_name(group_name)
-    indices = _everyone(seq_len, group.size, layout, cu_seqlens)[group.rank].indices
-    if within_documents:
-        begins = cu_seqlens[:-1].numpy().astype(np.int64)
+class _Positions(NamedTuple):
+    cu_seqlens: Tensor
+    seq_len: SymInt
+    layout: str
+    within_documents: bool
+    group: AnyGroup
+
+
+class _Shard(NamedTuple):
+    x: Tensor
+    dim: int
+    layout: str
+    cu_seqlens: Tensor | None
+    group: AnyGroup
+
+
+class _Unshard(NamedTuple):
+    x_shard: Tensor
+    dim: int
+    layout: str
+    seq_len: SymInt
+    cu_seqlens: Tensor | None
+    group: AnyGroup
+
+    @property
+    def whole_shape(self) -> list[int]:
+        shape = list(self.x_shard.shape)
+        shape[self.dim] = self.seq_len
+        return shape
+
+
+def _positions(schedule: None, a: _Positions) -> Tensor:
+    group = group_by_name(a.group)
+    indices = _tokens_of_all(a.seq_len, group.size, a.layout, a.cu_seqlens)[group.rank].indices
+    if a.within_documents:
+        begins = a.cu_seqlens[:-1].numpy().astype(np.int64)
         return torch.from_numpy(indices - begins[np.searchsorted(begins, indices, side="right") - 1])
     return torch.from_numpy(indices.copy())
 
 
-def _positions_fake(cu_seqlens: Tensor, seq_len: int, layout: str, within_documents: bool, group_name: str) -> Tensor:
-    group = group_by_name(group_name)
-    return cu_seqlens.new_empty(local_length(seq_len, group.size, group.rank, layout), dtype=torch.int64)
+def _positions_fake(a: _Positions) -> Tensor:
+    group = group_by_name(a.group)
+    return a.cu_seqlens.new_empty(local_length(a.seq_len, group.size, group.rank, a.layout), dtype=torch.int64)
 
 
-def _shard(x: Tensor, dim: int, layout: str, cu_seqlens: Tensor | None, group_name: str) -> Tensor:
-    group = group_by_name(group_name)
-    ranges = _everyone(x.shape[dim], group.size, layout, cu_seqlens)[group.rank].ranges
-    return torch.cat([x.narrow(dim, r.start, len(r)) for r in ranges or (range(0),)], dim).contiguous()
+def _shard(schedule: None, a: _Shard) -> Tensor:
+    group = group_by_name(a.group)
+    ranges = _tokens_of_all(a.x.shape[a.dim], group.size, a.layout, a.cu_seqlens)[group.rank].ranges
+    return torch.cat([a.x.narrow(a.dim, r.start, len(r)) for r in ranges or (range(0),)], a.dim).contiguous()
 
 
-def _shard_fake(x: Tensor, dim: int, layout: str, cu_seqlens: Tensor | None, group_name: str) -> Tensor:
-    group = group_by_name(group_name)
-    length = local_length(x.shape[dim], group.size, group.rank, layout)
-    return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+def _shard_fake(a: _Shard) -> Tensor:
+    group, shape = group_by_name(a.group), list(a.x.shape)
+    shape[a.dim] = local_length(shape[a.dim], group.size, group.rank, a.layout)
+    return a.x.new_empty(shape)
 
 
-def _unshard_schedule(
-    x_shard: Tensor, dim: int, layout: str, seq_len: int, cu_seqlens: Tensor | None, group_name: str
-) -> Schedule | None:
-    group = group_by_name(group_name)
-    row = prod(x_shard.shape[:dim]) * prod(x_shard.shape[dim + 1 :])
-    if row * seq_len == 0:
+def _shard_backward(s: Saved[_Shard], grad: Tensor) -> dict[str, Any]:
+    a, shape = s.args, s.shapes.x
+    return {"x": UNSHARD_SEQUENCE(grad, a.dim, a.layout, shape[a.dim], a.cu_seqlens, a.group)}
+
+
+def _unshard_key(a: _Unshard) -> DispatchKey | None:
+    shape, dtype, size = a.x_shard.shape, a.x_shard.dtype, group_by_name(a.group).size
+    row = prod(shape[: a.dim]) * prod(shape[a.dim + 1 :])
+    if row * a.seq_len == 0:
         return None
-    dtype = x_shard.dtype
     if dtype not in _MOVED_AS_THEY_ARE:
         dtype, row = torch.uint8, row * dtype.itemsize
-    rows = max(local_length(seq_len, group.size, rank, layout) for rank in range(group.size))
-    return select_schedule("all_gather", group, dtype, x_shard.device, rows * group.size, None, row)
+    rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
+    return DispatchKey("all_gather", dtype, a.x_shard.device, rows * size, None, row)
 
 
-def _unshard(
-    x_shard: Tensor, dim: int, layout: str, seq_len: int, cu_seqlens: Tensor | None, group_name: str
-) -> Tensor:
-    group = group_by_name(group_name)
-    held = _everyone(seq_len, group.size, layout, cu_seqlens)
-    out = x_shard.new_empty((*x_shard.shape[:dim], seq_len, *x_shard.shape[dim + 1 :]))
-    schedule = _unshard_schedule(x_shard, dim, layout, seq_len, cu_seqlens, group_name)
+def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
+    x_shard, dim, layout, seq_len, cu_seqlens, _ = a
+    group = group_by_name(a.group)
+    held = _tokens_of_all(seq_len, group.size, layout, cu_seqlens)
+    out = x_shard.new_empty(a.whole_shape)
     if schedule is None:
         return out
     # Shards differ by a token or two; padded to the longest, one plain all-gather moves them.
@@ -240,7 +273,7 @@ def _unshard(
     rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
     padded = x_shard.new_zeros((rows, *row))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
-    words = _in_words(x_shard, dim, layout, seq_len, cu_seqlens) if checked else ""
+    words = _in_words(a) if checked else ""
     if checked:
         _checksums(padded, 1).copy_(torch.tensor(list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
@@ -253,7 +286,13 @@ def _unshard(
         ) from error
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     if checked:
-        _check_alike(_checksums(everyone, group.size), words, group.rank)
+        found = [int.from_bytes(bytes(theirs), "little") for theirs in _checksums(everyone, group.size).tolist()]
+        if other := first_apart(found):
+            raise RankMismatchError(
+                f"Ranks 0 and {other} put together different sequences, or cut in different ways, in unshard_sequence "
+                f"or the backward of shard_sequence (checksums {found[0]} and {found[other]}); rank {group.rank} with "
+                f"{words}. They must be the same on all."
+            )
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):
         start = rank * rows
@@ -263,10 +302,9 @@ def _unshard(
     return out
 
 
-def _in_words(x_shard: Tensor, dim: int, layout: str, seq_len: int, cu_seqlens: Tensor | None) -> str:
-    documents = "" if cu_seqlens is None else f", cu_seqlens of checksum {checksum(repr(cu_seqlens.tolist()))}"
-    shape = [*x_shard.shape[:dim], seq_len, *x_shard.shape[dim + 1 :]]
-    return f"layout={layout!r}, dim={dim}, the whole of shape {shape} in {x_shard.dtype}{documents}"
+def _in_words(a: _Unshard) -> str:
+    documents = "" if a.cu_seqlens is None else f", cu_seqlens of checksum {checksum(repr(a.cu_seqlens.tolist()))}"
+    return f"layout={a.layout!r}, dim={a.dim}, the whole of shape {a.whole_shape} in {a.x_shard.dtype}{documents}"
 
 
 def _checksums(rows: Tensor, ranks: int) -> Tensor:
@@ -274,62 +312,24 @@ def _checksums(rows: Tensor, ranks: int) -> Tensor:
     return rows.view(ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
 
 
-def _check_alike(checksums: Tensor, words: str, rank: int) -> None:
-    found = [int.from_bytes(bytes(theirs), "little") for theirs in checksums.tolist()]
-    if other := first_apart(found):
-        raise RankMismatchError(
-            f"Ranks 0 and {other} put together different sequences, or cut in different ways, in unshard_sequence or "
-            f"the backward of shard_sequence (checksums {found[0]} and {found[other]}); rank {rank} with {words}. "
-            "They must be the same on all."
-        )
+def _unshard_backward(s: Saved[_Unshard], grad: Tensor) -> dict[str, Any]:
+    a = s.args
+    return {"x_shard": SHARD_SEQUENCE(grad, a.dim, a.layout, a.cu_seqlens, a.group)}
 
 
-def _unshard_fake(
-    x_shard: Tensor, dim: int, layout: str, seq_len: int, cu_seqlens: Tensor | None, group_name: str
-) -> Tensor:
-    return x_shard.new_empty((*x_shard.shape[:dim], seq_len, *x_shard.shape[dim + 1 :]))
+SEQUENCE_POSITIONS: Op[_Positions] = Op("sequence_positions", _Positions, "Tensor", _positions, _positions_fake)
 
-
-def _shard_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.dim, ctx.layout, cu_seqlens, ctx.group = inputs
-    ctx.seq_len = x.shape[ctx.dim]
-    ctx.save_for_backward(cu_seqlens)
-
-
-def _shard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (cu_seqlens,) = ctx.saved_tensors
-    return UNSHARD_SEQUENCE(grad, ctx.dim, ctx.layout, ctx.seq_len, cu_seqlens, ctx.group), None, None, None, None
-
-
-def _unshard_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.dim, ctx.layout, _, cu_seqlens, ctx.group = inputs
-    ctx.save_for_backward(cu_seqlens)
-
-
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (cu_seqlens,) = ctx.saved_tensors
-    return SHARD_SEQUENCE(grad, ctx.dim, ctx.layout, cu_seqlens, ctx.group), None, None, None, None, None
-
-
-SEQUENCE_POSITIONS = CustomOp(
-    "sequence_positions(Tensor cu_seqlens, SymInt seq_len, str layout, bool within_documents, str group) -> Tensor",
-    _positions,
-    _positions_fake,
+SHARD_SEQUENCE: Op[_Shard] = Op(
+    "shard_sequence", _Shard, "Tensor", _shard, _shard_fake, saves=("cu_seqlens",), backward=_shard_backward
 )
 
-SHARD_SEQUENCE = CustomOp(
-    "shard_sequence(Tensor x, int dim, str layout, Tensor? cu_seqlens, str group) -> Tensor",
-    _shard,
-    _shard_fake,
-    _shard_setup,
-    _shard_backward,
-)
-
-UNSHARD_SEQUENCE = CustomOp(
-    "unshard_sequence(Tensor x_shard, int dim, str layout, SymInt seq_len, Tensor? cu_seqlens, str group) -> Tensor",
+UNSHARD_SEQUENCE: Op[_Unshard] = Op(
+    "unshard_sequence",
+    _Unshard,
+    "Tensor",
     _unshard,
-    _unshard_fake,
-    _unshard_setup,
-    _unshard_backward,
-    _unshard_schedule,
+    lambda a: a.x_shard.new_empty(a.whole_shape),
+    key=_unshard_key,
+    saves=("cu_seqlens",),
+    backward=_unshard_backward,
 )

@@ -17,12 +17,12 @@ from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
     SEQUENCE_TO_HEADS,
     Heads,
-    HeadsArguments,
+    HeadsExchange,
     check_shared,
     moved_columns,
 )
 from fused_tp.ops.arguments import autocast_dtype, cast
-from fused_tp.ops.attention_arguments import AttentionKeywords, checked_arguments
+from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, checked_arguments, with_keywords
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
 
@@ -54,25 +54,15 @@ def ulysses_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def ulysses_attention(  # noqa: PLR0913  # its public keywords
+@with_keywords(DEFAULTS)
+def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     group: GroupLike,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "zigzag",
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
-    seq_len: int | None = None,
-    seq_len_kv: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
 
@@ -110,26 +100,8 @@ def ulysses_attention(  # noqa: PLR0913  # its public keywords
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
     Transformer Models", arXiv:2309.14509.
     """
-    return attention_by_heads(
-        q,
-        k,
-        v,
-        Ranks(*group_identity(group)),
-        ALONE,
-        return_lse=return_lse,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens_kv,
-        seq_len=seq_len,
-        seq_len_kv=seq_len_kv,
-    )
+    ranks = Ranks(*group_identity(group))
+    return attention_by_heads(q, k, v, ranks, ALONE, op="ulysses_attention", return_lse=return_lse, **keywords)
 
 
 class Ranks(NamedTuple):
@@ -167,13 +139,13 @@ def attention_by_heads(
     arguments = checked_arguments(q, k, v, parts, first + inner.rank * stride, **keywords)
     check_shared(q.shape[2], inner.size)
     if inner.size == 1:
-        out, lse = RING_ATTENTION(q, k, v, *arguments, ring.name)
+        out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
         return (out, lse) if return_lse else out
     heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
     given = (arguments.alibi_slopes is not None, arguments.sinks is not None, bool(return_lse))
-    exchange = HeadsArguments("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
+    exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
     rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
-    q, k, v = SEQUENCE_TO_HEADS([q, k, v], *exchange, *rest)
+    q, k, v = SEQUENCE_TO_HEADS.named([q, k, v], *exchange, *rest)
     k, v = (_one_for_equally_many(x, heads, inner.rank) for x in (k, v))
     own = heads.of("q", inner.rank)
     alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in arguments[:2])
@@ -182,11 +154,11 @@ def attention_by_heads(
         arguments = arguments._replace(joined=inner.size, strided=strided)
     else:
         arguments = arguments._replace(layout="contiguous")
-    out, lse = RING_ATTENTION(q, k, v, *arguments, ring.name)
+    out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
     if not return_lse:
-        (out,) = HEADS_TO_SEQUENCE([out], *exchange._replace(kinds="q"), *rest)
+        (out,) = HEADS_TO_SEQUENCE.named([out], *exchange._replace(kinds="q"), *rest)
         return out
-    out, lse = HEADS_TO_SEQUENCE([out, lse.transpose(1, 2).unsqueeze(-1)], *exchange._replace(kinds="qq"), *rest)
+    out, lse = HEADS_TO_SEQUENCE.named([out, lse.transpose(1, 2).unsqueeze(-1)], *exchange._replace(kinds="qq"), *rest)
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_tp.ops.arguments import check_int, check_tensor, total_size
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved, SymInt
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.partition import shard_range
+from fused_tp.runtime.partition import SymInt, shard_range
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import as_rows
 from fused_tp.transport.base import accumulate_dtype
@@ -208,8 +208,7 @@ VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     key=_key,
     example=lambda size, logits_shard: _Args(logits_shard, logits_shard, 0, 0.0, 0, None),
     prepare=_prepare,
-    saves=("logits_shard", "target"),
-    saves_outputs=(1,),
+    saves=("logits_shard", "target", 1),
     backward=_backward,
     non_differentiable=(1,),
 )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+SymInt: TypeAlias = int
+"""Annotation of a length that may be symbolic under `torch.compile`; schemas of ops say so."""
+
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
     """Start and stop of `rank`'s part of a dim of `size`: ceil(size / world_size) long, the last ones short or empty.

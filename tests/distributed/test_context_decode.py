@@ -188,7 +188,7 @@ def some_at_a_time(group: dist.ProcessGroup) -> None:
     module = sys.modules["fused_tp.ops.context_parallel_decode"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_GATHERED_BYTES", 4000)
-        assert 1 < module._queries_at_once(2, q, shards[1]) < one["new"] // 2
+        assert 1 < module._example(2, q, *shards).queries_at_once < one["new"] // 2
         found = context_parallel_decode(q, *shards, **given)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

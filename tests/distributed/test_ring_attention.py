@@ -24,7 +24,7 @@ from fused_tp.attention.layout import all_tokens
 from fused_tp.attention.ring import Backward, Forward
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.ops.attention_arguments import checked_arguments
-from fused_tp.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD, _forward_fake, _grad_input_fake
+from fused_tp.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.transport.shm import ShmTransport
 from fused_tp.transport.torch_dist import TorchDist
@@ -330,10 +330,11 @@ def ops_are_as_their_fakes(group: dist.ProcessGroup) -> None:
     q, k = (seeded(2, 6, heads, 8, dtype=torch.bfloat16, seed=heads) for heads in (4, 2))
     more = {"alibi_slopes": torch.rand(4, dtype=torch.bfloat16), "sinks": torch.rand(4, dtype=torch.bfloat16)}
     rest = (*checked_arguments(q, k, k, 2, dist.get_rank(group), **more), group.group_name)
-    out, lse = RING_ATTENTION(q, k, k, *rest)
+    out, lse = RING_ATTENTION.named(q, k, k, *rest)
     arguments = (out, None, q, k, k, out, lse, *rest)
-    real, fakes = RING_ATTENTION_BACKWARD(*arguments), _grad_input_fake(*arguments)
-    for one, fake in zip([out, lse, *real], [*_forward_fake(q, k, k, *rest), *fakes], strict=True):
+    forward, backward = RING_ATTENTION, RING_ATTENTION_BACKWARD
+    real, fakes = backward.named(*arguments), backward.fake(backward.pack(arguments))
+    for one, fake in zip([out, lse, *real], [*forward.fake(forward.pack((q, k, k, *rest))), *fakes], strict=True):
         assert (one.dtype, one.shape, one.stride()) == (fake.dtype, fake.shape, fake.stride())
     assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)
 
@@ -470,7 +471,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
         if op is ring_attention:
             rest = (*checked_arguments(q, k, k, 2, rank, **chosen), group.group_name)
             with pytest.raises(RankMismatchError) as error:
-                RING_ATTENTION_BACKWARD(q, None, q, k, k, q, lse, *rest)
+                RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens, each taken for half of the whole
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):

@@ -57,7 +57,7 @@ def split_is_joint(group: dist.ProcessGroup) -> None:
         (MATMUL_ALL_REDUCE_RMS_NORM, (x, w, residual, norm, 1e-5)),
     ]
     for op, values in cases:
-        args = op.arguments(*values, name)
+        args = op.pack((*values, name))
         context = Context()
         with torch.no_grad():
             output = op.forward(op.select(args), args)

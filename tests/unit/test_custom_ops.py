@@ -10,11 +10,15 @@ import torch
 from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
+from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from fused_tp.ops.ring_attention import RING_ATTENTION
+from fused_tp.ops.sequence import SEQUENCE_POSITIONS, SHARD_SEQUENCE, UNSHARD_SEQUENCE
 from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
 from tests.reference import seeded
 
@@ -23,6 +27,12 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     return seeded(*shape, dtype=torch.float64, seed=seed).requires_grad_()
 
 
+Q, K = leaf(2, 6, 4, 8), leaf(2, 6, 2, 8, seed=1)
+CACHE = Q[:, :1].detach(), K.detach(), K.detach()
+BOUNDS = torch.tensor([0, 2, 6])
+ATTENTION = checked_arguments(
+    Q, K, K, 1, 0, causal=True, alibi_slopes=leaf(4).abs(), sinks=leaf(4, seed=2), dropout_p=0.5, cu_seqlens=BOUNDS
+)
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], 1, 3, True, "")),
     (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), 1, "")),
@@ -34,6 +44,11 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (ALL_GATHER, (leaf(3, 4), 1, 4, "")),
     (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
     (ALL_REDUCE, (leaf(3, 4), "")),
+    (RING_ATTENTION, (Q, K, leaf(2, 6, 2, 8, seed=3), *ATTENTION, "")),
+    (CONTEXT_PARALLEL_DECODE, (*CACHE, torch.tensor([6, 3]), None, None, None, 0.3, -1, 0, 0.0, 4, 0, 1, "")),
+    (SEQUENCE_POSITIONS, (BOUNDS, 6, "contiguous", True, "")),
+    (SHARD_SEQUENCE, (leaf(2, 6), 1, "balanced", BOUNDS, "")),
+    (UNSHARD_SEQUENCE, (leaf(2, 6), 1, "zigzag", 6, None, "")),
 ]
 
 
@@ -50,7 +65,8 @@ def test_both_doors_lead_to_the_same(op: Any, args: tuple[Any, ...]) -> None:
         copies = [_copy(arg) for arg in args[:-1]]
         out = door(*copies, group)
         outputs = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if t.requires_grad]
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
         leaves = [t for arg in copies for t in (arg if isinstance(arg, list) else [arg]) if _is_leaf(t)]
         results.append([*outputs, *(t.grad for t in leaves)])
     assert len(results[0]) == len(results[1])

@@ -18,6 +18,7 @@ from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.ops.attention_arguments import checked_arguments
+from fused_tp.schedules.local import Local
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")
@@ -88,7 +89,8 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     q = torch.ones(1, 4, 1, 8)
     rest = (*checked_arguments(q, q, q, 1, 0, causal=True), "")
     for _ in range(3):
-        ring_attention._prepare(q.as_subclass(OnGpu), q, q, rest, False)
+        args = ring_attention.RING_ATTENTION.pack((q.as_subclass(OnGpu), q, q, *rest))
+        ring_attention._start(Local(), args, grad_lse=False)
     assert len(ring_attention._captured) == 1
 
 
