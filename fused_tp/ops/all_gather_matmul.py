@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, overload
 
@@ -24,7 +24,6 @@ from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.runtime.partition import SymInt
 from fused_tp.schedules.base import GatherMatmul, Schedule
 from fused_tp.schedules.gemm import weight_grad
-from fused_tp.transport.base import Pending
 
 
 @overload
@@ -204,46 +203,34 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
 # -- backward: dx_shard is a matmul_reduce_scatter, dW uses x gathered again while that runs ---------------------------
 
 
-def grad_input(schedule: Schedule, g: _Grads, meanwhile: Callable[[], None] | None = None) -> Tensor:
-    """dx_shard: dY @ W summed over ranks and scattered, plus what reached the gathered x directly."""
-    products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
-    d_x = None
-    if products:
-        d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=g.gather_dim, meanwhile=meanwhile)
-    elif meanwhile is not None:
-        meanwhile()
-    if g.d_gathered is None:
-        assert d_x is not None, "some result has a gradient"
-        return d_x
-    d_direct = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
-    return d_direct if d_x is None else d_x.add_(d_direct)
-
-
-def gather_input(schedule: Schedule, g: _Grads) -> Pending[Tensor]:
-    """Starts gathering x for `grad_weight`."""
-    return schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
-
-
-def grad_weight(g: _Grads, gathering: Pending[Tensor]) -> list[Tensor]:
-    """dW = dY^T @ x of the weights that need one, for the gathered x."""
-    x = gathering.wait()
-    return [weight_grad(d, x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs]
-
-
 def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """[dx_shard (empty where not needed), *dW of the weights that need one]."""
+    """[dx_shard (empty where not needed), *dW of the weights that need one].
+
+    dx_shard is dY @ W summed over ranks and scattered, plus what reached the gathered x directly; dW is dY^T @ x.
+    """
     d_weights: list[Tensor] = []
     with schedule.abort_scope("all_gather_matmul_backward"):
-        gathering = gather_input(schedule, g) if any(g.needs_weight) else None
+        gathering = None
+        if any(g.needs_weight):
+            gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
 
         def meanwhile() -> None:
             if gathering is not None:
-                d_weights.extend(grad_weight(g, gathering))
+                x = gathering.wait()
+                both = zip(g.d_outputs, g.needs_weight, strict=True)
+                d_weights.extend(weight_grad(d, x) for d, needs in both if needs)
 
-        if g.needs_x:
-            return [grad_input(schedule, g, meanwhile), *d_weights]
-        meanwhile()
-        return [g.x_shard.new_empty(0), *d_weights]
+        products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
+        if not (g.needs_x and products):
+            meanwhile()
+            d_x = None if g.needs_x else g.x_shard.new_empty(0)
+        else:
+            d_x = schedule.matmul_reduce_scatter(products, None, scatter_dim=g.gather_dim, meanwhile=meanwhile)
+        if g.d_gathered is not None:
+            direct = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
+            d_x = direct if d_x is None else d_x.add_(direct)
+    assert d_x is not None, "some result has a gradient"
+    return [d_x, *d_weights]
 
 
 def _grads_key(g: _Args | _Grads) -> DispatchKey:

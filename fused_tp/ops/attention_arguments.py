@@ -10,7 +10,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -125,7 +125,7 @@ def checked_arguments(
             raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
     left, right = checked_window(given["window"])
     scale, softcap = checked_scale(given["scale"], q.shape[3]), checked_softcap(given["softcap"])
-    dropout_p = _checked_dropout(given["dropout_p"])
+    dropout_p = _checked_number("dropout_p", given["dropout_p"], "a float", lambda p: 0 <= p < 1, "in [0, 1)")
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, given[name], q)
     return AttentionArguments(
@@ -240,29 +240,20 @@ def _total_length(name: str, given: Any, of: str, length: int, size: int, rank: 
 def checked_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
-    _check_number("scale", scale, "a float or None")
-    if not isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite.")
-    return float(scale)
+    return _checked_number("scale", scale, "a float or None", isfinite, "finite")
 
 
 def checked_softcap(softcap: Any) -> float:
-    _check_number("softcap", softcap, "a float")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap is {softcap}; it must be finite and positive, or 0.0 for no cap.")
-    return float(softcap)
+    needed = "finite and positive, or 0.0 for no cap"
+    return _checked_number("softcap", softcap, "a float", lambda x: 0 <= x < inf, needed)
 
 
-def _checked_dropout(dropout_p: Any) -> float:
-    _check_number("dropout_p", dropout_p, "a float")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p}; it must be in [0, 1).")
-    return float(dropout_p)
-
-
-def _check_number(name: str, value: Any, wanted: str) -> None:
+def _checked_number(name: str, value: Any, kind: str, holds: Callable[[float], bool], needed: str) -> float:
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__}.")
+        raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
+    if not holds(value):
+        raise ValueError(f"{name} is {value}; it must be {needed}.")
+    return float(value)
 
 
 def checked_window(window: Any) -> tuple[int, int]:

@@ -85,43 +85,14 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
 
 
 def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
-    """`x`, which all ranks hold, as input of work that differs by rank; backward is `all_reduce`.
-
-    Args:
-        x: any shape; float16, bfloat16, float32 or float64. Nothing is sent in forward.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-
-    Returns:
-        A view of `x`.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit.
-
-    Example:
-        y = my_own_part(copy_to_group(x, group=mesh["tp"]))
-    """
+    """`x`, which all ranks hold, as input of work that differs by rank: a view; backward is `all_reduce`."""
     check_tensor("x", x, least_dims=0)
     result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])
     return result
 
 
 def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
-    """This rank's slice along `dim` of `x`, which all ranks hold; backward is `gather`.
-
-    Args:
-        x: float16, bfloat16, float32 or float64. Nothing is sent in forward.
-        dim: any dim; may be negative. Cut as torch.chunk does.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-
-    Returns:
-        A copy of this rank's part of `x`.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit.
-
-    Example:
-        x_shard_m = scatter(x, 0, group=mesh["tp"])
-    """
+    """A copy of this rank's slice along `dim` of `x`, which all hold; backward is `gather`. Cut as torch.chunk does."""
     check_tensor("x", x)
     name, size, rank = group_identity(group)
     result: Tensor = _Scatter.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
@@ -129,13 +100,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """Everyone's `x_shard` along `dim`, as a result that all ranks use alike; backward takes the own slice.
-
-    Arguments, result and errors as for `all_gather`.
-
-    Example:
-        logits = gather(logits_shard_n, -1, group=mesh["tp"])
-    """
+    """`all_gather` for a result that all ranks use alike; backward takes the own slice."""
     check_tensor("x_shard", x_shard)
     dim = any_dim("dim", dim, "x_shard", x_shard)
     name, size, rank = group_identity(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -127,23 +127,18 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
 # -- backward: dx is a matmul_all_reduce, and dW is computed while that runs ------------------------------------------
 
 
-def grad_input(schedule: Schedule, g: _Grads, meanwhile: Callable[[], None] | None = None) -> Tensor:
-    """dx: dY @ W summed over ranks."""
-    products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
-    return schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
-
-
-def grad_weight(g: _Grads) -> list[Tensor]:
-    """dW = dY^T @ x of the weights that need one."""
-    return [weight_grad(d, g.x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs]
-
-
 def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
-    """[dx (empty where not needed), *dW of the weights that need one]."""
-    if schedule is None:
-        return [g.x.new_empty(0), *grad_weight(g)]
+    """[dx (empty where not needed): dY @ W summed over ranks, *dW = dY^T @ x of the weights that need one]."""
     d_weights: list[Tensor] = []
-    return [grad_input(schedule, g, lambda: d_weights.extend(grad_weight(g))), *d_weights]
+
+    def meanwhile() -> None:
+        d_weights.extend(weight_grad(d, g.x) for d, needs in zip(g.d_outputs, g.needs_weight, strict=True) if needs)
+
+    if schedule is None:
+        meanwhile()
+        return [g.x.new_empty(0), *d_weights]
+    products = [(d, w.t()) for d, w in zip(g.d_outputs, g.weights, strict=True)]
+    return [schedule.matmul_all_reduce(products, None, meanwhile=meanwhile), *d_weights]
 
 
 def _sum_key(a: _Args | _Grads) -> DispatchKey:

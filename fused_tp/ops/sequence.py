@@ -22,18 +22,8 @@ from fused_tp.schedules.base import Schedule
 from fused_tp.transport.base import checksum, first_apart
 
 # What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
-_MOVED_AS_THEY_ARE = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_MOVED_AS_THEY_ARE = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _CHECKSUM_BYTES = 3
 
 
@@ -70,7 +60,7 @@ def sequence_positions(
         cos, sin = rotary(sequence_positions(4096, group=mesh["cp"]))
     """
     bounds = _checked_documents(layout, cu_seqlens)
-    _check_length(seq_len)
+    checked_length(seq_len)
     if within_documents and bounds is None:
         raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
     if bounds is not None:
@@ -163,16 +153,17 @@ def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     return bounds
 
 
-def _check_length(seq_len: Any) -> None:
+def checked_length(seq_len: Any) -> int:
     check_int("seq_len", seq_len)
     if seq_len < 0:
         raise ValueError(f"seq_len is {seq_len}; it must be at least 0.")
+    return int(seq_len)
 
 
 def _total(seq_len: Any, length: int, world_size: int, rank: int, layout: str) -> int:
     if seq_len is None:
         return length * world_size
-    _check_length(seq_len)
+    checked_length(seq_len)
     wanted = local_length(seq_len, world_size, rank, layout)
     if wanted != length:
         raise ValueError(

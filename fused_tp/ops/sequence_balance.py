@@ -12,6 +12,7 @@ from fused_tp.attention.layout import all_tokens, check_layout
 from fused_tp.attention.spec import AttentionMask, read_bounds
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import checked_window, on_host
+from fused_tp.ops.sequence import checked_length
 from fused_tp.runtime.group import GroupLike, group_identity
 
 
@@ -87,7 +88,7 @@ def sequence_balance(
             "sequence_balance needs the lengths of documents in cu_seqlens or that of one sequence in seq_len; pass "
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
-    length = _length(seq_len if host is None else host[-1].item() if len(host) else 0)
+    length = checked_length(seq_len if host is None else host[-1].item() if len(host) else 0)
     bounds = read_bounds("cu_seqlens", host, length)
     size = group_identity(group)[1] if world_size is None else _size(world_size, group)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
@@ -98,17 +99,13 @@ def sequence_balance(
     _, starts, stops = mask.seen(np.arange(length))
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
     held = all_tokens(length, size, layout, bounds)
+    what = [layout, _counted(length, "token"), _counted(size, "rank"), "causal" if causal else "not causal"]
+    if bounds:
+        what.insert(2, _counted(len(bounds) - 1, "document"))
+    if window is not None:
+        what.append(f"window {left_right}")
     return SequenceBalance(
-        ", ".join(
-            [
-                layout,
-                _counted(length, "token"),
-                *([_counted(len(bounds) - 1, "document")] if bounds else []),
-                _counted(size, "rank"),
-                "causal" if causal else "not causal",
-                *([f"window {left_right}"] if window is not None else []),
-            ]
-        ),
+        ", ".join(what),
         tuple(tokens.length for tokens in held),
         tuple(sum(int(before[r.stop] - before[r.start]) for r in tokens.ranges) for tokens in held),
         tuple(len(tokens.ranges) for tokens in held),
@@ -117,13 +114,6 @@ def sequence_balance(
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + "s" * (count != 1)
-
-
-def _length(seq_len: Any) -> int:
-    check_int("seq_len", seq_len)
-    if seq_len < 0:
-        raise ValueError(f"seq_len is {seq_len}; it must be at least 0.")
-    return int(seq_len)
 
 
 def _size(world_size: Any, group: Any) -> int:
