@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,24 +54,63 @@ def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.
     assert_within_dtype_error(actual, wanted, dtype, reduced_over=max(1, reduced_over), roundings=2, name=name)
 
 
-def all_gather_matmul_case(group: Any, dtype_name: str, strided: bool) -> None:
+class Matmul(NamedTuple):
+    """How one op cuts x, weight, bias and output: a dim, "tokens" for each dim of tokens in turn, None for whole."""
+
+    run: Callable[..., Any]
+    x: Any
+    weight: int
+    bias: int | None
+    output: Any
+
+
+MATMULS = {
+    "all_gather_matmul": Matmul(
+        lambda x, w, b, dim, size, group: fused_tp.all_gather_matmul(
+            x, w, b, group=group, gather_dim=dim, gather_size=size, return_gathered=True
+        ),
+        *("tokens", 0, 0, -1),
+    ),
+    "matmul_reduce_scatter": Matmul(
+        lambda x, w, b, dim, size, group: fused_tp.matmul_reduce_scatter(x, w, b, group=group, scatter_dim=dim),
+        *(-1, 1, None, "tokens"),
+    ),
+    "matmul_all_reduce": Matmul(
+        lambda x, w, b, dim, size, group: fused_tp.matmul_all_reduce(x, w, b, group=group), *(-1, 1, None, None)
+    ),
+    "column_parallel_matmul": Matmul(
+        lambda x, w, b, dim, size, group: fused_tp.column_parallel_matmul(x, w, b, group=group), *(None, 0, 0, -1)
+    ),
+}
+
+
+def matmul_cases(group: Any, dtype_name: str, strided: bool) -> None:
     dtype = getattr(torch, dtype_name)
-    for shape in SHAPES:
-        x, w, b, d = problem(shape, dtype)
-        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
-        for dim in (0, -2):
-            x_shard = leaf(own_part(x, dim, group), strided)
-            w_shard, b_shard = leaf(own_part(w, 0, group), strided), leaf(own_part(b, 0, group))
-            y, gathered = fused_tp.all_gather_matmul(
-                x_shard, w_shard, b_shard, group=group, gather_dim=dim, gather_size=x.shape[dim], return_gathered=True
-            )
-            y.backward(own_part(d, -1, group))
-            rows, k, n = shape[0] * shape[1], shape[2], shape[3]
-            assert torch.equal(gathered, x)
-            check(f"{shape} y", y, own_part(wanted, -1, group), dtype, k)
-            check(f"{shape} dx", x_shard.grad, own_part(dx, dim, group), dtype, n)
-            check(f"{shape} dw", w_shard.grad, own_part(dw, 0, group), dtype, rows)
-            check(f"{shape} db", b_shard.grad, own_part(db, 0, group), dtype, rows)
+
+    def own(t: Tensor | None, cut: Any, dim: int) -> Tensor | None:
+        return t if cut is None else own_part(t, dim if cut == "tokens" else cut, group)
+
+    for (op, (run, *cuts)), shape in itertools.product(MATMULS.items(), SHAPES):
+        whole, d = problem(shape, dtype)[:3], problem(shape, dtype)[3]
+        wanted, grads = gradients64(matmul64, whole, d)
+        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
+        for dim in (0, -2) if "tokens" in cuts else (0,):
+            leaves = []
+            for t, cut in zip(whole, cuts, strict=False):
+                part = own(t, cut, dim)
+                assert part is not None
+                leaves.append(leaf(part, strided))
+            y = run(*leaves, dim, shape[1] if dim else shape[0], group)
+            if op == "all_gather_matmul":
+                y, gathered = y
+                assert torch.equal(gathered, whole[0])
+            y.backward(own(d, cuts[3], dim))
+            check(f"{op} {shape} y", y, own(wanted, cuts[3], dim), dtype, k)
+            for name, t, grad, cut, over in zip("xwb", leaves, grads, cuts, (n, rows, rows), strict=False):
+                check(f"{op} {shape} d{name}", t.grad, own(grad, cut, dim), dtype, over)
+        if op == "matmul_all_reduce":
+            vector = fused_tp.matmul_all_reduce(leaves[0][0, 0], leaves[1], group=group)
+            check(f"{shape} one row", vector, wanted[0, 0] - whole[2].double(), dtype, k)
 
 
 def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -> None:
@@ -102,56 +143,6 @@ def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -
         check(f"dw[{i}]", w.grad, own_part(w64.grad, 0, group), dtype, 14)
     assert bs_own[0] is not None
     check("db[0]", bs_own[0].grad, own_part(ds[0].double().sum((0, 1)), 0, group), dtype, 14)
-
-
-def matmul_reduce_scatter_case(group: Any, dtype_name: str, strided: bool) -> None:
-    dtype = getattr(torch, dtype_name)
-    for shape in SHAPES:
-        x, w, b, d = problem(shape, dtype)
-        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
-        for dim in (0, -2):
-            x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
-            bias = leaf(b)
-            y = fused_tp.matmul_reduce_scatter(x_own, w_own, bias, group=group, scatter_dim=dim)
-            y.backward(own_part(d, dim, group))
-            rows, k, n = shape[0] * shape[1], shape[2], shape[3]
-            check(f"{shape} y", y, own_part(wanted, dim, group), dtype, k)
-            check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
-            check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, rows)
-            check(f"{shape} db", bias.grad, db, dtype, rows)
-
-
-def matmul_all_reduce_case(group: Any, dtype_name: str, strided: bool) -> None:
-    dtype = getattr(torch, dtype_name)
-    for shape in SHAPES:
-        x, w, b, d = problem(shape, dtype)
-        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
-        x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
-        bias = leaf(b)
-        y = fused_tp.matmul_all_reduce(x_own, w_own, bias, group=group)
-        y.backward(d)
-        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
-        check(f"{shape} y", y, wanted, dtype, k)
-        check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
-        check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, rows)
-        check(f"{shape} db", bias.grad, db, dtype, rows)
-        vector = fused_tp.matmul_all_reduce(x_own[0, 0], w_own, group=group)
-        check(f"{shape} one row", vector, wanted[0, 0] - b.double(), dtype, k)
-
-
-def column_parallel_matmul_case(group: Any, dtype_name: str, strided: bool) -> None:
-    dtype = getattr(torch, dtype_name)
-    for shape in SHAPES:
-        x, w, b, d = problem(shape, dtype)
-        wanted, (dx, dw, db) = gradients64(matmul64, (x, w, b), d)
-        x_all, w_shard, b_shard = leaf(x, strided), leaf(own_part(w, 0, group), strided), leaf(own_part(b, 0, group))
-        y = fused_tp.column_parallel_matmul(x_all, w_shard, b_shard, group=group)
-        y.backward(own_part(d, -1, group))
-        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
-        check(f"{shape} y", y, own_part(wanted, -1, group), dtype, k)
-        check(f"{shape} dx", x_all.grad, dx, dtype, n)
-        check(f"{shape} dw", w_shard.grad, own_part(dw, 0, group), dtype, rows)
-        check(f"{shape} db", b_shard.grad, own_part(db, 0, group), dtype, rows)
 
 
 def rms_norm_case(group: Any, dtype_name: str, strided: bool) -> None:
@@ -192,18 +183,9 @@ def rms_norm_case(group: Any, dtype_name: str, strided: bool) -> None:
                 check(f"{shape} d partial", partial.grad, dh, dtype, n)
 
 
-CASES = [
-    all_gather_matmul_case,
-    matmul_reduce_scatter_case,
-    matmul_all_reduce_case,
-    column_parallel_matmul_case,
-    rms_norm_case,
-]
-
-
 def all_cases(group: Any, dtype_name: str, strided: bool) -> None:
-    for case in CASES:
-        case(group, dtype_name, strided)
+    matmul_cases(group, dtype_name, strided)
+    rms_norm_case(group, dtype_name, strided)
     several_weights_case(group, dtype_name, sequence_parallel=True)
     several_weights_case(group, dtype_name, sequence_parallel=False)
 
