@@ -10,11 +10,8 @@ from torch import Tensor
 
 from fused_tp.ops.arguments import (
     as_lists,
-    autocast_dtype,
     bias_grads,
-    cast_lists,
-    check_linears,
-    check_tensor,
+    checked_linears,
     spread,
     token_dim,
     total_size,
@@ -145,16 +142,11 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x_shard, weights, biases, has_bias, gather_dim, gather_size, return_gathered, group = a
-    dtype = autocast_dtype(x_shard)
-    if dtype is not None:
-        x_shard, weights, biases = cast_lists(dtype, x_shard, weights, biases)
-    check_tensor("x_shard", x_shard, least_dims=2)
-    check_linears("x_shard", x_shard, weights, biases, has_bias)
-    dim = token_dim("gather_dim", gather_dim, "x_shard", x_shard)
-    _, size, rank = group_identity(group)
-    total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    return _Args(x_shard, weights, biases, has_bias, dim, total, return_gathered, group)
+    x_shard, weights, biases = checked_linears("x_shard", *a[:4], least_dims=2)
+    dim = token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
+    _, size, rank = group_identity(a.group)
+    total = total_size("gather_size", a.gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
+    return _Args(x_shard, weights, biases, a.has_bias, dim, total, a.return_gathered, a.group)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -66,14 +66,6 @@ def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "
         check_shape(f"bias{suffix}", bias, weight.shape[:1], f"one for each row of weight{suffix}")
 
 
-def check_linears(
-    x_name: str, x: Tensor, weights: Sequence[Any], biases: Sequence[Any], has_bias: Sequence[bool]
-) -> None:
-    """`check_linear` of every weight, with those biases that there are."""
-    for i, (weight, bias) in enumerate(zip(weights, spread(biases, has_bias), strict=True)):
-        check_linear(x_name, x, weight, bias, f"[{i}]" if len(weights) > 1 else "")
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
     # Of meta, which autocast does not know, torch would raise.
@@ -87,9 +79,27 @@ def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
 
 
-def cast_lists(dtype: torch.dtype, x: Any, *lists: Sequence[Any]) -> tuple[Any, ...]:
-    """`cast` of a tensor and of lists of them."""
-    return (*cast(dtype, x), *(cast(dtype, *one) for one in lists))
+def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, least_dims: int = 1) -> tuple[Any, Any, Any]:
+    """`x`, `weight` and `bias` as a matmul takes them: in autocast's dtype, and fitting each other."""
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight, bias = cast(dtype, x, weight, bias)
+    check_tensor(x_name, x, least_dims=least_dims)
+    check_linear(x_name, x, weight, bias)
+    return x, weight, bias
+
+
+def checked_linears(
+    x_name: str, x: Any, weights: list[Any], biases: list[Any], has_bias: Sequence[bool], *, least_dims: int = 1
+) -> tuple[Any, list[Any], list[Any]]:
+    """`checked_linear` of every weight, with those biases that there are."""
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        (x,), weights, biases = cast(dtype, x), cast(dtype, *weights), cast(dtype, *biases)
+    check_tensor(x_name, x, least_dims=least_dims)
+    for i, (weight, bias) in enumerate(zip(weights, spread(biases, has_bias), strict=True)):
+        check_linear(x_name, x, weight, bias, f"[{i}]" if len(weights) > 1 else "")
+    return x, weights, biases
 
 
 def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
@@ -129,15 +139,12 @@ def bias_grads(
 
 def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     """`dim` as a non-negative dim of `t` that is not the last: the last is what the matmul reduces or makes."""
-    check_int(name, dim)
-    if not -t.ndim <= dim < t.ndim:
-        raise ValueError(f"{name}={dim} is out of range for {t_name} of shape {tuple(t.shape)}.")
-    dim %= t.ndim
+    dim = any_dim(name, dim, t_name, t)
     if dim == t.ndim - 1:
         raise ValueError(
             f"{name}={dim} is the last dim of {t_name}, its features; pass a dim of tokens, 0 to {t.ndim - 2}."
         )
-    return int(dim)
+    return dim
 
 
 def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:

@@ -11,11 +11,8 @@ from torch.nn.functional import linear
 
 from fused_tp.ops.arguments import (
     as_lists,
-    autocast_dtype,
     bias_grads,
-    cast_lists,
-    check_linears,
-    check_tensor,
+    checked_linears,
     spread,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
@@ -86,14 +83,9 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x, weights, biases, has_bias, group = a
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weights, biases = cast_lists(dtype, x, weights, biases)
-    check_tensor("x", x)
-    check_linears("x", x, weights, biases, has_bias)
-    group_identity(group)  # which refuses what is no group
-    return _Args(x, weights, biases, has_bias, group)
+    x, weights, biases = checked_linears("x", *a[:4])
+    group_identity(a.group)  # which refuses what is no group
+    return _Args(x, weights, biases, a.has_bias, a.group)
 
 
 def _forward(schedule: None, a: _Args) -> list[Tensor]:

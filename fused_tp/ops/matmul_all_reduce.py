@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import autocast_dtype, cast, check_linear
+from fused_tp.ops.arguments import checked_linear
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
 from fused_tp.schedules.base import Schedule
@@ -48,12 +48,7 @@ class _Args(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x, weight, bias, group = a
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight, bias = cast(dtype, x, weight, bias)
-    check_linear("x", x, weight, bias)
-    return _Args(x, weight, bias, group)
+    return _Args(*checked_linear("x", *a[:3]), a.group)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fused_tp.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
-from fused_tp.ops.arguments import autocast_dtype, cast, check_linear
+from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
@@ -46,8 +46,7 @@ def matmul_all_reduce_rms_norm(
     """
     dtype = autocast_dtype(x)
     if dtype is not None and isinstance(residual, Tensor) and residual.dtype != dtype:
-        x, weight = cast(dtype, x, weight)
-        check_linear("x", x, weight, None)
+        x, weight, _ = checked_linear("x", x, weight, None)
         check_norm("residual", residual, (*x.shape[:-1], weight.shape[0]), residual, norm_weight, eps)
         # Two dtypes in one kernel is for no schedule to carry; the norm after the fused matmul is cheap.
         return add_rms_norm(matmul_all_reduce(x, weight, group=group), residual, norm_weight, float(eps))
@@ -65,13 +64,9 @@ class _Args(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x, weight, residual, norm_weight, eps, group = a
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight = cast(dtype, x, weight)
-    check_linear("x", x, weight, None)
-    check_norm("x", x, (*x.shape[:-1], weight.shape[0]), residual, norm_weight, eps)
-    return _Args(x, weight, residual, norm_weight, float(eps), group)
+    x, weight, _ = checked_linear("x", a.x, a.weight, None)
+    check_norm("x", x, (*x.shape[:-1], weight.shape[0]), a.residual, a.norm_weight, a.eps)
+    return _Args(x, weight, a.residual, a.norm_weight, float(a.eps), a.group)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import autocast_dtype, cast, check_linear, check_tensor, token_dim
+from fused_tp.ops.arguments import checked_linear, token_dim
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name
 from fused_tp.runtime.partition import shard_sizes
@@ -69,13 +69,8 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    x, weight, bias, scatter_dim, group = a
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight, bias = cast(dtype, x, weight, bias)
-    check_tensor("x", x, least_dims=2)
-    check_linear("x", x, weight, bias)
-    return _Args(x, weight, bias, token_dim("scatter_dim", scatter_dim, "x", x), group)
+    x, weight, bias = checked_linear("x", *a[:3], least_dims=2)
+    return _Args(x, weight, bias, token_dim("scatter_dim", a.scatter_dim, "x", x), a.group)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -17,32 +17,23 @@ X, W, B, R, NW = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5), torch.ones(3
 LOGITS, TARGET = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
 
 
-def ag(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
-    return fused_tp.all_gather_matmul(x, w, b, **{"group": None, **kw})
+def with_defaults(op: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
+    """`op` on one rank; what is not given has these values, and its first argument may be given by place."""
+    first = next(iter(defaults))
+
+    def call(*given: Any, **named: Any) -> Any:
+        return op(**{**defaults, "group": None, **dict.fromkeys([first][: len(given)], *given), **named})
+
+    return call
 
 
-def rs(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
-    return fused_tp.matmul_reduce_scatter(x, w, b, **{"group": None, **kw})
-
-
-def ar(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
-    return fused_tp.matmul_all_reduce(x, w, b, **{"group": None, **kw})
-
-
-def col(x: Any = X, w: Any = W, b: Any = None, **kw: Any) -> Any:
-    return fused_tp.column_parallel_matmul(x, w, b, **{"group": None, **kw})
-
-
-def norm(partial: Any = R, residual: Any = R, w: Any = NW, eps: Any = 1e-6, **kw: Any) -> Any:
-    return fused_tp.all_reduce_rms_norm(partial, residual, w, eps, **{"group": None, **kw})
-
-
-def mm_norm(x: Any = X, w: Any = W, residual: Any = R, nw: Any = NW, eps: Any = 1e-6, **kw: Any) -> Any:
-    return fused_tp.matmul_all_reduce_rms_norm(x, w, residual, nw, eps, **{"group": None, **kw})
-
-
-def ce(logits: Any = LOGITS, target: Any = TARGET, **kw: Any) -> Any:
-    return fused_tp.vocab_parallel_cross_entropy(logits, target, **{"group": None, **kw})
+ag = with_defaults(fused_tp.all_gather_matmul, x_shard=X, weight=W)
+rs = with_defaults(fused_tp.matmul_reduce_scatter, x=X, weight=W)
+ar = with_defaults(fused_tp.matmul_all_reduce, x=X, weight=W)
+col = with_defaults(fused_tp.column_parallel_matmul, x=X, weight=W)
+norm = with_defaults(fused_tp.all_reduce_rms_norm, partial=R, residual=R, norm_weight=NW, eps=1e-6)
+mm_norm = with_defaults(fused_tp.matmul_all_reduce_rms_norm, x=X, weight=W, residual=R, norm_weight=NW, eps=1e-6)
+ce = with_defaults(fused_tp.vocab_parallel_cross_entropy, logits_shard=LOGITS, target=TARGET)
 
 
 def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
@@ -50,34 +41,38 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any]
     return [
         (lambda: op([1.0]), TypeError, f"{x} must be a Tensor, not list."),
         (lambda: op(X.long()), TypeError, f"{x} has dtype torch.int64; the op takes float16, bfloat16"),
-        (lambda: op(w=None), TypeError, "weight must be a Tensor, not NoneType."),
-        (lambda: op(w=W.double()), TypeError, f"weight has dtype torch.float64, but {x} has torch.float32"),
-        (lambda: op(w=W.to("meta")), ValueError, f"weight is on meta, but {x} is on cpu; move one of them."),
+        (lambda: op(weight=None), TypeError, "weight must be a Tensor, not NoneType."),
+        (lambda: op(weight=W.double()), TypeError, f"weight has dtype torch.float64, but {x} has torch.float32"),
+        (lambda: op(weight=W.to("meta")), ValueError, f"weight is on meta, but {x} is on cpu; move one of them."),
         (
-            lambda: op(w=W.t()),
+            lambda: op(weight=W.t()),
             ValueError,
             f"weight has shape (4, 5); it must be [out, 4], because {x} has shape (3, 4).",
         ),
-        (lambda: op(w=torch.ones(4)), ValueError, "weight has shape (4,); it must be [out, 4]"),
+        (lambda: op(weight=torch.ones(4)), ValueError, "weight has shape (4,); it must be [out, 4]"),
         (lambda: op(group="tp"), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, not str."),
     ]
 
 
 def bias_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
     return [
-        (lambda: op(b=torch.ones(4)), ValueError, "bias has shape (4,); it must be (5,), one for each row of weight."),
-        (lambda: op(b=B.half()), TypeError, "bias has dtype torch.float16, but"),
-        (lambda: op(b=1.0), TypeError, "bias must be a Tensor, not float."),
+        (
+            lambda: op(bias=torch.ones(4)),
+            ValueError,
+            "bias has shape (4,); it must be (5,), one for each row of",
+        ),
+        (lambda: op(bias=B.half()), TypeError, "bias has dtype torch.float16, but"),
+        (lambda: op(bias=1.0), TypeError, "bias must be a Tensor, not float."),
     ]
 
 
 def list_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
     return [
-        (lambda: op(w=[]), ValueError, "weight is an empty list; pass at least one weight."),
-        (lambda: op(w=[W, W.t()]), ValueError, "weight[1] has shape (4, 5); it must be [out, 4]"),
-        (lambda: op(w=[W, W], b=[B]), ValueError, "bias is a list of 1, but weight is a list of 2"),
-        (lambda: op(w=[W, W], b=B), ValueError, "bias is Tensor, but weight is a list of 2"),
-        (lambda: op(b=[B]), TypeError, "bias is a list, but weight is a single tensor"),
+        (lambda: op(weight=[]), ValueError, "weight is an empty list; pass at least one weight."),
+        (lambda: op(weight=[W, W.t()]), ValueError, "weight[1] has shape (4, 5); it must be [out, 4]"),
+        (lambda: op(weight=[W, W], bias=[B]), ValueError, "bias is a list of 1, but weight is a list of 2"),
+        (lambda: op(weight=[W, W], bias=B), ValueError, "bias is Tensor, but weight is a list of 2"),
+        (lambda: op(bias=[B]), TypeError, "bias is a list, but weight is a single tensor"),
     ]
 
 
@@ -116,8 +111,12 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: norm(partial=R.int()), TypeError, "partial has dtype torch.int32"),
     (lambda: norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but partial has torch.float32"),
     (lambda: norm(residual=R[:2]), ValueError, "residual has shape (2, 5); it must be (3, 5), the shape of the sum"),
-    (lambda: norm(w=R), ValueError, "norm_weight has shape (3, 5); it must be (5,), one for each feature."),
-    (lambda: norm(w=NW.double()), TypeError, "norm_weight has dtype torch.float64, but partial has torch.float32"),
+    (lambda: norm(norm_weight=R), ValueError, "norm_weight has shape (3, 5); it must be (5,), one for each feature."),
+    (
+        lambda: norm(norm_weight=NW.double()),
+        TypeError,
+        "norm_weight has dtype torch.float64, but partial has torch",
+    ),
     (lambda: norm(eps=0.0), ValueError, "eps is 0.0; it must be positive"),
     (lambda: norm(eps=float("nan")), ValueError, "eps is nan; it must be positive"),
     (lambda: norm(eps="1e-6"), TypeError, "eps must be a float, not str."),
@@ -125,10 +124,14 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     *linear_cases(mm_norm, "x"),
     (lambda: mm_norm(residual=X), ValueError, "residual has shape (3, 4); it must be (3, 5), the shape of the sum"),
     (lambda: mm_norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but x has torch.float32"),
-    (lambda: mm_norm(nw=NW[:4]), ValueError, "norm_weight has shape (4,); it must be (5,), one for each feature."),
+    (
+        lambda: mm_norm(norm_weight=NW[:4]),
+        ValueError,
+        "norm_weight has shape (4,); it must be (5,), one for each feature.",
+    ),
     (lambda: mm_norm(eps=-1), ValueError, "eps is -1; it must be positive"),
-    (lambda: ce(logits=1.0), TypeError, "logits_shard must be a Tensor, not float."),
-    (lambda: ce(logits=LOGITS.long()), TypeError, "logits_shard has dtype torch.int64"),
+    (lambda: ce(logits_shard=1.0), TypeError, "logits_shard must be a Tensor, not float."),
+    (lambda: ce(logits_shard=LOGITS.long()), TypeError, "logits_shard has dtype torch.int64"),
     (lambda: ce(target=[0]), TypeError, "target must be a Tensor, not list."),
     (lambda: ce(target=TARGET.int()), TypeError, "target has dtype torch.int32; it must be int64 class indices"),
     (lambda: ce(target=LOGITS), TypeError, "target has dtype torch.float32; it must be int64 class indices"),
