@@ -175,13 +175,6 @@ void bind_group(py::module_& m) {
             return std::make_unique<Memory>(segment, segment->data() + offset, bytes);
           },
           "rank"_a, "offset"_a, "bytes"_a)
-      .def("put_signal", [](Group& group, Address word) { group.put_signal(pointer<uint32_t>(word)); })
-      .def(
-          "wait_signal",
-          [](Group& group, Address word, uint32_t target, int source, double timeout_seconds) {
-            group.wait_signal(pointer<uint32_t>(word), target, source, timeout_seconds);
-          },
-          NoGil())
       .def(
           "begin",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes,

@@ -238,7 +238,7 @@ void Group::wait_until(const Wait& wait) {
     ~CountWait() { total += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()); }
   } count{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
-  double timeout_seconds = wait.timeout_seconds;
+  double timeout_seconds = 0;
   Backoff backoff(crowded_);
   while (!wait.done()) {
     if (!backoff.step()) continue;
@@ -263,23 +263,6 @@ void Group::wait_until(const Wait& wait) {
     text << ", which had not arrived";
     fail(RankState::kTimedOut, text.str());
   }
-}
-
-void Group::put_signal(uint32_t* word) {
-  reinterpret_cast<std::atomic<uint32_t>*>(word)->fetch_add(1, std::memory_order_release);
-}
-
-void Group::wait_signal(uint32_t* word, uint32_t target, int source, double timeout_seconds) {
-  throw_if_unusable();
-  auto done = [&] {
-    const uint32_t value = reinterpret_cast<std::atomic<uint32_t>*>(word)->load(std::memory_order_acquire);
-    return static_cast<int32_t>(value - target) >= 0;
-  };
-  if (done()) return;
-  auto is_source = [&](int r) { return r == source; };
-  wait_until({done, is_source, is_source, [] {},
-              [&] { return "wait_signal(" + std::to_string(source) + "), signal " + std::to_string(target); },
-              timeout_seconds});
 }
 
 uint64_t Group::all_ended_by_me() {

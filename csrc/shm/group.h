@@ -91,7 +91,6 @@ class Group : public std::enable_shared_from_this<Group> {
     std::function<bool(int)> matters;  // does it matter to the wait that this rank lives?
     std::function<void()> check;       // looks for other reasons never to succeed, and throws them
     std::function<std::string()> doing;
-    double timeout_seconds = 0;  // 0: the group's own
   };
   // Until `done`, bounded by the deadline.
   void wait_until(const Wait& wait);
@@ -106,12 +105,6 @@ class Group : public std::enable_shared_from_this<Group> {
   void close();
   // Leaves the group for good: this rank's later calls throw `because`, peers find that it has left.
   void give_up(const std::string& because);
-
-  // Counting signals between pairs of ranks, on words that the caller keeps in shared memory (a signal pad). Each put
-  // adds one; wait returns once the word has reached `target` (modulo 2^32).
-  void put_signal(uint32_t* word);
-  // A deadline of 0 s is the group's own.
-  void wait_signal(uint32_t* word, uint32_t target, int source, double timeout_seconds);
 
  private:
   friend class Call;
