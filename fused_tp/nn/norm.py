@@ -102,18 +102,21 @@ def replicate_own(
         return False
     for name, parameter in plain.items():
         module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
-    kind = type(module)
-    if kind not in _classes:
-        _classes[kind] = _on_local_parameters(kind)
     replicated = cast(Any, module)
     replicated._grad_mesh, replicated._sums_grad = mesh, sums
     # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
     replicated._own_forward = module.__dict__.pop("forward", None)
-    module.__class__ = _classes[kind]
+    module.__class__ = _replicated(type(module))
     return True
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        _classes[kind] = _on_local_parameters(kind)
+    return _classes[kind]
 
 
 def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
@@ -129,6 +132,15 @@ def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
                 return self._own_forward(*args, **kwargs)
             return kind.forward(self, *args, **kwargs)
 
-    # Under its old name, by which libraries tell kinds of layers (wrapping policies, initial weights).
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def reduce(self: nn.Module) -> Any:
+        return _new_of, (kind,), self.__dict__
+
+    # Under its old name, by which libraries tell kinds of layers (wrapping policies, initial weights), so pickle, which
+    # finds classes by name, is told how it is made.
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
     return type(kind.__name__, (kind,), {"forward": forward, **named})
+
+
+def _new_of(kind: type[nn.Module]) -> nn.Module:
+    """A module without state of the class that `replicate_own` gives to a `kind`."""
+    return object.__new__(_replicated(kind))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -45,7 +47,22 @@ def test_example_llama(group: dist.ProcessGroup, layout: str) -> None:
 @on_ranks(4)
 def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> None:
     whole = make("plain")
-    parallel = copy.deepcopy(parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True))
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
+    tokens = make_tokens(2, 9)
+    for one in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
+        assert_trains_alike(one, copy_of(whole), lambda model: model(tokens, labels=tokens).loss)
+
+
+def tripled(norm: nn.Module, x: Tensor) -> Tensor:
+    return 3.0 * F.rms_norm(x, norm.weight.shape, norm.weight, 1e-6)
+
+
+@on_ranks(2)
+def test_forward_set_on_an_instance_runs(group: dist.ProcessGroup) -> None:
+    """As libraries do that set kernels on modules."""
+    whole = make("plain")
+    whole.model.norm.forward = partial(tripled, whole.model.norm)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     tokens = make_tokens(2, 9)
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
