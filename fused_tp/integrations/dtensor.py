@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
@@ -37,8 +37,9 @@ class _FusedStyle(ParallelStyle):
     """What both styles of linear layers and embeddings share. `become`: the entry of `MODULES` that they apply."""
 
     become: str
-    default_input: Placement
-    default_output: Placement
+    input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
+    use_local_output: bool
 
     def __init__(
         self,
@@ -47,10 +48,16 @@ class _FusedStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__()
-        self.input_layouts = (_placement("input_layouts", input_layouts, self.default_input),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, self.default_output),)
-        self.use_local_output = use_local_output
+        for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
+            if layout is not None and not isinstance(layout, Placement):
+                raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), not {type(layout).__name__}.")
+        if isinstance(output_layouts, Partial):
+            raise ValueError(
+                "output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul."
+            )
+        given: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        given["use_local_output"] = use_local_output
+        super().__init__(**given)  # of torch's style, which has the defaults
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
@@ -65,14 +72,8 @@ class _FusedStyle(ParallelStyle):
         module.__class__ = _classes[behaviour, owner]
         return module
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
 
-
-class FusedColwiseParallel(_FusedStyle):
+class FusedColwiseParallel(_FusedStyle, ColwiseParallel):
     """`ColwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
@@ -91,10 +92,9 @@ class FusedColwiseParallel(_FusedStyle):
     """
 
     become = "column"
-    default_input, default_output = Replicate(), Shard(-1)
 
 
-class FusedRowwiseParallel(_FusedStyle):
+class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
     """`RowwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
 
     Args:
@@ -110,10 +110,9 @@ class FusedRowwiseParallel(_FusedStyle):
     """
 
     become = "row"
-    default_input, default_output = Shard(-1), Replicate()
 
 
-class FusedSequenceParallel(ParallelStyle):
+class FusedSequenceParallel(SequenceParallel):
     """`SequenceParallel` for norms and dropout: the module runs on this rank's part of the sequence, as plain tensors.
 
     torch runs each step of the norm as DTensor operations; here it runs at once on the local part, and the gradients of
@@ -130,12 +129,6 @@ class FusedSequenceParallel(ParallelStyle):
     Example:
         >>> parallelize_module(block, mesh["tp"], {"norm": FusedSequenceParallel(use_local_output=True)})
     """
-
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        super().__init__()
-        self.sequence_dim = sequence_dim
-        self.sequence_sharding = (Shard(sequence_dim),)
-        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sequence_parallel_(module, check_mesh(device_mesh))
@@ -158,9 +151,6 @@ class FusedSequenceParallel(ParallelStyle):
             module.register_forward_hook(give_dtensor)
         return module
 
-    def __repr__(self) -> str:
-        return f"FusedSequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
-
 
 # ---- what the modules become ----------------------------------------------------------------------------------------
 
@@ -171,10 +161,12 @@ class _Styled(nn.Module):
     _style: _FusedStyle
     _style_mesh: DeviceMesh
 
+    def _layout_of(self, x: Tensor) -> Placement:
+        return _positive(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
+
     def _take(self, x: Tensor, wanted: Placement) -> Tensor:
         """This rank's part of the input in the layout `wanted`."""
-        layout = x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0]
-        if _positive(layout, x.ndim) != wanted:
+        if self._layout_of(x) != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
             x = x.redistribute(placements=[wanted])
@@ -208,8 +200,7 @@ class _ColumnLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         _check_floating(x, linear)
-        layout = x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0]
-        dim = self._sequence_dim(layout, x.ndim)
+        dim = self._sequence_dim(self._layout_of(x), x.ndim)
         gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
         x = self._take(x, Replicate() if dim is None else Shard(dim))
         _check_width(x, linear.in_features)
@@ -286,18 +277,6 @@ def _kind(module: nn.Module, style: str) -> type[nn.Module]:
                 raise ValueError(f"{style} cannot do max_norm, scale_grad_by_freq or sparse of an nn.Embedding.")
             return kind
     raise TypeError(f"{style} applies to nn.Linear and nn.Embedding, not to {type(module).__name__}.")
-
-
-def _placement(name: str, given: Placement | None, default: Placement) -> Placement:
-    if given is None:
-        return default
-    if not isinstance(given, Placement):
-        raise TypeError(f"{name} must be a Placement (Replicate(), Shard(dim)), not {type(given).__name__}.")
-    if name == "output_layouts" and isinstance(given, Partial):
-        raise ValueError(
-            "output_layouts cannot be Partial(): the sum over ranks is what runs together with the matmul."
-        )
-    return given
 
 
 def _positive(layout: Placement, ndim: int) -> Placement:

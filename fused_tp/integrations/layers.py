@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fused_tp.integrations.forward_shard import LayerState
 from fused_tp.integrations.plan import HEAD_PROJECTIONS, Style, embedding_scale, spec_of
+from fused_tp.integrations.sequence import SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo
@@ -26,12 +26,6 @@ from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import scatter
 
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
-
-
-class SequenceState(Protocol):
-    """Knows the forward pass that runs, or that activation checkpointing runs again."""
-
-    def state_now(self) -> LayerState: ...
 
 
 def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parallel: bool) -> None:
@@ -86,7 +80,7 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
 
 
 def shard_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceSharding, memo: Memo
 ) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
     for name, style in plan.items():
@@ -135,7 +129,7 @@ _PART = "_fused_tp_part"
 
 
 def _show_whole_length(
-    sequence: SequenceState, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sequence: SequenceSharding, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
     """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
 
@@ -156,7 +150,11 @@ def _show_whole_length(
 
 
 def _take_part(
-    sequence: SequenceState, attention_projection: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sequence: SequenceSharding,
+    attention_projection: str,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> HookArguments | None:
     state = sequence.state_now()
     if not state.tp_sharded:
@@ -189,7 +187,7 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
 
 
 def replicate_parameters(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceState, memo: Memo
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceSharding, memo: Memo
 ) -> None:
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
@@ -206,9 +204,9 @@ def replicate_parameters(
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 
 
-def _sums_gradient(sequence: SequenceState, always: bool, embeds: bool) -> bool:
+def _sums_gradient(sequence: SequenceSharding, always: bool, embeds: bool) -> bool:
     return always or (not embeds and sequence.state_now().tp_sharded)
 
 
-def _own_part(sequence: SequenceState, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _own_part(sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
     return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output

@@ -410,20 +410,18 @@ class PagedContextKVCache:
 
     def free(self, sequence: int) -> None:
         """Forget a sequence; its pages go back to the pool."""
-        self._known(sequence)
-        for page in self._pages_of.pop(sequence):
-            heapq.heappush(self._free, page)
-        del self._length_of[sequence]
+        self.crop(sequence, 0)
+        del self._pages_of[sequence], self._length_of[sequence]
 
     def crop(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first `length`."""
         self._known(sequence)
         _check_kept(length)
         self._length_of[sequence] = min(self._length_of[sequence], length)
-        pages = self._pages_of[sequence]
-        for page in pages[self._needed(self._length_of[sequence]) :]:
+        pages, kept = self._pages_of[sequence], self._needed(self._length_of[sequence])
+        for page in pages[kept:]:
             heapq.heappush(self._free, page)
-        del pages[self._needed(self._length_of[sequence]) :]
+        del pages[kept:]
 
     def length_of(self, sequence: int) -> int:
         """Tokens of a sequence, on all ranks together."""

@@ -296,17 +296,10 @@ def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_siz
 class RepeatedColumnLinear(ColumnParallelLinear):
     """A column-parallel layer cut into fewer parts than ranks: W / parts neighbouring ranks compute each part.
 
-    For key and value projections with fewer heads than ranks. Shapes on a rank: x as in ColumnParallelLinear ->
-    [..., out_features / parts]. The parameters are whole on every rank (Replicate): they are small, and a checkpoint
-    holds each part once. Their gradients, of which every rank has a term, are summed inside the backward.
-
-    Args: as ColumnParallelLinear, and
-        parts: into how many parts the output features are cut; it divides W and out_features.
-
-    Raises: as ColumnParallelLinear; ValueError for `parts` that do not divide W and out_features.
-
-    Example:
-        >>> k_proj = RepeatedColumnLinear(512, 2 * 64, parts=2, mesh=mesh)      # 2 KV heads over 4 ranks
+    For key and value projections with fewer heads than ranks: x as in ColumnParallelLinear -> [..., out_features /
+    parts], where `parts` divides W and out_features. The parameters are whole on every rank (Replicate): they are
+    small, and a checkpoint holds each part once. Their gradients, of which every rank has a term, are summed inside the
+    backward.
     """
 
     _weight_placement = Replicate()

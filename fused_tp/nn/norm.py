@@ -8,7 +8,7 @@ returns, as everywhere here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -24,31 +24,20 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
-    """`parameter` itself; its gradient is summed over the ranks of `group`.
-
-    Takes a plain tensor or a DTensor (of which it returns the local part), any shape and floating point dtype. For what
-    all ranks have but each uses on its own tokens or heads.
-
-    Example:
-        >>> y = F.rms_norm(x_shard_m, norm.weight.shape, reduce_grad(norm.weight, mesh["tp"]))
-    """
+    """`parameter` itself (of a DTensor the local part); its gradient is summed over the ranks of `group`."""
     return copy_to_group(local(parameter), group=group)
 
 
-def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
-    """Prepares, in place, a module without submodules that will see only this rank's part of the sequence.
+def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
+    """`module`, prepared in place to see only this rank's part of the sequence.
 
-    For nn.LayerNorm, nn.RMSNorm and any module that treats tokens alike. Its parameters become replicated DTensors on
-    `mesh`, under the same names; their gradients are complete after a plain backward. Returns `module`, whose class is
-    now a subclass of what it was. Modules without parameters (nn.Dropout) are returned as they are.
+    For modules without submodules that treat tokens alike. Parameters become replicated DTensors under the same names;
+    their gradients are complete after a plain backward. The class becomes a subclass of what it was. Modules without
+    parameters (nn.Dropout) stay as they are.
 
     Raises:
         TypeError: a parameter is a DTensor already.
         ValueError: `module` has submodules, or `mesh` is not 1-D.
-
-    Example:
-        >>> block.norm = sequence_parallel_(nn.RMSNorm(512), mesh["tp"])
-        >>> normed_shard_m = block.norm(x_shard_m)
     """
     check_mesh(mesh)
     if next(module.children(), None) is not None:
@@ -58,29 +47,7 @@ def sequence_parallel_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = No
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise TypeError(f"{name} of this {type(module).__name__} is a DTensor already; give the whole module.")
-    replicate_own(module, mesh, memo, sums=_always)
-    return module
-
-
-def replicate_(module: ModuleT, mesh: DeviceMesh, memo: Memo | None = None) -> ModuleT:
-    """Makes, in place, all still plain parameters of `module` and its submodules replicated DTensors on `mesh`.
-
-    For what all ranks run on the same data, so that each rank's gradient is complete: norms without sequence
-    parallelism, a classifier. Then all parameters of a model are DTensors on one mesh, which clip_grad_norm_, FSDP2 and
-    fused optimizers want. Modules still compute with plain tensors. Returns `module`; its class, and that of submodules
-    with parameters of their own, is now a subclass of what it was.
-
-    Raises:
-        TypeError, ValueError: `mesh` is no 1-D DeviceMesh.
-
-    Example:
-        >>> model.mlp = ParallelMLP.from_module(model.mlp, mesh=mesh["tp"])
-        >>> replicate_(model, mesh["tp"])                       # the rest
-        >>> torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    """
-    check_mesh(mesh)
-    for child in module.modules():
-        replicate_own(child, mesh, memo)
+    replicate_own(module, mesh, None, sums=_always)
     return module
 
 
@@ -98,28 +65,21 @@ def replicate_own(
     to write to its parameters there, which torch.compile cannot trace inside of selective checkpointing.
     """
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
-    if not plain:
-        return False
     for name, parameter in plain.items():
         module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
-    replicated = cast(Any, module)
-    replicated._grad_mesh, replicated._sums_grad = mesh, sums
-    # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
-    replicated._own_forward = module.__dict__.pop("forward", None)
-    module.__class__ = _replicated(type(module))
-    return True
+    if plain:
+        replicated = cast(Any, module)
+        replicated._grad_mesh, replicated._sums_grad = mesh, sums
+        # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
+        replicated._own_forward = module.__dict__.pop("forward", None)
+        replicated.__class__ = _replicated(replicated.__class__)
+    return bool(plain)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        _classes[kind] = _on_local_parameters(kind)
-    return _classes[kind]
+    """The subclass of `kind` whose forward computes with plain local parameters."""
 
-
-def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
     @wraps(kind.forward)  # with its signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         sums = self._sums_grad is not None and self._sums_grad()
@@ -141,6 +101,6 @@ def _on_local_parameters(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, **named})
 
 
-def _new_of(kind: type[nn.Module]) -> nn.Module:
+def _new_of(kind: Any) -> nn.Module:
     """A module without state of the class that `replicate_own` gives to a `kind`."""
     return object.__new__(_replicated(kind))

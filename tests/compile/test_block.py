@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
 from fused_tp.nn import ParallelAttention, VocabParallelEmbedding
-from fused_tp.nn.norm import replicate_
-from tests.distributed.small_model import HIDDEN, Block, Model, shard_block, tokens
+from tests.distributed.small_model import HIDDEN, Block, Model, replicate, shard_block, tokens
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
 
@@ -36,7 +35,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def compiled_block(group: dist.ProcessGroup, sequence_parallel: bool, backend: str) -> None:
     torch.manual_seed(0)
     mesh = device_mesh(group)
-    block = replicate_(shard_block(Block().double(), mesh, sequence_parallel), mesh)
+    block = shard_block(Block().double(), mesh, sequence_parallel)
+    replicate(block, mesh)
     x = seeded(2, 6, HIDDEN, dtype=torch.float64)
     # torch 2.13 cannot compile a region with DTensor parameters that recomputes an op which may draw random numbers, as
     # scaled_dot_product_attention may (functionalize_rng_ops miscounts what is saved), ours or not. Saving its result,

@@ -15,7 +15,7 @@ from fused_tp.nn import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
-from fused_tp.nn.norm import replicate_, sequence_parallel_
+from fused_tp.nn.norm import replicate_own, sequence_parallel_
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS = 22, 16, 8, 2
 
@@ -95,6 +95,12 @@ def shard_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> Bloc
     return block
 
 
+def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the parameters that are still whole DTensors, too."""
+    for module in model.modules():
+        replicate_own(module, mesh, None)
+
+
 def shard_model(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model:
     memo: WeakIdKeyDictionary = WeakIdKeyDictionary()
     assert isinstance(model.embed, nn.Embedding) and isinstance(model.head, nn.Linear)
@@ -109,7 +115,8 @@ def shard_model(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Mode
         shard_block(block, mesh, sequence_parallel)
     if sequence_parallel:
         sequence_parallel_(model.norm, mesh)
-    return replicate_(model, mesh)
+    replicate(model, mesh)
+    return model
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
