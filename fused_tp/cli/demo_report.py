@@ -60,6 +60,16 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
 
+    @property
+    def step_seconds(self) -> float:
+        """Median over the steps after warm-up."""
+        return statistics.median(after_warmup(self.seconds))
+
+    @property
+    def waited_share(self) -> float:
+        """How much of the time of these steps a rank waited for its peers."""
+        return sum(after_warmup(self.waited)) / sum(after_warmup(self.seconds))
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -69,23 +79,6 @@ class Sample:
     text: str
     tokens: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One run in a few numbers.
-
-    Attributes:
-        step_seconds: median over the steps after warm-up.
-        waited_share: of the time of these steps, how much a rank waited for its peers.
-        largest_difference: of the loss of any step to that of the single process; None for a run on other steps.
-    """
-
-    step_seconds: float
-    tokens_per_second: float
-    waited_share: float
-    final_loss: float
-    largest_difference: float | None
 
 
 @dataclass(frozen=True)
@@ -111,16 +104,17 @@ class DemoResult:
     def runs(self) -> list[Run]:
         return [run for run in (self.single, self.threaded, self.plain, self.fused) if run is not None]
 
-    def summary(self, run: Run) -> Summary:
-        seconds, waited = after_warmup(run.seconds), after_warmup(run.waited)
-        step_seconds = statistics.median(seconds)
-        return Summary(
-            step_seconds=step_seconds,
-            tokens_per_second=self.settings.batch * self.settings.seq / step_seconds,
-            waited_share=sum(waited) / sum(seconds),
-            final_loss=run.losses[-1],
-            largest_difference=None if run is self.threaded else largest(self.differences(run)),
-        )
+    def tokens_per_second(self, run: Run) -> float:
+        return self.settings.batch * self.settings.seq / run.step_seconds
+
+    def summary(self, run: Run) -> dict[str, float | None]:
+        return {
+            "step_seconds": run.step_seconds,
+            "tokens_per_second": self.tokens_per_second(run),
+            "waited_share": run.waited_share,
+            "final_loss": run.losses[-1],
+            "largest_difference": None if run is self.threaded else largest(self.differences(run)),
+        }
 
     def differences(self, run: Run) -> list[float]:
         """|loss - loss of the single process| for each step."""
@@ -151,7 +145,7 @@ class DemoResult:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "trained_alike": self.trained_alike,
             "speedup_over_plain": self.speedup,
-            "runs": {run.name: asdict(self.summary(run)) | asdict(run) for run in self.runs},
+            "runs": {run.name: self.summary(run) | asdict(run) for run in self.runs},
             "sample": None if self.sample is None else asdict(self.sample),
         }
 
@@ -214,15 +208,14 @@ def print_tables(result: DemoResult) -> None:
     for name in ("", "ranks", "step", "tokens/s", "loss off by", "waiting"):
         speed.add_column(name, justify="right" if name else "left", no_wrap=True)
     for run in result.runs:
-        summary = result.summary(run)
-        difference = summary.largest_difference
+        trained_by_itself = run is result.single or run is result.threaded
         speed.add_row(
             SINGLE if run is result.threaded else run.name,
             f"{run.ranks} x {_several(run.threads, 'thread')}",
-            f"{1e3 * summary.step_seconds:.0f} ms",
-            f"{summary.tokens_per_second:,.0f}",
-            "" if difference is None or run is result.single else f"{difference:.1e}",
-            "" if run.ranks == 1 else f"{summary.waited_share:.0%}",
+            f"{1e3 * run.step_seconds:.0f} ms",
+            f"{result.tokens_per_second(run):,.0f}",
+            "" if trained_by_itself else f"{largest(result.differences(run)):.1e}",
+            "" if run.ranks == 1 else f"{run.waited_share:.0%}",
         )
     console.print(speed)
     console.print(
@@ -309,21 +302,20 @@ def _draw_times(axes: Axes, result: DemoResult) -> None:
     runs = result.runs[::-1]
     gpus = result.settings.device == "cuda"
     for place, run in enumerate(runs):
-        summary = result.summary(run)
-        milliseconds = 1e3 * summary.step_seconds
-        waiting = milliseconds * summary.waited_share
+        milliseconds = 1e3 * run.step_seconds
+        waiting = milliseconds * run.waited_share
         color, _ = DRAWN.get(run.name, DRAWN[SINGLE])
         axes.barh(place, milliseconds - waiting, height=0.5, color=color)
         axes.barh(place, waiting, left=milliseconds - waiting, height=0.5, color=color, alpha=0.35, hatch="////")
         faster = f"\n{result.speedup:.2f}x plain" if run is result.fused else ""
-        axes.text(1.02 * milliseconds, place, f"{summary.tokens_per_second:,.0f} tokens/s{faster}", va="center")
+        axes.text(1.02 * milliseconds, place, f"{result.tokens_per_second(run):,.0f} tokens/s{faster}", va="center")
         axes.text(0, place + 0.31, SINGLE if run.ranks == 1 else run.name, weight="bold", va="bottom")
         who = (
             _several(run.ranks, "GPU") if gpus else f"{_several(run.ranks, 'rank')} x {_several(run.threads, 'thread')}"
         )
-        wait = f", {summary.waited_share:.0%} of it waiting for peers" if run.ranks > 1 else ""
+        wait = f", {run.waited_share:.0%} of it waiting for peers" if run.ranks > 1 else ""
         axes.text(0, place - 0.29, f"{who}{wait}", color=MUTED, va="top", fontsize=9)
-    longest = 1e3 * max(result.summary(run).step_seconds for run in runs)
+    longest = 1e3 * max(run.step_seconds for run in runs)
     axes.set(title="Time of a step", xlabel="milliseconds (median)", xlim=(0, 1.4 * longest), yticks=[])
     axes.set_ylim(-0.6, len(runs) - 0.4)
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+PADDED_DOCUMENTS = (
+    "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
+    "out."
+)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -134,10 +138,7 @@ class TransformersSequence(SequenceSharding):
         mask = arguments.pop("attention_mask", None)
         padded = mask is not None and check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
         if padded and documents:
-            raise ValueError(
-                "attention_mask has padding in rows of packed documents; make the padding a document of its own and "
-                "leave the mask out."
-            )
+            raise ValueError(PADDED_DOCUMENTS)
         return Rows(padded, documents)
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
@@ -152,10 +153,7 @@ class TransformersSequence(SequenceSharding):
             return
         mask, positions = arguments.pop("attention_mask", None), arguments.get("position_ids")
         if mask is not None and not bool(mask.all()):
-            raise ValueError(
-                "attention_mask has padding in rows of packed documents; make the padding a document of its own and "
-                "leave the mask out."
-            )
+            raise ValueError(PADDED_DOCUMENTS)
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
             # transformers keeps documents apart by these where there is neither a mask nor a cache.
             counted = [torch.arange(stop - start) for start, stop in itertools.pairwise(documents)]
@@ -170,9 +168,10 @@ class TransformersSequence(SequenceSharding):
         return positions.unsqueeze(0)
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
-        if arguments.get("past_key_values") is None and arguments.get("use_cache") is not True:
+        held = arguments.get("past_key_values")
+        if held is None and arguments.get("use_cache") is not True:
             return None
-        if is_shared(arguments):
+        if is_shared(held):
             self._check_shared(model, arguments)
         elif not self._may_share_cache(model, arguments):
             return None

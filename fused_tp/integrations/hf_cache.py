@@ -92,8 +92,7 @@ class ContextLayer:
         if self.columns:
             self.cache.reorder(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
@@ -143,7 +142,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
     cache = arguments.get("past_key_values")
     if cache is None:
         cache = DynamicCache(config=config)
-    if not _is_shared(cache):
+    if not is_shared(cache):
         mask = arguments.get("attention_mask")
         if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
             return None
@@ -162,12 +161,8 @@ def _checksum(tokens: Tensor | None) -> int:
     return checksum(tokens.cpu().numpy().tobytes())
 
 
-def is_shared(arguments: dict[str, Any]) -> bool:
-    """Whether the ranks share the cache in `arguments` already."""
-    return _is_shared(arguments.get("past_key_values"))
-
-
-def _is_shared(cache: Any) -> bool:
+def is_shared(cache: Any) -> bool:
+    """Whether the ranks share `cache` already."""
     return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
 
 
