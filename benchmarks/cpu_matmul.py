@@ -73,11 +73,13 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
 
     def ours() -> Contestant:
         import fused_tp
+        from fused_tp.runtime.dispatch import DispatchKey
         from fused_tp.runtime.group import resolve_group
         from fused_tp.schedules.registry import decide
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
-        chosen = decide(op, resolve_group(None), x.dtype, x.device, rows, k, n)  # a figure means little without it
+        key = DispatchKey(op, x.dtype, x.device, rows, k, n)
+        chosen = decide(key, resolve_group(None))  # a figure means little without it
         call = getattr(fused_tp, op)
         return checked(lambda: call(x, weight, group=None), expected, f"{chosen.schedule} over {chosen.transport}")
 

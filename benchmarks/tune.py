@@ -202,7 +202,8 @@ def _winner(measured: Measured, transport: str, world_size: int) -> str:
 def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     gathers = measured.op == "all_gather_matmul"
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
-    return dispatch.choose(measured.op, measured.dtype, measured.rows, k, n, world_size, transport, "cpu").schedule
+    key = dispatch.DispatchKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
+    return dispatch.choose(key, world_size, transport, "cpu").schedule
 
 
 __all__ = ["RankFailure", "challenge", "retuned", "tune"]

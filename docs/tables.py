@@ -119,8 +119,8 @@ def defaults() -> str:
     places = (("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu"), ("CUDA, NCCL", "nccl", "sm_90"))
 
     def chosen(op: str, rows: int, transport: str, arch: str) -> str:
-        sizes = (rows, HIDDEN, HIDDEN)
-        return f"`{dispatch.choose(op, torch.bfloat16, *sizes, RANKS, transport, arch).schedule}`"
+        key = dispatch.DispatchKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)
+        return f"`{dispatch.choose(key, RANKS, transport, arch).schedule}`"
 
     rows = []
     for op, key in OPS.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
 from fused_tp.runtime import settings
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
@@ -91,7 +92,7 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
     mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
-    schedule = select_schedule("all_gather", group, mine.dtype, mine.device, group.size, None, 1)
+    schedule = select_schedule(DispatchKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
     if other := first_apart(checksums):
         raise RankMismatchError(
@@ -103,5 +104,5 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
     """Rows by destination -> rows by source, over what serves the group; `total` rows on all ranks together."""
-    schedule = select_schedule(ALL_TO_ALL, group, x.dtype, x.device, total, None, prod(x.shape[1:]))
-    return schedule.all_to_all(x, send, receive)
+    key = DispatchKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
+    return select_schedule(key, group).all_to_all(x, send, receive)

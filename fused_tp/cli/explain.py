@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from fused_tp.ops.explain import ARGUMENTS, explain_for
+from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.runtime import settings
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -29,7 +29,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fused-tp explain`."""
-    takes = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in ARGUMENTS.items())
+    takes = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_arguments().items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         f"ops, and the tensors whose shapes they take:\n{takes}\n\n"

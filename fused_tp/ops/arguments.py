@@ -160,10 +160,19 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: Any) -> None:
-    """An integer; a bool is none."""
+def check_int(name: str, value: Any, least: int | None = None, what: str = "") -> None:
+    """An integer, at least `least`, which is explained by `what`; a bool is none."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}{what}.")
+
+
+def check_integers(name: str, t: Any) -> None:
+    """A local tensor of int32 or int64."""
+    check_local(name, t)
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {t.dtype}; it must be int32 or int64.")
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import check_layout, local_length
 from fused_tp.attention.spec import UNLIMITED, AttentionArguments, AttentionMask
-from fused_tp.ops.arguments import check_bool, check_int, check_like, check_local, check_tensor, is_int
+from fused_tp.ops.arguments import check_bool, check_int, check_integers, check_like, check_local, check_tensor, is_int
 from fused_tp.runtime.errors import RankMismatchError
 
 
@@ -117,9 +117,9 @@ def checked_arguments(
             "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
             "of another sequence."
         )
-    total = total_kv = _total_length("seq_len", given["seq_len"], "q", q.shape[1], size, rank, layout)
+    total = total_kv = total_length("seq_len", given["seq_len"], "q", q.shape[1], size, rank, layout)
     if seq_len_kv is not None or k.shape[1] != q.shape[1]:
-        total_kv = _total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
+        total_kv = total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
     for name, length in (("q", total), ("k", total_kv)):
         if length >= 2**31:
             raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
@@ -191,9 +191,7 @@ def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
             f"{name} must be a Tensor, not {type(cu_seqlens).__name__}; pass torch.tensor([0, ...]), in which each "
             "number is where a document begins, and the last where the last ends."
         )
-    check_local(name, cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64.")
+    check_integers(name, cu_seqlens)
     if cu_seqlens.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(cu_seqlens.shape)}; it must be [documents + 1].")
     return cu_seqlens.cpu()
@@ -204,35 +202,44 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, Tensor) and t.is_nested:
             raise TypeError(f"{name} is a nested tensor; pack the documents into one row and pass their cu_seqlens.")
-    check_tensor("q", q)
-    check_like("k", k, "q", q)
-    check_like("v", v, "q", q)
+    check_dtypes(q, k, v)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [batch, seq_local, heads, head_dim].")
         if 0 in (t.shape[0], *t.shape[2:]):
             raise ValueError(f"{name} has shape {tuple(t.shape)}; only seq_local may be 0.")
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
+    check_shapes(q, k, v)
+
+
+def check_dtypes(q: Any, k: Any, v: Any, of: str = "") -> None:
+    """One dtype and device; `of` ends the names of k and v."""
+    check_tensor("q", q)
+    check_like(f"k{of}", k, "q", q)
+    check_like(f"v{of}", v, "q", q)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, of: str = "", *, batch: bool = True) -> None:
+    """Heads, head_dim and, where `batch`, batch that fit, of 4-D tensors; `of` ends the names of k and v."""
+    if batch and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k{of} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
+        raise ValueError(f"k{of} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
     if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple.")
+        raise ValueError(f"k{of} has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple.")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v has batch, seq_local and heads {tuple(v.shape[:3])}, but k has {tuple(k.shape[:3])}; make them equal."
-        )
+        raise ValueError(f"v{of} has shape {tuple(v.shape)}, but k{of} {tuple(k.shape)}; only head_dim may differ.")
 
 
-def _total_length(name: str, given: Any, of: str, length: int, size: int, rank: int, layout: str) -> int:
+def total_length(name: str, given: Any, of: str, length: int, size: int, rank: int, layout: str) -> int:
+    """Tokens of all ranks, of which this one holds `length` in the tensor named `of`; `given` None: equally many."""
     if given is None:
         return length * size
-    check_int(name, given)
-    wanted = local_length(given, size, rank, layout) if given >= 0 else -1
+    check_int(name, given, least=0)
+    wanted = local_length(given, size, rank, layout)
     if wanted != length:
         raise ValueError(
-            f"{name}={given} in layout {layout!r} gives rank {rank} of {size} {max(0, wanted)} tokens, but {of} "
-            f"holds {length}; cut q, k and v with shard_sequence."
+            f"{name}={given} in layout {layout!r} gives rank {rank} of {size} {wanted} tokens, but {of} holds "
+            f"{length}; cut tensors with shard_sequence, in the same layout."
         )
     return int(given)
 

@@ -22,11 +22,13 @@ from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import Scores
-from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_like, check_local, check_tensor
+from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_integers
 from fused_tp.ops.attention_arguments import (
     SCORE_DEFAULTS,
     ScoreKeywords,
+    check_dtypes,
     check_per_head,
+    check_shapes,
     checked_scale,
     checked_softcap,
     checked_window,
@@ -179,9 +181,7 @@ def decode_over(
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _check_capture(lengths, page_table)
     check_bool("causal", scores["causal"])
-    check_int("block", block)
-    if block < 1:
-        raise ValueError(f"block is {block}; it must be at least 1: how many tokens in a row lie on one rank.")
+    check_int("block", block, 1, ": how many tokens in a row lie on one rank")
     left, right = checked_window(scores["window"])
     out, lse = CONTEXT_PARALLEL_DECODE.named(
         q,
@@ -213,9 +213,7 @@ def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
 
 
 def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
-    check_tensor("q", q)
-    check_like("k_cache_shard", k, "q", q)
-    check_like("v_cache_shard", v, "q", q)
+    check_dtypes(q, k, v, "_cache_shard")
     if q.ndim != 4 or 0 in (q.shape[0], *q.shape[2:]):
         raise ValueError(f"q has shape {tuple(q.shape)}; it must be [batch, new, heads, head_dim], and only new 0.")
     paged = page_table is not None
@@ -223,24 +221,11 @@ def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
     for name, t in (("k_cache_shard", k), ("v_cache_shard", v)):
         if t.ndim != 4 or 0 in t.shape[2:] or (paged and t.shape[1] == 0):
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {wanted}.")
-    if not paged and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k_cache_shard has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k_cache_shard has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
-    if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(
-            f"k_cache_shard has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple."
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v_cache_shard is {tuple(v.shape)}, but k_cache_shard {tuple(k.shape)}; only head_dim may differ."
-        )
+    check_shapes(q, k, v, "_cache_shard", batch=not paged)
 
 
 def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    check_local(name, value)
-    if value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {value.dtype}; it must be int32 or int64.")
+    check_integers(name, value)
     if value.ndim != len(shape) or value.shape[0] != shape[0]:
         wanted = ", ".join("most pages of a sequence" if n < 0 else str(n) for n in shape)
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}], of the batch of q.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,19 +16,9 @@ from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
-from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
-from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
 from fused_tp.ops.arguments import any_dim, check_linear, check_tensor
-from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
-from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
-from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
-from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
-from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
-from fused_tp.ops.op import DispatchKey, Op
-from fused_tp.ops.ring_attention import RING_ATTENTION
-from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
+from fused_tp.ops.op import OPS, DispatchKey, Op
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import GroupLike, resolve_group
@@ -103,17 +94,15 @@ def explain(
           backward: nothing moves
     """
     resolved, where = resolve_group(group), torch.device(device)
-
-    def ask(key: DispatchKey) -> Decision:
-        return decide(key.op, resolved, key.dtype, where, key.m, key.k, key.n)
-
-    def messages() -> str:
-        return backend_of(resolved, where.type)
-
-    def fused_ring(query: KernelQuery) -> Availability:
-        return fused_ring_available_in(resolved, query)
-
-    return _explain(op, shapes, dim, dtype, where.type, str(where), resolved.size, ask, messages, fused_ring)
+    place = _Place(
+        resolved.size,
+        where.type,
+        str(where),
+        lambda key: decide(key._replace(device=where), resolved),
+        lambda: backend_of(resolved, where.type),
+        lambda query: fused_ring_available_in(resolved, query),
+    )
+    return _explain(op, shapes, dim, dtype, place)
 
 
 def explain_for(
@@ -141,17 +130,12 @@ def explain_for(
         ...             arch="cpu").forward.schedule
         'plain'
     """
-
     device_type = "cuda" if arch.startswith("sm_") else arch
-
-    def messages() -> str:
-        # A table may prefer messages where there is shared memory.
-        return "torch.distributed" if transport == "shm" else transport
+    messages = "torch.distributed" if transport == "shm" else transport  # which a table may prefer to shared memory
 
     def ask(key: DispatchKey) -> Decision:
         if world_size == 1:
             return ALONE
-        arguments = (key.op, key.dtype, key.m, key.k, key.n, world_size, transport, arch)
         # What the ranks' links allow nobody knows here; they are taken for good ones.
         lacking = tuple(
             other
@@ -160,52 +144,57 @@ def explain_for(
             or (spec.devices and device_type not in spec.devices)
             or world_size > (spec.max_ranks or world_size)
         )
-        choice = dispatch.choose(*arguments, without=lacking)
-        moves = SCHEDULES[choice.schedule].transport or messages()
+        choice = dispatch.choose(key, world_size, transport, arch, lacking)
+        moves = SCHEDULES[choice.schedule].transport or messages
         table = settings.table_path() or "as shipped"
         return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
 
-    return _explain(op, shapes, dim, dtype, device_type, arch, world_size, ask, messages, fused_ring_available)
+    place = _Place(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
+    return _explain(op, shapes, dim, dtype, place)
+
+
+class _Place(NamedTuple):
+    """Ranks that would run a call.
+
+    Attributes:
+        size: how many there are.
+        device_type, where: of their devices, for dispatch and in words.
+        ask: what dispatch decides for them.
+        messages: the backend that carries their messages.
+        fused_ring: whether they can run the fused ring.
+    """
+
+    size: int
+    device_type: str
+    where: str
+    ask: Callable[[DispatchKey], Decision]
+    messages: Callable[[], str]
+    fused_ring: Callable[[KernelQuery], Availability]
 
 
 def _explain(
-    op: str,
-    shapes: Sequence[Sequence[int]],
-    dim: int | None,
-    dtype: torch.dtype,
-    device_type: str,
-    where: str,
-    size: int,
-    ask: Callable[[DispatchKey], Decision],
-    messages: Callable[[], str],
-    fused_ring: Callable[[KernelQuery], Availability],
+    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, place: _Place
 ) -> Explanation:
-    attends = op in ("ring_attention", "ulysses_attention")
-    forward, backward = (None if key is None else ask(key) for key in dispatch_keys(op, shapes, dtype, dim, size))
-    decisions = forward, backward
-    provider = None
-    if attends:
+    keys = dispatch_keys(op, shapes, dtype, dim, place.size)
+    forward, backward = (None if key is None else place.ask(key) for key in keys)
+    device, provider = torch.device(place.device_type), None
+    if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        single = size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
-        wanted = KernelQuery(torch.device(device_type), dtype, q[-1], v[-1], single=single)
-        if op == "ring_attention" and decisions[0] is not None and decisions[0].schedule == FusedRing.name:
-            decisions = _of_fused_ring(decisions[0], fused_ring(wanted), messages())
-        if decisions[0] is not None and decisions[0].schedule == FusedRing.name:
+        single = place.size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        query = KernelQuery(device, dtype, q[-1], v[-1], single=single)
+        if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
+            forward, backward = _of_fused_ring(forward, place.fused_ring(query), place.messages())
+        if forward is not None and forward.schedule == FusedRing.name:
             provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
         else:
-            provider = _of_steps(wanted)
+            provider = _of_steps(query)
     if op == "context_parallel_decode":
-        provider = _of_decoding(torch.device(device_type), dtype, shapes[0], shapes[2][-1])
-    tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(ARGUMENTS[op], shapes, strict=True))
+        provider = _of_decoding(device, dtype, shapes[0], shapes[2][-1])
+    tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(tensor_arguments()[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"
-    ranks = f"{size} rank{'s' if size != 1 else ''}"
-    return Explanation(
-        op=op,
-        call=f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {where}, {ranks}",
-        forward=decisions[0],
-        backward=decisions[1],
-        provider=provider,
-    )
+    ranks = f"{place.size} rank{'s' if place.size != 1 else ''}"
+    call = f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {place.where}, {ranks}"
+    return Explanation(op, call, forward, backward, provider)
 
 
 def _of_fused_ring(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
@@ -239,28 +228,23 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
 Keys: TypeAlias = "tuple[DispatchKey | None, DispatchKey | None]"
 """Of forward and of backward; None where nothing moves."""
 
-# By the name of the public function: attention by heads is dispatched by its first exchange.
-_OPS: dict[str, Op[Any]] = {"ulysses_attention": SEQUENCE_TO_HEADS} | {
-    op.name: op
-    for op in (
-        ALL_GATHER,
-        ALL_GATHER_MATMUL,
-        ALL_REDUCE,
-        ALL_REDUCE_RMS_NORM,
-        COLUMN_PARALLEL_MATMUL,
-        CONTEXT_PARALLEL_DECODE,
-        MATMUL_ALL_REDUCE,
-        MATMUL_ALL_REDUCE_RMS_NORM,
-        MATMUL_REDUCE_SCATTER,
-        REDUCE_SCATTER,
-        RING_ATTENTION,
-        VOCAB_PARALLEL_CROSS_ENTROPY,
-    )
-}
-_EXAMPLES: dict[str, Any] = {name: op.example for name, op in sorted(_OPS.items())}
-_PARAMETERS = {name: list(inspect.signature(example).parameters)[1:] for name, example in _EXAMPLES.items()}
-ARGUMENTS = {name: tuple(one for one in names if one != "dim") for name, names in _PARAMETERS.items()}
-"""The tensors whose shapes `explain` takes, by op."""
+
+@cache
+def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
+    """Each op by the name of its public function, with the parameters of its `example` but for the size of the group:
+    the tensors whose shapes `explain` takes, and `dim`. Not made at import, when some ops are still to be defined."""
+    found = {}
+    for op in OPS.values():
+        if op.example is not None:
+            # Attention by heads is dispatched by its first exchange.
+            name = "ulysses_attention" if op is SEQUENCE_TO_HEADS else op.name
+            found[name] = op, tuple(inspect.signature(op.example).parameters)[1:]
+    return dict(sorted(found.items()))
+
+
+def tensor_arguments() -> dict[str, tuple[str, ...]]:
+    """The tensors whose shapes `explain` takes, by op."""
+    return {name: tuple(one for one in names if one != "dim") for name, (_, names) in explained_ops().items()}
 
 
 def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int) -> Keys:
@@ -274,24 +258,25 @@ def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, 
             "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "
             "other; ask for these, each with the group of its dim."
         )
-    if op not in ARGUMENTS:
-        raise ValueError(f"op is {op!r}; explain knows {', '.join(ARGUMENTS)}.")
-    names = ARGUMENTS[op]
+    if op not in explained_ops():
+        raise ValueError(f"op is {op!r}; explain knows {', '.join(explained_ops())}.")
+    asked, names = explained_ops()[op][0], tensor_arguments()[op]
     if len(shapes) != len(names):
         raise ValueError(f"{op} needs {len(names)} shapes ({', '.join(names)}), got {len(shapes)}.")
     for name, shape in zip(names, shapes, strict=True):
         _check_shape(name, shape)
     tensors: list[Any] = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     if dim is not None:
-        if "dim" not in _PARAMETERS[op]:
-            with_dim = (name for name, parameters in _PARAMETERS.items() if "dim" in parameters)
+        with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
+        if op not in with_dim:
             raise ValueError(f"dim={dim!r} is for {', '.join(with_dim)}; {op} has none.")
         tensors.append(any_dim("dim", dim, names[0], tensors[0]))
     check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op == "all_gather_matmul" else 1)
     if names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
-    args, one = _EXAMPLES[op](size, *tensors), _OPS[op]
-    return one.key and one.key(args), one.backward_key and one.backward_key(args)
+    assert asked.example is not None
+    args = asked.example(size, *tensors)
+    return asked.key and asked.key(args), asked.backward_key and asked.backward_key(args)
 
 
 def _check_shape(name: str, shape: Any) -> None:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fused_tp.runtime import settings, tracing
+from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_name, known_group
 from fused_tp.runtime.tracing import recording, span
 from fused_tp.schedules.base import Schedule
@@ -55,17 +56,6 @@ _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 OPS: dict[str, Op[Any]] = {}
 
 A = TypeVar("A", bound=tuple[Any, ...])
-
-
-class DispatchKey(NamedTuple):
-    """What dispatch chooses a schedule by; m, k and n are those of `runtime.dispatch.choose`."""
-
-    op: str
-    dtype: torch.dtype
-    device: torch.device
-    m: int
-    k: int | None
-    n: int | None
 
 
 class Saved(Generic[A]):
@@ -279,7 +269,7 @@ class Op(Generic[A]):
     def select(self, args: A) -> Schedule | None:
         """The schedule for a call; None where nothing moves."""
         key = None if self.key is None else self.key(args)
-        return None if key is None else select_schedule(key[0], group_by_name(args[-1]), *key[1:])
+        return None if key is None else select_schedule(key, group_by_name(args[-1]))
 
     def _dispatched(self, *values: Any) -> Any:
         """The op as torch's dispatcher calls it."""

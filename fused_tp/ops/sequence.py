@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
 from fused_tp.attention.spec import read_bounds
 from fused_tp.ops.arguments import any_dim, check_int, check_local
-from fused_tp.ops.attention_arguments import on_host
+from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import RankMismatchError
@@ -60,7 +60,7 @@ def sequence_positions(
         cos, sin = rotary(sequence_positions(4096, group=mesh["cp"]))
     """
     bounds = _checked_documents(layout, cu_seqlens)
-    checked_length(seq_len)
+    check_int("seq_len", seq_len, least=0)
     if within_documents and bounds is None:
         raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
     if bounds is not None:
@@ -136,7 +136,7 @@ def unshard_sequence(
     dim = _checked_dim(x_shard, "x_shard", dim)
     bounds = _checked_documents(layout, cu_seqlens)
     _, size, rank = group_identity(group)
-    total = _total(seq_len, x_shard.shape[dim], size, rank, layout)
+    total = total_length("seq_len", seq_len, "x_shard", x_shard.shape[dim], size, rank, layout)
     result: Tensor = UNSHARD_SEQUENCE(x_shard, dim, layout, total, bounds, group)
     return result
 
@@ -151,26 +151,6 @@ def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
     bounds = on_host("cu_seqlens", cu_seqlens)
     check_layout(layout, documents=bounds is not None)
     return bounds
-
-
-def checked_length(seq_len: Any) -> int:
-    check_int("seq_len", seq_len)
-    if seq_len < 0:
-        raise ValueError(f"seq_len is {seq_len}; it must be at least 0.")
-    return int(seq_len)
-
-
-def _total(seq_len: Any, length: int, world_size: int, rank: int, layout: str) -> int:
-    if seq_len is None:
-        return length * world_size
-    checked_length(seq_len)
-    wanted = local_length(seq_len, world_size, rank, layout)
-    if wanted != length:
-        raise ValueError(
-            f"seq_len={seq_len} in layout {layout!r} gives rank {rank} of {world_size} {wanted} tokens, but x_shard "
-            f"holds {length}."
-        )
-    return int(seq_len)
 
 
 def _tokens_of_all(seq_len: int, world_size: int, layout: str, cu_seqlens: Tensor | None) -> tuple[Tokens, ...]:

@@ -12,7 +12,6 @@ from fused_tp.attention.layout import all_tokens, check_layout
 from fused_tp.attention.spec import AttentionMask, read_bounds
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import checked_window, on_host
-from fused_tp.ops.sequence import checked_length
 from fused_tp.runtime.group import GroupLike, group_identity
 
 
@@ -88,7 +87,9 @@ def sequence_balance(
             "sequence_balance needs the lengths of documents in cu_seqlens or that of one sequence in seq_len; pass "
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
-    length = checked_length(seq_len if host is None else host[-1].item() if len(host) else 0)
+    length = seq_len if host is None else int(host[-1]) if len(host) else 0
+    check_int("seq_len", length, least=0)
+    assert length is not None
     bounds = read_bounds("cu_seqlens", host, length)
     size = group_identity(group)[1] if world_size is None else _size(world_size, group)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
@@ -117,9 +118,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _size(world_size: Any, group: Any) -> int:
-    check_int("world_size", world_size)
+    check_int("world_size", world_size, least=1)
     if group is not None:
         raise ValueError("group and world_size were both given; pass the one that is to be counted for.")
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; it must be at least 1.")
     return int(world_size)

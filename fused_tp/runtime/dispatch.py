@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,26 @@ SHIPPED = Path(__file__).with_name("dispatch.json")
 _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
 _RULE_KEYS = _LIMITS | {"schedule", "chunks"}
 CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules that a rule may give a number of chunks
+
+
+class DispatchKey(NamedTuple):
+    """What a schedule is chosen by, besides the group.
+
+    Attributes:
+        op: name of the op.
+        dtype: of what moves.
+        device: of the tensors; which one of its type matters to the schedule that is made, and not to the choice.
+        m: rows (tokens) over all ranks.
+        k: reduction dim; None where it is cut over the ranks (row-parallel ops).
+        n: columns; None where they are cut over the ranks (column-parallel ops).
+    """
+
+    op: str
+    dtype: torch.dtype
+    device: torch.device
+    m: int
+    k: int | None
+    n: int | None
 
 
 @dataclass(frozen=True)
@@ -59,49 +79,29 @@ def lowest(archs: Iterable[str]) -> str:
     return min(archs, key=lambda arch: int(arch.removeprefix("sm_")))
 
 
-def choose(
-    op: str,
-    dtype: torch.dtype,
-    m: int,
-    k: int | None,
-    n: int | None,
-    world_size: int,
-    transport: str,
-    arch: str,
-    without: tuple[str, ...] = (),
-) -> Choice:
+def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
     """The table's schedule for one call.
 
     Args:
-        op: name of the op.
-        m: rows (tokens) over all ranks.
-        k: reduction dim; None where it is cut over the ranks (row-parallel ops).
-        n: columns; None where they are cut over the ranks (column-parallel ops).
+        key: of the call.
         world_size: size of the group.
         transport: "shm", or the torch.distributed backend.
         arch: as `arch_of` says.
         without: schedules that cannot serve this call; rules that name them are passed over.
 
     Example:
-        >>> choose("matmul_all_reduce", torch.float32, 1, None, 4096, 2, "gloo", "cpu").schedule
+        >>> key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cpu"), 1, None, 4096)
+        >>> choose(key, 2, "gloo", "cpu").schedule
         'plain'
     """
-    return _choose(settings.table_path(), op, dtype, m, k, n, world_size, transport, arch, without)
+    return _choose(settings.table_path(), key, world_size, transport, arch, without)
 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    path: str | None,
-    op: str,
-    dtype: torch.dtype,
-    m: int,
-    k: int | None,
-    n: int | None,
-    world_size: int,
-    transport: str,
-    arch: str,
-    without: tuple[str, ...],
+    path: str | None, asked: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
 ) -> Choice:
+    op, dtype, _, m, k, n = asked
     columns = n if k is None else k  # of the tensor that is the same on all ranks
     moved = m * (columns or 0) * dtype.itemsize
     keys: list[str] = []

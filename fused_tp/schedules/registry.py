@@ -10,6 +10,7 @@ import torch
 
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
@@ -84,72 +85,61 @@ ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
 # -- selection --------------------------------------------------------------------------------------------------------
 
 
-def select_schedule(
-    op: str,
-    group: Group,
-    dtype: torch.dtype,
-    device: torch.device,
-    m: int,
-    k: int | None,
-    n: int | None,
-) -> Schedule:
-    """The schedule for one call; the arguments are those of `runtime.dispatch.choose`.
+def select_schedule(key: DispatchKey, group: Group) -> Schedule:
+    """The schedule for one call.
 
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
-            tensors on `device`.
+            tensors on the key's device.
     """
     if group.size == 1:
         return LOCAL
     # One lookup for a call like one before; all that follows takes several times as long.
     schedules = _SELECTED[group]
-    key = (op, dtype, device, m, k, n, settings.routing())
-    selected = schedules.get(key)
+    call = key, settings.routing()
+    selected = schedules.get(call)
     if selected is None:
         if len(schedules) >= _MAX_REMEMBERED:  # lengths that keep changing
             schedules.clear()
-        selected = schedules[key] = _select(op, group, dtype, device, m, k, n)
+        selected = schedules[call] = _select(key, group)
     return selected
 
 
-def _select(
-    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
-) -> Schedule:
+def _select(key: DispatchKey, group: Group) -> Schedule:
+    device = key.device
     name, chunks = settings.forced_schedule(), None
     if name is not None and name not in SCHEDULES:
         raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
     # What a schedule has no implementation for goes by the table, also where that schedule is asked for.
-    if name is None or not SCHEDULES[name].supports(op, dtype):
-        choice = _choose(op, group, dtype, device, m, k, n)
+    if name is None or not SCHEDULES[name].supports(key.op, key.dtype):
+        choice = _choose(key, group)
         name, chunks = choice.schedule, choice.chunks
-    made, key = _MADE[group], (name, device, chunks)
-    schedule = made.get(key)
+    made, what = _MADE[group], (name, device, chunks)
+    schedule = made.get(what)
     # FUSED_TP_SHM may have been turned off since the schedule was made.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
         available = SCHEDULES[name].available(group, device)
         if not available:
             raise ValueError(f"Schedule {name!r} cannot serve this group: {available.reason}.")
-        schedule = made[key] = SCHEDULES[name].make(group, device, chunks)
+        schedule = made[what] = SCHEDULES[name].make(group, device, chunks)
     return schedule
 
 
-def _choose(
-    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
-) -> dispatch.Choice:
+def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
     """The first rule of the table whose schedule can serve the call."""
+    device = key.device
     transport = "shm" if _has_shared_memory(group, device) else backend_of(group, device.type)
     reasons: dict[str, str] = {}
     while True:
-        choice = dispatch.choose(
-            op, dtype, m, k, n, group.size, transport, group_arch(group, device), without=tuple(reasons)
-        )
+        choice = dispatch.choose(key, group.size, transport, group_arch(group, device), tuple(reasons))
         if choice.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
             raise ValueError(f"The dispatch table names schedule {choice.schedule!r}; there are {names}.")
         spec = SCHEDULES[choice.schedule]
         # Asked one after the other and not ahead of need, because the ranks must find out together.
-        usable = spec.supports(op, dtype)
-        if usable and not _made(group, choice, device):
+        usable = spec.supports(key.op, key.dtype)
+        made = choice.schedule != "one_sided" and (choice.schedule, device, None) in _MADE[group]
+        if usable and not made:
             usable = spec.available(group, device)
         if usable:
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
@@ -173,27 +163,22 @@ def group_arch(group: Group, device: torch.device) -> str:
     return archs[device.type]
 
 
-def _made(group: Group, choice: dispatch.Choice, device: torch.device) -> bool:
-    return choice.schedule != "one_sided" and (choice.schedule, device, None) in _MADE[group]
-
-
-def decide(
-    op: str, group: Group, dtype: torch.dtype, device: torch.device, m: int, k: int | None, n: int | None
-) -> Decision:
+def decide(key: DispatchKey, group: Group) -> Decision:
     """`select_schedule` in words: same choice, with its reason."""
     if group.size == 1:
         return ALONE
-    if device == torch.device("cuda"):  # with its number, as tensors have it
-        device = torch.device("cuda", torch.cuda.current_device())
-    name = select_schedule(op, group, dtype, device, m, k, n).name
+    if key.device == torch.device("cuda"):  # with its number, as tensors have it
+        key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
+    device = key.device
+    name = select_schedule(key, group).name
     transport = SCHEDULES[name].transport or backend_of(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
         return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
-    rule = _choose(op, group, dtype, device, m, k, n).rule
+    rule = _choose(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced is not None:
-        reason = f"FUSED_TP_SCHEDULE={forced}, but {SCHEDULES[forced].supports(op, dtype).reason}; {reason}"
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {SCHEDULES[forced].supports(key.op, key.dtype).reason}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shared.reason}"
     return Decision(name, transport, reason)

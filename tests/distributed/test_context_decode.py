@@ -320,7 +320,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K.bfloat16()}, TypeError, "k_cache_shard has dtype torch.bfloat16, but q has torch.float32"),
     ({"k": K[..., :4]}, ValueError, "k_cache_shard has head_dim 4, but q has 8"),
     ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads, of which the 4 heads of q are not"),
-    ({"v": K[:, :4]}, ValueError, "v_cache_shard is (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
+    ({"v": K[:, :4]}, ValueError, "v_cache_shard has shape (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
     ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
     (
         {"cache_seqlens": LENGTHS.float()},

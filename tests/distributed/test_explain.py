@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.ops.explain import ARGUMENTS, explain_for
+from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.ops.op import OPS
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.schedules import registry
 from tests.workers import run_ranks
 
@@ -32,7 +33,7 @@ def leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def call_of(op: str, dtype: torch.dtype, dim: int | None) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The op with its further arguments, and the tensors whose shapes `explain` takes."""
     run = getattr(fused_tp, op)
-    names = ARGUMENTS[op]
+    names = tensor_arguments()[op]
     if op in ("ring_attention", "ulysses_attention"):
         return run, [leaf(1, 4, 4, 8, dtype=dtype), leaf(1, 4, 2, 8, dtype=dtype), leaf(1, 4, 2, 16, dtype=dtype)]
     if op == "context_parallel_decode":
@@ -58,10 +59,10 @@ def asked() -> Iterator[Asked]:
     found: Asked = []
     real = registry.select_schedule
 
-    def recorded(op: str, group: Any, dtype: Any, device: Any, m: Any, k: Any, n: Any) -> Any:
-        schedule = real(op, group, dtype, device, m, k, n)
+    def recorded(key: DispatchKey, group: Any) -> Any:
+        schedule = real(key, group)
         if schedule.name != "local":  # the attention inside of ulysses_attention, which moves nothing
-            found.append((op, dtype, m, k, n, schedule.name))
+            found.append((key.op, key.dtype, key.m, key.k, key.n, schedule.name))
         return schedule
 
     for op in OPS.values():
@@ -94,7 +95,7 @@ def compare(group: dist.ProcessGroup, op: str, dtype: torch.dtype, dim: int | No
 
 
 WITH_DIM = ("all_gather", "reduce_scatter")
-CASES = [(op, dim) for op in ARGUMENTS for dim in ((None, 1, -1) if op in WITH_DIM else (None,))]
+CASES = [(op, dim) for op in tensor_arguments() for dim in ((None, 1, -1) if op in WITH_DIM else (None,))]
 
 
 def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
@@ -127,7 +128,7 @@ def test_every_public_op_is_known() -> None:
     modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
     ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
     composed = {"context_parallel_attention"}  # of two that are known
-    assert set(ARGUMENTS) == ops - rearranged - composed - {"explain"}
+    assert set(tensor_arguments()) == ops - rearranged - composed - {"explain"}
 
 
 def step_provider(group: dist.ProcessGroup, op: str, dtype: torch.dtype) -> tuple[str, str]:

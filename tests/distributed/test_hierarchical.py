@@ -20,6 +20,7 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.ops import collectives
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, resolve_group
 from fused_tp.schedules import hierarchical
@@ -77,7 +78,7 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         if dist.get_rank() >= len(names):
             return []
         world = len(names)
-        made = select_schedule("all_reduce", resolve_group(group), dtype, torch.device("cpu"), 3, None, 4)
+        made = select_schedule(DispatchKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
         assert isinstance(made, Hierarchical)
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
         every_method(made, dtype, exact=False)  # shards that are not equally long go flat, and come out right

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import nccl_pipeline, registry
@@ -42,8 +43,8 @@ def public_ops_case(group: Any, dtype_name: str, chunks: int | None, one_shot_by
 
 
 def _selected(group: Any) -> Any:
-    described = resolve_group(group)
-    return registry.select_schedule("matmul_all_reduce", described, torch.float32, torch.device("cpu"), 4, None, 4)
+    key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cpu"), 4, None, 4)
+    return registry.select_schedule(key, resolve_group(group))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.runtime import dispatch
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import registry
 from fused_tp.schedules.registry import SCHEDULES, select_schedule
@@ -74,7 +75,7 @@ def of_mixed_gpus(group: Any) -> list[str]:
     ):
         for rows in (1, 2):
             device = torch.device("cuda", described.rank)
-            schedule = select_schedule("all_reduce", described, torch.float32, device, rows, None, 8)
+            schedule = select_schedule(DispatchKey("all_reduce", torch.float32, device, rows, None, 8), described)
             chosen.append(schedule.name)
     assert exchanged.call_count == 1
     return chosen
@@ -109,9 +110,10 @@ def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pyte
     rules = [{"schedule": "nccl_pipeline", "max_bytes": 100, "chunks": 3}, {"schedule": "plain"}]
     table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
     monkeypatch.setenv("FUSED_TP_TABLE", str(table))
-    small = dispatch.choose("matmul_all_reduce", torch.float32, 4, None, 5, 2, "nccl", "sm_90")
+    key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cuda"), 4, None, 5)
+    small = dispatch.choose(key, 2, "nccl", "sm_90")
     assert (small.schedule, small.chunks) == ("nccl_pipeline", 3)
-    without = dispatch.choose("matmul_all_reduce", torch.float32, 4, None, 5, 2, "nccl", "sm_90", ("nccl_pipeline",))
+    without = dispatch.choose(key, 2, "nccl", "sm_90", ("nccl_pipeline",))
     assert (without.schedule, without.chunks) == ("plain", None)
 
 

@@ -37,7 +37,8 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
 
     def chosen(op: str, dtype: torch.dtype, rows: int, world_size: int = 2, transport: str = "shm") -> str:
         k, n = (1024, None) if op == "all_gather_matmul" else (None, 1024)
-        return dispatch.choose(op, dtype, rows, k, n, world_size, transport, "cpu").schedule
+        key = dispatch.DispatchKey(op, dtype, torch.device("cpu"), rows, k, n)
+        return dispatch.choose(key, world_size, transport, "cpu").schedule
 
     assert chosen("matmul_all_reduce", torch.float32, 4) == "plain"  # 16 KiB
     assert chosen("matmul_all_reduce", torch.float32, 15) == "plain"  # below the geometric mean of 16 and 256 KiB

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.ops.explain import ARGUMENTS
+from fused_tp.ops.explain import tensor_arguments
 
 
 def test_help_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert all([op, *", ".join(names).split()] in listed for op, names in ARGUMENTS.items())
+    assert all([op, *", ".join(names).split()] in listed for op, names in tensor_arguments().items())
 
 
 def test_ring_attention(capsys: pytest.CaptureFixture[str]) -> None:

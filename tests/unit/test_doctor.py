@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
-from fused_tp.ops.op import DispatchKey
 from fused_tp.runtime.availability import AVAILABLE
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.transport import cuda_driver, native_kernels
 
 pytestmark = pytest.mark.full

@@ -13,6 +13,7 @@ import torch
 import fused_tp
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings, tracing
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import group_by_name, resolve_group
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.transport.base import sum_in_rank_order
@@ -65,7 +66,7 @@ def test_sum_is_in_rank_order_and_rounded_once() -> None:
 
 
 def choose(op: str, m: int, k: int | None, n: int | None) -> str:
-    return dispatch.choose(op, torch.float32, m, k, n, 2, "gloo", "cpu").schedule
+    return dispatch.choose(DispatchKey(op, torch.float32, torch.device("cpu"), m, k, n), 2, "gloo", "cpu").schedule
 
 
 def test_small_calls_run_plain_collectives_and_large_ones_overlap() -> None:
@@ -89,7 +90,8 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", rules))
 
     def ask(m: int, dtype: torch.dtype, world_size: int) -> str:
-        return dispatch.choose("matmul_all_reduce", dtype, m, None, 8, world_size, "gloo", "cpu").schedule
+        key = DispatchKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
+        return dispatch.choose(key, world_size, "gloo", "cpu").schedule
 
     assert ask(4, torch.bfloat16, 2) == "pipelined"
     assert ask(5, torch.bfloat16, 2) == "plain"
