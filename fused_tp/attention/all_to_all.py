@@ -200,7 +200,7 @@ class Move:
             return
         # Own rows need not be written, but many small copies cost more than one large one.
         others = [there for peer in exchange.peers for _, there in _pieces(share.places[peer])]
-        for there in [slice(None)] if _by_index(len(others)) else others:
+        for there in [slice(None)] if len(others) > _MOST_PIECES else others:
             out[:, there].copy_(x[:, there])
 
     def put(self, index: int, source: int, part: Tensor) -> None:
@@ -211,7 +211,7 @@ class Move:
             out.add_(part) if self._summed[index] else out.copy_(part)
             return
         places = share.places[source]
-        if _by_index(len(places)):
+        if len(places) > _MOST_PIECES:
             out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
             return
         for here, there in _pieces(places):
@@ -232,17 +232,12 @@ class Move:
 
 def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
     """out = the rows of `whole` at these places, or out += them."""
-    if _by_index(len(places)):
+    if len(places) > _MOST_PIECES:
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
     for here, there in _pieces(places):
         out[:, here].add_(whole[:, there]) if add else out[:, here].copy_(whole[:, there])
-
-
-def _by_index(count: int) -> bool:
-    """Whether rows in so many pieces move by index."""
-    return count > _MOST_PIECES
 
 
 def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
@@ -266,16 +261,9 @@ class AllToAll(ABC):
 
     name: str
 
-    def to_heads(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        """x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D] for each of `xs`."""
-        return self.move(True, exchange, xs)
-
-    def to_sequence(self, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The way back; where heads are repeated, their sum over the ranks that have them."""
-        return self.move(False, exchange, xs)
-
     @abstractmethod
-    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]: ...
+    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a `Move` of `xs`."""
 
 
 def all_to_all_by(schedule: Schedule) -> AllToAll:

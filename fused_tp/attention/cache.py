@@ -13,10 +13,9 @@ from torch import Tensor
 from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
 from fused_tp.runtime import settings
 from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import Group
 from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
-from fused_tp.transport.base import checksum, first_apart
+from fused_tp.transport.base import check_equal, checksum
 
 
 class CacheRows(Protocol):
@@ -94,12 +93,8 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
     mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
     schedule = select_schedule(DispatchKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
-    if other := first_apart(checksums):
-        raise RankMismatchError(
-            f"Ranks 0 and {other} append to a cache that they share with different keywords (checksums "
-            f"{checksums[0]:.0f} and {checksums[other]:.0f}); rank {group.rank} with {words}. They must be the same on "
-            "all."
-        )
+    did = "append to a cache that they share with different keywords"
+    check_equal(checksums, did, f"; rank {group.rank} with {words}. They must be the same on all.")
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:

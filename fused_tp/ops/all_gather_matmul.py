@@ -8,14 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import (
-    as_lists,
-    bias_grads,
-    checked_linears,
-    spread,
-    token_dim,
-    total_size,
-)
+from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, resized, spread, token_dim, total_size
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.runtime.partition import SymInt
@@ -236,9 +229,7 @@ def _grads_fake(g: _Grads) -> list[Tensor]:
 
 
 def _gathered_shape(a: _Args | _Grads) -> list[int]:
-    shape = list(a.x_shard.shape)
-    shape[a.gather_dim] = a.gather_size
-    return shape
+    return resized(a.x_shard, a.gather_dim, a.gather_size)
 
 
 ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(

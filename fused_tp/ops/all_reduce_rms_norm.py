@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_like, check_shape, check_tensor
+from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
 from fused_tp.schedules.base import Schedule
@@ -70,10 +70,7 @@ def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_wei
     check_shape("residual", residual, shape, "the shape of the sum it is added to")
     check_like("norm_weight", norm_weight, like_name, like)
     check_shape("norm_weight", norm_weight, shape[-1:], "one for each feature")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps must be a float, not {type(eps).__name__}.")
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be positive, or a row of zeros would be divided by zero.")
+    checked_number("eps", eps, lambda x: x > 0, "positive, or a row of zeros would be divided by zero")
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from fused_tp.attention.all_to_all import Exchange, Share, all_to_all_by, shares
 from fused_tp.attention.layout import all_tokens, local_length
 from fused_tp.attention.spec import AttentionArguments
-from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, checksum, describe
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
+from fused_tp.ops.op import OPS, AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import Group, group_by_name
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.registry import ALL_TO_ALL
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype, checksum
 
 OP = "ulysses_attention"
 
@@ -113,14 +114,14 @@ class _Args(NamedTuple):
         length = self.attention.seq_len if kind == "q" else self.attention.seq_len_kv
         return local_length(length, self.moved.parts, self.part(rank), self.attention.layout)
 
-    def dtypes_by_heads(self) -> list[torch.dtype]:
-        return [self.shared.dtype(kind, x.dtype) for kind, x in zip(self.moved.kinds, self.xs, strict=True)]
-
-    def dtypes_by_sequence(self) -> list[torch.dtype]:
+    def dtypes(self, to_heads: bool) -> list[torch.dtype]:
+        """Of the results: key heads that go to several ranks are in fp32, in heads alone."""
         both = zip(self.moved.kinds, self.xs, strict=True)
+        if to_heads:
+            return [self.shared.dtype(kind, x.dtype) for kind, x in both]
         return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
 
-    def exchange(self, dtypes: Sequence[torch.dtype]) -> tuple[Exchange, str]:
+    def exchange(self, to_heads: bool) -> tuple[Exchange, str]:
         """With what its checksum stands for.
 
         Raises:
@@ -136,7 +137,7 @@ class _Args(NamedTuple):
         }
         dims = (batch, mask.seq_len, moved.heads, moved.kv_heads, moved.columns, len(self.xs), checksum(words))
         found = tuple(of_kind[kind] for kind in moved.kinds)
-        return Exchange(OP, dims, self.ranks.rank, found, tuple(dtypes)), words
+        return Exchange(OP, dims, self.ranks.rank, found, tuple(self.dtypes(to_heads))), words
 
     def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> Share:
         tokens = all_tokens(length, self.moved.parts, self.attention.layout, bounds)
@@ -152,23 +153,17 @@ def _key(a: _Args) -> DispatchKey:
     return DispatchKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
 
 
-def _to_heads(schedule: Schedule, a: _Args) -> list[Tensor]:
-    exchange, words = a.exchange(a.dtypes_by_heads())
+def _move(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
+    exchange, words = a.exchange(to_heads)
     by = all_to_all_by(schedule)
-    with span(f"all_to_all to heads ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return by.to_heads(exchange, a.xs)
-
-
-def _to_sequence(schedule: Schedule, a: _Args) -> list[Tensor]:
-    exchange, words = a.exchange(a.dtypes_by_sequence())
-    by = all_to_all_by(schedule)
-    with span(f"all_to_all to sequence ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
-        return by.to_sequence(exchange, a.xs)
+    way = "heads" if to_heads else "sequence"
+    with span(f"all_to_all to {way} ({by.name})"), annotate_mismatch(OP, exchange.rank, words):
+        return by.move(to_heads, exchange, a.xs)
 
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:
     group, found = a.ranks, []
-    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes_by_heads(), strict=True):
+    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes(to_heads=True), strict=True):
         length = sum(a.rows(kind, rank) for rank in range(group.size))
         shape = (x.shape[0], length, len(a.shared.of(kind, group.rank)), x.shape[3])
         found.append(x.new_empty(shape, dtype=dtype))
@@ -177,7 +172,7 @@ def _to_heads_fake(a: _Args) -> list[Tensor]:
 
 def _to_sequence_fake(a: _Args) -> list[Tensor]:
     found = []
-    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes_by_sequence(), strict=True):
+    for kind, x, dtype in zip(a.moved.kinds, a.xs, a.dtypes(to_heads=False), strict=True):
         heads = a.moved.heads if kind == "q" else a.moved.kv_heads
         found.append(x.new_empty((x.shape[0], a.rows(kind, a.ranks.rank), heads, x.shape[3]), dtype=dtype))
     return found
@@ -185,14 +180,8 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
 
 # Gradients of all results move, zeros for those that nobody used: which these are may differ between ranks, what is
 # sent may not.
-
-
-def _to_heads_backward(s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
-    return {"xs": HEADS_TO_SEQUENCE(grads, *s.args.moved, *s.args.attention, s.args.group)}
-
-
-def _to_sequence_backward(s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
-    return {"xs": SEQUENCE_TO_HEADS(grads, *s.args.moved, *s.args.attention, s.args.group)}
+def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
+    return {"xs": OPS[way_back](grads, *s.args.moved, *s.args.attention, s.args.group)}
 
 
 def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
@@ -208,13 +197,13 @@ SEQUENCE_TO_HEADS: Op[_Args] = Op(
     "sequence_to_heads",
     _Args,
     "Tensor[]",
-    _to_heads,
+    partial(_move, True),
     _to_heads_fake,
     key=_key,
     backward_key=_key,
     example=_example,
     saves=("cu_seqlens", "cu_seqlens_kv"),
-    backward=_to_heads_backward,
+    backward=partial(_backward, "heads_to_sequence"),
 )
 
 # The way back.
@@ -222,9 +211,9 @@ HEADS_TO_SEQUENCE: Op[_Args] = Op(
     "heads_to_sequence",
     _Args,
     "Tensor[]",
-    _to_sequence,
+    partial(_move, False),
     _to_sequence_fake,
     key=_key,
     saves=("cu_seqlens", "cu_seqlens_kv"),
-    backward=_to_sequence_backward,
+    backward=partial(_backward, "sequence_to_heads"),
 )

@@ -5,7 +5,7 @@ They run before anything is sent, so a bad call on one rank never leaves the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,11 @@ def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     return int(dim % t.ndim)
 
 
+def resized(t: Tensor, dim: int, size: int) -> list[int]:
+    """The shape of `t`, with another size of `dim`."""
+    return [*t.shape[:dim], size, *t.shape[dim + 1 :]]
+
+
 def is_int(value: Any) -> bool:
     """An integer; a bool is none."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
@@ -173,6 +178,15 @@ def check_integers(name: str, t: Any) -> None:
     check_local(name, t)
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {t.dtype}; it must be int32 or int64.")
+
+
+def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed: str, kind: str = "a float") -> float:
+    """A float of which `holds` is true, which is what `needed` says."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
+    if not holds(value):
+        raise ValueError(f"{name} is {value}; it must be {needed}.")
+    return float(value)
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -7,7 +7,6 @@ reads no value and so can be traced by a compiler; the op, which runs on real te
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf, isfinite
@@ -18,8 +17,18 @@ from torch import Tensor
 
 from fused_tp.attention.layout import check_layout, local_length
 from fused_tp.attention.spec import UNLIMITED, AttentionArguments, AttentionMask
-from fused_tp.ops.arguments import check_bool, check_int, check_integers, check_like, check_local, check_tensor, is_int
+from fused_tp.ops.arguments import (
+    check_bool,
+    check_int,
+    check_integers,
+    check_like,
+    check_local,
+    check_tensor,
+    checked_number,
+    is_int,
+)
 from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.transport.base import checksum
 
 
 class ScoreKeywords(TypedDict, total=False):
@@ -125,7 +134,7 @@ def checked_arguments(
             raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
     left, right = checked_window(given["window"])
     scale, softcap = checked_scale(given["scale"], q.shape[3]), checked_softcap(given["softcap"])
-    dropout_p = _checked_number("dropout_p", given["dropout_p"], "a float", lambda p: 0 <= p < 1, "in [0, 1)")
+    dropout_p = checked_number("dropout_p", given["dropout_p"], lambda p: 0 <= p < 1, "in [0, 1)")
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, given[name], q)
     return AttentionArguments(
@@ -156,14 +165,10 @@ def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) 
     Ranks compare at most eight numbers (those of shared memory): the checksum of all of this is one of them.
     """
     bounds = mask.cu_seqlens, mask.cu_seqlens_kv
-    documents = f"checksum {zlib.crc32(repr(bounds).encode())}" if any(bounds) else "one length"
+    documents = f"checksum {checksum(repr(bounds))}" if any(bounds) else "one length"
     return ", ".join(
         [str(arguments), *(f"{name}={value}" for name, value in given.items()), f"documents of {documents}"]
     )
-
-
-def checksum(words: str) -> int:
-    return zlib.crc32(words.encode())
 
 
 @contextmanager
@@ -247,20 +252,12 @@ def total_length(name: str, given: Any, of: str, length: int, size: int, rank: i
 def checked_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
-    return _checked_number("scale", scale, "a float or None", isfinite, "finite")
+    return checked_number("scale", scale, isfinite, "finite", "a float or None")
 
 
 def checked_softcap(softcap: Any) -> float:
     needed = "finite and positive, or 0.0 for no cap"
-    return _checked_number("softcap", softcap, "a float", lambda x: 0 <= x < inf, needed)
-
-
-def _checked_number(name: str, value: Any, kind: str, holds: Callable[[float], bool], needed: str) -> float:
-    if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
-    if not holds(value):
-        raise ValueError(f"{name} is {value}; it must be {needed}.")
-    return float(value)
+    return checked_number("softcap", softcap, lambda x: 0 <= x < inf, needed)
 
 
 def checked_window(window: Any) -> tuple[int, int]:

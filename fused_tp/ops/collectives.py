@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd import Function
 
-from fused_tp.ops.arguments import any_dim, check_tensor, total_size
+from fused_tp.ops.arguments import any_dim, check_tensor, resized, total_size
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import SymInt, shard_range, shard_sizes
@@ -101,11 +101,9 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
     """`all_gather` for a result that all ranks use alike; backward takes the own slice."""
-    check_tensor("x_shard", x_shard)
-    dim = any_dim("dim", dim, "x_shard", x_shard)
-    name, size, rank = group_identity(group)
-    total = total_size("gather_size", gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
-    result: Tensor = _Gather.apply(x_shard, dim, total, name, size, rank)
+    given: Any = gather_size  # None too, which `prepare` replaces
+    _, dim, total, _ = _prepare_all_gather(_AllGather(x_shard, dim, given, group))
+    result: Tensor = _Gather.apply(x_shard, dim, total, *group_identity(group))
     return result
 
 
@@ -140,10 +138,8 @@ def _prepare_all_gather(a: _AllGather) -> _AllGather:
     check_tensor("x_shard", a.x_shard)
     dim = any_dim("dim", a.dim, "x_shard", a.x_shard)
     _, size, rank = group_identity(a.group)
-    what = f"x_shard along dim {dim}"
-    return _AllGather(
-        a.x_shard, dim, total_size("gather_size", a.gather_size, a.x_shard.shape[dim], size, rank, what), a.group
-    )
+    total = total_size("gather_size", a.gather_size, a.x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
+    return _AllGather(a.x_shard, dim, total, a.group)
 
 
 def _all_gather(schedule: Schedule, a: _AllGather) -> Tensor:
@@ -152,9 +148,7 @@ def _all_gather(schedule: Schedule, a: _AllGather) -> Tensor:
 
 
 def _gathered_shape(a: _AllGather) -> list[int]:
-    shape = list(a.x_shard.shape)
-    shape[a.dim] = a.gather_size
-    return shape
+    return resized(a.x_shard, a.dim, a.gather_size)
 
 
 def _prepare_reduce_scatter(a: _ReduceScatter) -> _ReduceScatter:
@@ -163,9 +157,8 @@ def _prepare_reduce_scatter(a: _ReduceScatter) -> _ReduceScatter:
 
 
 def _reduce_scatter_fake(a: _ReduceScatter) -> Tensor:
-    group, shape = group_by_name(a.group), list(a.x.shape)
-    shape[a.dim] = shard_sizes(shape[a.dim], group.size)[group.rank]
-    return a.x.new_empty(shape)
+    group = group_by_name(a.group)
+    return a.x.new_empty(resized(a.x, a.dim, shard_sizes(a.x.shape[a.dim], group.size)[group.rank]))
 
 
 def _prepare_all_reduce(a: _AllReduce) -> _AllReduce:

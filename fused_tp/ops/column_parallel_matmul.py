@@ -9,12 +9,7 @@ from typing import Any, NamedTuple, overload
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fused_tp.ops.arguments import (
-    as_lists,
-    bias_grads,
-    checked_linears,
-    spread,
-)
+from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, spread
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.schedules.base import Schedule

@@ -38,10 +38,9 @@ from fused_tp.ops.attention_arguments import (
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op
 from fused_tp.ops.ring_attention import new_results
 from fused_tp.runtime import settings
-from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.transport.base import accumulate_dtype, checksum, first_apart
+from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -334,17 +333,14 @@ def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: i
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
     if mine.device.type == "cpu" or settings.check_ranks():  # elsewhere reading it would wait for the device
         of_words, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
-        if other := first_apart(of_words):
-            raise RankMismatchError(
-                f"Ranks 0 and {other} call context_parallel_decode with different lengths or keywords (checksums "
-                f"{of_words[0]:.0f} and {of_words[other]:.0f}); rank {rank} with {words}. They must be the same on all."
-            )
-        if other := first_apart(of_tokens):
-            raise RankMismatchError(
-                f"Ranks 0 and {other} were given different tokens to continue sequences with that they share "
-                f"(checksums {of_tokens[0]:.0f} and {of_tokens[other]:.0f}). Where tokens are sampled, every rank must "
-                "draw the same ones: call torch.manual_seed(seed) with one seed on all ranks before generate()."
-            )
+        did = "call context_parallel_decode with different lengths or keywords"
+        check_equal(of_words, did, f"; rank {rank} with {words}. They must be the same on all.")
+        check_equal(
+            of_tokens,
+            "were given different tokens to continue sequences with that they share",
+            ". Where tokens are sampled, every rank must draw the same ones: call torch.manual_seed(seed) with one "
+            "seed on all ranks before generate().",
+        )
     return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
 
 

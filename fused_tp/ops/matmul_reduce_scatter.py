@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import checked_linear, token_dim
+from fused_tp.ops.arguments import checked_linear, resized, token_dim
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name
 from fused_tp.runtime.partition import shard_sizes
@@ -83,9 +83,8 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
 
 def _fake(a: _Args) -> Tensor:
     group = group_by_name(a.group)
-    shape = [*a.x.shape[:-1], a.weight.shape[0]]
-    shape[a.scatter_dim] = shard_sizes(shape[a.scatter_dim], group.size)[group.rank]
-    return a.x.new_empty(shape)
+    size = shard_sizes(a.x.shape[a.scatter_dim], group.size)[group.rank]
+    return a.x.new_empty((*resized(a.x, a.scatter_dim, size)[:-1], a.weight.shape[0]))
 
 
 def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:

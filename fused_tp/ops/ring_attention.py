@@ -22,7 +22,6 @@ from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     annotate_mismatch,
     checked_arguments,
-    checksum,
     describe,
     with_keywords,
 )
@@ -35,7 +34,7 @@ from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.local import Local
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype, checksum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
 from fused_tp.attention.spec import read_bounds
-from fused_tp.ops.arguments import any_dim, check_int, check_local
+from fused_tp.ops.arguments import any_dim, check_int, check_local, resized
 from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
@@ -19,7 +19,7 @@ from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import SymInt
 from fused_tp.schedules.base import Schedule
-from fused_tp.transport.base import checksum, first_apart
+from fused_tp.transport.base import check_equal, checksum
 
 # What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -183,9 +183,7 @@ class _Unshard(NamedTuple):
 
     @property
     def whole_shape(self) -> list[int]:
-        shape = list(self.x_shard.shape)
-        shape[self.dim] = self.seq_len
-        return shape
+        return resized(self.x_shard, self.dim, self.seq_len)
 
 
 def _positions(schedule: None, a: _Positions) -> Tensor:
@@ -209,9 +207,8 @@ def _shard(schedule: None, a: _Shard) -> Tensor:
 
 
 def _shard_fake(a: _Shard) -> Tensor:
-    group, shape = group_by_name(a.group), list(a.x.shape)
-    shape[a.dim] = local_length(shape[a.dim], group.size, group.rank, a.layout)
-    return a.x.new_empty(shape)
+    group = group_by_name(a.group)
+    return a.x.new_empty(resized(a.x, a.dim, local_length(a.x.shape[a.dim], group.size, group.rank, a.layout)))
 
 
 def _shard_backward(s: Saved[_Shard], grad: Tensor) -> dict[str, Any]:
@@ -258,12 +255,11 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     if checked:
         found = [int.from_bytes(bytes(theirs), "little") for theirs in _checksums(everyone, group.size).tolist()]
-        if other := first_apart(found):
-            raise RankMismatchError(
-                f"Ranks 0 and {other} put together different sequences, or cut in different ways, in unshard_sequence "
-                f"or the backward of shard_sequence (checksums {found[0]} and {found[other]}); rank {group.rank} with "
-                f"{words}. They must be the same on all."
-            )
+        did = (
+            "put together different sequences, or cut in different ways, in unshard_sequence or the backward of "
+            "shard_sequence"
+        )
+        check_equal(found, did, f"; rank {group.rank} with {words}. They must be the same on all.")
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):
         start = rank * rows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int, check_tensor, total_size
+from fused_tp.ops.arguments import check_int, check_tensor, checked_number, total_size
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import SymInt, shard_range
@@ -94,14 +94,11 @@ def _prepare(a: _Args) -> _Args:
     logits_shard, target, vocab_size, label_smoothing, ignore_index, group = a
     check_tensor("logits_shard", logits_shard)
     _check_target(target, logits_shard)
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
-        raise TypeError(f"label_smoothing must be a float, not {type(label_smoothing).__name__}.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it must be between 0 and 1.")
+    smoothing = checked_number("label_smoothing", label_smoothing, lambda x: 0.0 <= x <= 1.0, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
     vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
-    return _Args(logits_shard, target, vocab, float(label_smoothing), ignore_index, group)
+    return _Args(logits_shard, target, vocab, smoothing, ignore_index, group)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _LONGEST_SECONDS = 3e9  # a century; three times that still fits 64 bits of nanoseconds
@@ -18,9 +19,6 @@ _SCHEDULE, _SHM, _TABLE, _TIMEOUT, _SM_MARGIN, _ATTENTION = (
     for name in ("SCHEDULE", "SHM", "TABLE", "TIMEOUT", "SM_MARGIN", "ATTENTION")
 )
 ROUTING = _SCHEDULE, _SHM, _TABLE  # whatever decides between schedules, as `RAW` names it
-# What every op call asks is parsed once for each text.
-_parsed_timeout: tuple[object, float] = None, DEFAULT_TIMEOUT_SECONDS
-_parsed_margin: tuple[object, int] = None, 0
 
 _ON = frozenset({"1", "true", "on", "yes"})
 _OFF = frozenset({"0", "false", "off", "no", ""})
@@ -41,14 +39,12 @@ def switch(name: str, default: bool) -> bool:
 
 def timeout_seconds() -> float:
     """Longest time any wait for a peer may take, in seconds (`FUSED_TP_TIMEOUT`, default 600)."""
-    global _parsed_timeout
-    raw = RAW.get(_TIMEOUT)
-    if raw != _parsed_timeout[0]:
-        _parsed_timeout = raw, _timeout(os.environ.get("FUSED_TP_TIMEOUT"))
-    return _parsed_timeout[1]
+    return _timeout(RAW.get(_TIMEOUT))
 
 
-def _timeout(text: str | None) -> float:
+@lru_cache(maxsize=1)  # every op call asks; `raw` is what RAW has, by which the value is parsed once
+def _timeout(raw: object) -> float:
+    text = os.environ.get("FUSED_TP_TIMEOUT")
     if text is None:
         return DEFAULT_TIMEOUT_SECONDS
     try:
@@ -98,14 +94,12 @@ def sm_margin() -> int:
 
     The same on all ranks: programs of the ranks' kernels wait for each other one by one.
     """
-    global _parsed_margin
-    raw = RAW.get(_SM_MARGIN)
-    if raw != _parsed_margin[0]:
-        _parsed_margin = raw, _margin(os.environ.get("FUSED_TP_SM_MARGIN") or "0")
-    return _parsed_margin[1]
+    return _margin(RAW.get(_SM_MARGIN))
 
 
-def _margin(text: str) -> int:
+@lru_cache(maxsize=1)
+def _margin(raw: object) -> int:
+    text = os.environ.get("FUSED_TP_SM_MARGIN") or "0"
     if not text.strip().isdecimal():
         raise ValueError(f"FUSED_TP_SM_MARGIN is {text!r}; set it to a number of multiprocessors, 0 or more.")
     return int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,12 +29,13 @@ from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.nccl import NcclDist, nccl_dist
-from fused_tp.transport.shm import shm_availability, shm_transport
+from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
 
+T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
 MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
@@ -128,7 +129,7 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
 def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
     """The first rule of the table whose schedule can serve the call."""
     device = key.device
-    transport = "shm" if _has_shared_memory(group, device) else backend_of(group, device.type)
+    transport = "shm" if _shared_memory_available(group, device) else backend_of(group, device.type)
     reasons: dict[str, str] = {}
     while True:
         choice = dispatch.choose(key, group.size, transport, group_arch(group, device), tuple(reasons))
@@ -194,10 +195,6 @@ def _always(*_: object) -> Availability:
 def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
     """Everything but `ops`; `text` says that of one of them."""
     return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
-
-
-def _has_shared_memory(group: Group, device: torch.device) -> bool:
-    return device.type == "cpu" and settings.shared_memory_allowed() and shm_transport(group) is not None
 
 
 def _shared_memory_available(group: Group, device: torch.device) -> Availability:
@@ -304,20 +301,10 @@ def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Pla
     return Plain(torch_dist(group, device.type))
 
 
-def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    transport = shm_transport(group)
-    assert transport is not None, "it is available"
-    return SharedMemory(transport)
-
-
-def _memory(group: Group, device: torch.device) -> GroupMemory:
-    memory = group_memory(group, device)
-    assert isinstance(memory, GroupMemory), "it is available"
-    return memory
-
-
-def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    return FusedKernel(_memory(group, device), _plain(group, device))
+def _known(kind: type[T], found: object) -> T:
+    """What an available schedule is made with."""
+    assert isinstance(found, kind), "it is available"
+    return found
 
 
 def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
@@ -325,7 +312,7 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
         plain = _plain(group, device)
         made = _COLLECTIVES[group]
         if device not in made:
-            made[device] = device_collectives(_memory(group, device), plain)
+            made[device] = device_collectives(_known(GroupMemory, group_memory(group, device)), plain)
         return DeviceSchedule(algorithm, made[device], plain)
 
     return make
@@ -335,19 +322,13 @@ def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Sche
     plain = _plain(group, device)
     made = _ENGINES[group]
     if device not in made:
-        made[device] = CopyEngine(_memory(group, device), abort_hook(plain.transport))
+        memory = _known(GroupMemory, group_memory(group, device))
+        made[device] = CopyEngine(memory, abort_hook(plain.transport))
     return CopyEngineSchedule(made[device], plain, chunks)
 
 
-def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    transport = nccl_dist(group, device)
-    assert isinstance(transport, NcclDist), "it is available"
-    return NcclPipeline(transport, chunks)
-
-
 def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    hosts = hosts_of(group)
-    assert isinstance(hosts, Hosts), "it is available"
+    hosts = _known(Hosts, hosts_of(group))
     inside: dict[Any, Schedule] = {}
     made: dict[str, Schedule] = {}
 
@@ -381,12 +362,21 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     for spec in (
         ScheduleSpec("plain", _always, _always, _plain),
         ScheduleSpec("pipelined", _always, _always, lambda group, device, _: Pipelined(torch_dist(group, device.type))),
-        ScheduleSpec("one_sided", _always, _shared_memory_available, _shared_memory, "shm", ("cpu",)),
+        ScheduleSpec(
+            "one_sided",
+            _always,
+            _shared_memory_available,
+            lambda group, device, _: SharedMemory(_known(ShmTransport, shm_transport(group))),
+            "shm",
+            ("cpu",),
+        ),
         ScheduleSpec(
             "fused_kernel",
             _fused_kernel_supports,
             _in_symmetric_memory("fused kernels", fused_kernels_on),
-            _fused_kernel,
+            lambda group, device, _: FusedKernel(
+                _known(GroupMemory, group_memory(group, device)), _plain(group, device)
+            ),
             **_SYMMETRIC,
         ),
         ScheduleSpec("one_shot", _device_kernels_support, _device_kernels, _device("one_shot"), **_SYMMETRIC),
@@ -400,7 +390,14 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             _copy_engine,
             **_SYMMETRIC,
         ),
-        ScheduleSpec("nccl_pipeline", _always, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
+        ScheduleSpec(
+            "nccl_pipeline",
+            _always,
+            _nccl_available,
+            lambda group, device, chunks: NcclPipeline(_known(NcclDist, nccl_dist(group, device)), chunks),
+            "NCCL",
+            ("cuda",),
+        ),
         ScheduleSpec(
             "hierarchical",
             _lacks("it has no {op}", RING, ALL_TO_ALL),

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.runtime.errors import RankMismatchError
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -83,6 +85,9 @@ def checksum(words: str | bytes) -> int:
     return zlib.crc32(words.encode() if isinstance(words, str) else words) & 0xFFFFFF
 
 
-def first_apart(checksums: Sequence[float]) -> int:
-    """The first rank whose checksum is not that of rank 0; 0 where all are alike."""
-    return next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), 0)
+def check_equal(checksums: Sequence[float], did: str, then: str) -> None:
+    """Raise RankMismatchError unless all ranks have the checksum of rank 0; `did`: what those that differ have done,
+    `then`: what this rank has, and what to do."""
+    for rank, theirs in enumerate(checksums):
+        if theirs != checksums[0]:
+            raise RankMismatchError(f"Ranks 0 and {rank} {did} (checksums {checksums[0]:.0f} and {theirs:.0f}){then}")
