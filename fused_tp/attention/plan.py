@@ -79,10 +79,9 @@ class Step:
     def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
         """What queries [q_start, q_stop) see of keys [k_start, k_stop), both counted from the step's own; made once."""
         key = q_start, q_stop, k_start, k_stop
-        known = self._parts.get(key)
-        if known is None:
-            known = self._parts[key] = _part_of_step(self, *key)
-        return known
+        if key not in self._parts:
+            self._parts[key] = _part_of_step(self, *key)
+        return self._parts[key]
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int, int, int], Step]:
@@ -94,10 +93,9 @@ class Step:
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """starts, stops, places, q_indices, k_indices, first, last as int32 tensors there; each made at first use."""
-        known = self._on_devices.get(device)
-        if known is None:
-            known = self._on_devices[device] = _OnDevice(self, device)
-        return known
+        if device not in self._on_devices:
+            self._on_devices[device] = _OnDevice(self, device)
+        return self._on_devices[device]
 
 
 class _OnDevice(dict[str, Tensor]):
@@ -144,12 +142,10 @@ class RingPlan:
                 self._compact[key] = compact(self.step(rank, t), view)
             return self._compact[key]
         source = self.source(rank, t)
-        known = self._steps.get((rank, source))
-        if known is None:
+        if (rank, source) not in self._steps:
             rows, _ = self._extent(rank, source)
-            known = _make_step(self.seen(rank), rows, self.queries[rank], self.keys[source])
-            self._steps[rank, source] = known
-        return known
+            self._steps[rank, source] = _make_step(self.seen(rank), rows, self.queries[rank], self.keys[source])
+        return self._steps[rank, source]
 
     def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
         """Place, start and stop of each of the rank's queries, in numbers of the whole."""
@@ -165,17 +161,15 @@ class RingPlan:
 
     def given(self, source: int) -> Rows:
         """Which rows of its keys `source` has to give others, whoever they are."""
-        known = self._given.get(source)
-        if known is None:
+        if source not in self._given:
             others = (self.needed(rank, source).ranges for rank in range(self.world_size) if rank != source)
-            known = self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))
-        return known
+            self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))
+        return self._given[source]
 
     def _extent(self, rank: int, source: int) -> tuple[range, Rows]:
-        known = self._extents.get((rank, source))
-        if known is None:
-            known = self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
-        return known
+        if (rank, source) not in self._extents:
+            self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
+        return self._extents[rank, source]
 
 
 def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:

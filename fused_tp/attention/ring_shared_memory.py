@@ -161,10 +161,9 @@ class _InPlace(KVExchange):
         return dk, dv
 
     def _regions(self, rank: int) -> _Regions:
-        known = self._known.get(rank)
-        if known is None:
-            known = self._known[rank] = _Regions(self._call, rank, self._k, self._v, self._slots)
-        return known
+        if rank not in self._known:
+            self._known[rank] = _Regions(self._call, rank, self._k, self._v, self._slots)
+        return self._known[rank]
 
     def _view(self, rank: int, region: _Region) -> Tensor:
         shape, dtype, offset = region

@@ -81,17 +81,19 @@ def sequence_balance(
            0       4     1     10    0.952
            1       4     1     11    1.048
     """
-    host = on_host("cu_seqlens", cu_seqlens)
-    if (host is None) == (seq_len is None):
+    if (cu_seqlens is None) == (seq_len is None):
         raise ValueError(
             "sequence_balance needs the lengths of documents in cu_seqlens or that of one sequence in seq_len; pass "
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
-    length = seq_len if host is None else int(host[-1]) if len(host) else 0
+    host = on_host("cu_seqlens", cu_seqlens)
+    length: Any = seq_len if host is None else int(host[-1]) if len(host) else 0
     check_int("seq_len", length, least=0)
-    assert length is not None
     bounds = read_bounds("cu_seqlens", host, length)
-    size = group_identity(group)[1] if world_size is None else _size(world_size, group)
+    if world_size is not None and group is not None:
+        raise ValueError("group and world_size were both given; pass the one that is to be counted for.")
+    size = group_identity(group)[1] if world_size is None else world_size
+    check_int("world_size", size, least=1)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
     check_layout(layout, documents=bool(bounds))
     left_right = checked_window(window)
@@ -115,10 +117,3 @@ def sequence_balance(
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + "s" * (count != 1)
-
-
-def _size(world_size: Any, group: Any) -> int:
-    check_int("world_size", world_size, least=1)
-    if group is not None:
-        raise ValueError("group and world_size were both given; pass the one that is to be counted for.")
-    return int(world_size)

@@ -9,7 +9,6 @@ it: were a file that is rewritten read again, ranks would do that at different c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -67,16 +66,6 @@ def _arch_of_cuda(index: int | None) -> str:
 def arch_of(device: torch.device) -> str:
     """`cpu`, or `sm_90` and the like. What a group goes by is `schedules.registry.group_arch`."""
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
-
-
-def lowest(archs: Iterable[str]) -> str:
-    """Of several GPUs as `arch_of` names them, the one with the least compute capability.
-
-    Example:
-        >>> lowest(["sm_100", "sm_90", "sm_90"])
-        'sm_90'
-    """
-    return min(archs, key=lambda arch: int(arch.removeprefix("sm_")))
 
 
 def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:

@@ -160,7 +160,8 @@ def group_arch(group: Group, device: torch.device) -> str:
         return own
     archs = _ARCHS[group]
     if device.type not in archs:
-        archs[device.type] = dispatch.lowest(exchange(group, "the architecture of GPUs", own))
+        found = exchange(group, "the architecture of GPUs", own)
+        archs[device.type] = min(found, key=lambda arch: int(arch.removeprefix("sm_")))  # sm_100 is not below sm_90
     return archs[device.type]
 
 
