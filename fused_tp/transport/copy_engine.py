@@ -35,7 +35,8 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport.symm_mem import KernelMemory
+from fused_tp.transport.base import current_stream
+from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 from fused_tp.transport.workspace import GroupKernels, rounded
 
 # As in csrc/copy_engine/watchdog.h.
@@ -100,12 +101,8 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.give_up(error)
-
-    def give_up(self, error: BaseException) -> None:
-        """Peers wait for what will not come: they hear of it."""
-        self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
+        if error is not None:  # peers wait for what will not arrive
+            self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
 
     def __del__(self) -> None:
         # A call without an end: the engine's streams, which go on after an abort too, may still write there.
@@ -138,7 +135,7 @@ class Call:
         On a CPU it raises what `GroupKernels.raise_failure` raises.
         """
         self._slot.pending -= 1
-        self._slot.captured |= _capturing()
+        self._slot.captured |= is_capturing(self._engine.device)
         self._written.clear()
         self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
         if self._engine.device.type == "cpu":
@@ -178,10 +175,6 @@ class Scatter:
 class CopyEngine(GroupKernels):
     """The copy engines of one group on one device.
 
-    Args:
-        memory: of the group.
-        on_failure: as `GroupKernels` takes it.
-
     Example:
         with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
             call.gather(shard, list(gathered))
@@ -191,10 +184,6 @@ class CopyEngine(GroupKernels):
 
     def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
         super().__init__(memory, "copy engines", on_failure)
-        self._index = 0
-        if self.device.type == "cuda":
-            self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        self._driver = LIBRARIES[self.device.type]
         self._slot: _Slot | None = None
         self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self.abandoned: list[Tensor] = []  # of calls without an end: never given back
@@ -202,11 +191,8 @@ class CopyEngine(GroupKernels):
         _engines.add(self)
 
     def stream(self) -> int:
-        """Handle of the caller's stream; 0 is the default one, which is what there is on a CPU."""
-        if self.device.type == "cpu":
-            return 0
-        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return handle
+        """Handle of the caller's stream."""
+        return current_stream(self.device)
 
     def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> Call:
         """Begins a call of `op`, one of OPS.
@@ -260,7 +246,7 @@ class CopyEngine(GroupKernels):
             slot.core.lose(rank)
 
     def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _Slot:
-        if _capturing():
+        if is_capturing(self.device):
             raise RuntimeError(
                 f"{op} needs room for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
                 f"{'none yet' if self._slot is None else 'less'}; it cannot be made while a CUDA graph is being "
@@ -284,7 +270,8 @@ class CopyEngine(GroupKernels):
                 torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
-            made = core(self._driver, self._index, self.rank, addresses, gather_bytes, scatter_bytes)
+            index = self.device.index or 0
+            made = core(LIBRARIES[self.device.type], index, self.rank, addresses, gather_bytes, scatter_bytes)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old is not None and (old.captured or old.pending):
             self._outgrown.append(old)
@@ -306,7 +293,3 @@ def _stop_all() -> None:
 def _range(t: Tensor) -> tuple[int, int]:
     assert t.is_contiguous()
     return t.data_ptr(), t.nbytes
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -12,10 +12,8 @@ CUDA graphs: run the same ops once before the capture, so that their workspace i
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.transport.base import sum_in_rank_order
+from fused_tp.transport.base import current_stream, sum_in_rank_order
 from fused_tp.transport.device_plans import (
     ALGORITHMS,
     SUMMED_DTYPES,
@@ -40,24 +38,13 @@ from fused_tp.transport.workspace import Workspaces
 
 MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
 
-_NOTHING = nullcontext()
-
 
 class DeviceCollectives:
-    """The collectives of one group on one device.
+    """The collectives of one group on one device. Arguments are those that the ops have checked: tensors to be summed
+    have one shape and a dtype of SUMMED_DTYPES, a bias [n] has the same values on all ranks.
 
-    Args:
-        memory: of the group.
-        on_failure: as `Workspaces` takes it.
-
-    Raises:
-        ValueError: the group has more than 63 ranks.
-        RuntimeError: the library of kernels cannot be loaded.
-
-    Arguments are those that the ops have checked. Every method raises what `Workspaces.use` raises.
-
-    Example:
-        total = DeviceCollectives(memory).all_reduce(partial, "one_shot")
+    `overlapped` leaves room for what runs at the same time (`device_plans.OVERLAP_BLOCKS`). Every method raises what
+    `Workspaces.use` raises.
     """
 
     def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
@@ -85,20 +72,10 @@ class DeviceCollectives:
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """The sum of `x` over ranks, plus `bias`.
-
-        Args:
-            x: [..., n], the same shape on all ranks; float32, bfloat16 or float16.
-            algorithm: one of `device_plans.ALGORITHMS`.
-            bias: [n], the same values on all ranks.
-            out: where to put it, contiguous; may be `x` itself.
-            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`.
+        """The sum of `x` [..., n] over ranks, plus `bias`, in `out`, which is contiguous and may be `x` itself.
 
         Raises:
             ValueError: "multimem" on memory that has no multicast address.
-
-        Example:
-            y = collectives.all_reduce(x_shard_k @ w_shard_k.t(), "two_shot", bias)
         """
         plan = self._plans.all_reduce(x, algorithm, overlapped)
         terms = x.contiguous()
@@ -128,16 +105,9 @@ class DeviceCollectives:
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """This rank's rows of the sum of `rows` over ranks, plus `bias`.
+        """This rank's rows of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
 
-        Args:
-            rows: [M, ..., n], the same shape on all ranks; float32, bfloat16 or float16.
-            counts: how many rows each rank gets: equally many, and the last ones what is left. None: ceil(M / W).
-            bias: [n], the same values on all ranks.
-            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`.
-
-        Example:
-            y_shard_m = collectives.reduce_scatter(x_shard_k @ w_shard_k.t())
+        Rank r gets counts[r] of them: equally many, and the last ranks what is left. None: ceil(M / W).
         """
         plan = self._plans.reduce_scatter(rows, counts, overlapped)
         rows = rows.contiguous()
@@ -166,20 +136,9 @@ class DeviceCollectives:
         eps: float,
         algorithm: str = "one_shot",
     ) -> tuple[Tensor, Tensor]:
-        """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` over ranks.
+        """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` [..., n] over ranks.
 
-        The norm is taken of the rounded new_residual, in float32, and rounded once.
-        Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
-
-        Args:
-            partial: [..., n], the same shape on all ranks; float32, bfloat16 or float16.
-            residual: [..., n], the same values on all ranks.
-            norm_weight: [n].
-            eps: is added to the mean of squares.
-            algorithm: "one_shot" or "two_shot".
-
-        Example:
-            normed, residual = collectives.all_reduce_rms_norm(partial, residual, weight, 1e-6, "two_shot")
+        The norm is taken of the rounded new_residual, in float32, and rounded once. Not by "multimem".
         """
         plan = self._plans.all_reduce_rms_norm(partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
@@ -202,17 +161,10 @@ class DeviceCollectives:
     # -- movements ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
-        """The ranks' shards along dim 0, one after the other.
+        """The ranks' shards [m_r, ...], of any dtype, along dim 0, one after the other.
 
-        Args:
-            shard: [m_r, ...] of any dtype; all dims but the first are the same on all ranks.
-            counts: how many rows each rank has: equally many, and the last ones what is left. None: all as many as
-                this one.
-            overlapped: leave room for what runs at the same time: see `device_plans.OVERLAP_BLOCKS`. Such gathers
-                have a workspace to themselves, so that one may be under way while a CUDA graph is replayed.
-
-        Example:
-            x = collectives.all_gather(x_shard_m, shard_sizes(m, world_size))
+        Rank r has counts[r] rows: equally many, and the last ranks what is left. None: all as many as this one.
+        `overlapped` ones have a workspace to themselves: one may be under way while a CUDA graph is replayed.
         """
         plan = self._plans.all_gather(shard, counts, overlapped)
         shard = shard.contiguous()
@@ -255,8 +207,6 @@ class DeviceCollectives:
                 )
         return out
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     @property
     def calls(self) -> int:
         """How many have been launched that take other ranks."""
@@ -270,18 +220,8 @@ class DeviceCollectives:
         """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
         self._workspaces.raise_if_failed()
 
-    def has_multicast(self) -> bool:
-        """Whether one store reaches all ranks here. The first time, all ranks must ask together."""
-        with self._workspaces.use("device", 1, "multicast") as workspace:
-            return bool(workspace.multicast_address)
-
     def _stream(self) -> int:
-        return _stream_on(self.device)
-
-
-def _stream_on(device: torch.device) -> int:
-    # By number: an object of torch.cuda.Stream takes a microsecond to make.
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        return current_stream(self.device)
 
 
 _preloaded: set[tuple[int, int]] = set()
@@ -311,11 +251,8 @@ def _workspace_class() -> Any:
     from fused_tp.triton_kernels.comm.workspace import Workspace
 
     class DeviceWorkspace(Workspace):
-        """What `Workspaces` asks of a workspace, in few steps: every call does."""
-
         def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
             super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0)
-            self._handle = handle  # keeps the peers' memory too, where ranks are threads: one may have returned
             self.native = core.DeviceWorkspace(
                 self.addresses.data_ptr(),
                 self.state.data_ptr(),
@@ -326,10 +263,9 @@ def _workspace_class() -> Any:
                 self.rank,
                 self.world_size,
             )
-            self._error_set = ctypes.c_int64.from_address(self.error.data_ptr())
 
         def _begin(self) -> None:
-            native_kernels().barrier(self.native, _stream_on(self.buffer.device))
+            native_kernels().barrier(self.native, current_stream(self.buffer.device))
 
         def _load_begin(self) -> None:
             """All of the library is loaded: see `_preload`."""
@@ -358,9 +294,6 @@ def _workspace_class() -> Any:
                 )
             return self.native
 
-        def expired(self) -> Any:
-            return super().expired() if self._error_set.value else None
-
     return DeviceWorkspace
 
 
@@ -385,7 +318,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
                 out.numel(),
                 dtype_number(out.dtype),
                 _bias(bias),
-                torch._C._cuda_getCurrentRawStream(out.device.index),
+                current_stream(out.device),
             )
         return
     out.copy_(sum_in_rank_order(terms, bias))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.partition import shard_sizes
-from fused_tp.transport.native_kernels import suggested_blocks, workspace_bytes
 from fused_tp.transport.shm import dtype_number
 from fused_tp.transport.symm_mem import KernelMemory
 
@@ -96,8 +96,6 @@ class Plans:
         make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
         return self._of(("all_to_all", layout, shape), make)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _of(self, key: tuple[Hashable, ...], make: Callable[[], Plan]) -> Plan:
         key = (settings.sm_margin(), *key)
         plan = self._kept.get(key)
@@ -126,8 +124,10 @@ class Plans:
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
-        blocks = suggested_blocks(*arguments, most)
-        return Plan(workspace_bytes(*arguments, blocks), blocks, count, chunk, number, tuple(shape))
+        core = import_module("fused_tp._core")
+        blocks = core.device_suggested_blocks(*arguments, most)
+        nbytes = core.device_workspace_bytes(*arguments, blocks)
+        return Plan(nbytes, blocks, count, chunk, number, tuple(shape))
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from fused_tp.runtime.errors import (
     raised_midway,
 )
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.store import ANSWER_SECONDS, BoundedStore
+from fused_tp.transport.store import ANSWER_SECONDS, BoundedStore, own_place
 
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
@@ -100,10 +100,9 @@ class StatusBoard:
         self.answers = True
         self._prefix: str | None = None
 
-        # A store may outlive its group and serve another of the same name: each rank counts its groups there.
         # Once: where it is not known whether that was counted, this rank publishes nothing. An answer may come late.
         def join(store: dist.Store) -> None:
-            self._prefix = f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
+            self._prefix = own_place(store, name, rank)
 
         self._ask(join, None)
 

@@ -94,28 +94,6 @@ def built_for(path: Path = LIBRARY) -> BuiltFor | None:
     return BuiltFor(tuple(archs.split()), tuple(map(int, toolkit.split(".")))) if archs else None
 
 
-def workspace_bytes(op: str, algorithm: int, count: int, chunk: int, dtype: int, world: int, blocks: int) -> int:
-    """The smallest workspace that a launch can take.
-
-    Args:
-        op: all_reduce, reduce_scatter, all_gather, all_to_all, all_reduce_rms_norm or barrier.
-        algorithm: of sums, as csrc/cuda/launchers.h numbers them.
-        count: elements of the whole where something is summed, else bytes.
-        chunk: how many of them belong to a rank; for all_reduce_rms_norm, to a row.
-        dtype: its number, where something is summed.
-        world: ranks.
-        blocks: of the launch.
-    """
-    core = import_module("fused_tp._core")
-    return int(core.device_workspace_bytes(op, algorithm, count, chunk, dtype, world, blocks))
-
-
-def suggested_blocks(op: str, algorithm: int, count: int, chunk: int, dtype: int, world: int, most: int) -> int:
-    """How many blocks to launch, at most `most`, which all ranks must agree on; the other arguments as above."""
-    core = import_module("fused_tp._core")
-    return int(core.device_suggested_blocks(op, algorithm, count, chunk, dtype, world, most))
-
-
 def _here(arch: int) -> Availability:
     """Whether this machine has what the library needs."""
     if not LIBRARY.exists():

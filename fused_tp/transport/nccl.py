@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -35,7 +35,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.base import Done, Pending, when
+from fused_tp.transport.base import Done, Pending, current_stream, when
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange
@@ -110,13 +110,8 @@ class Moving(Pending[None]):
 
 
 class NcclDist(TorchDist):
-    """One group's movements over a communicator of its own. All ranks make it together: `nccl_dist`.
-
-    Args:
-        group: of the ranks.
-        device: of the tensors.
-        communicator: `fused_tp._core.Communicator` of the group's ranks.
-        pids: processes of peers that can be watched from here, by rank.
+    """One group's movements over `communicator`, a `fused_tp._core.Communicator` of its own. All ranks make it
+    together: `nccl_dist`. `pids` are the processes of peers that can be watched from here, by rank.
     """
 
     arrived = "enqueued it"  # and may yet be far from it on its GPU
@@ -213,7 +208,7 @@ class NcclDist(TorchDist):
 
     def stream(self) -> int:
         """Handle of the stream that computes now."""
-        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        return current_stream(self.device)
 
     def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
         call = self.begin(op)
@@ -465,19 +460,6 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
 LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 
 
-def nccl_available(device: torch.device) -> Availability:
-    """Whether tensors on `device` can go through an NCCL communicator of ours, whatever the group."""
-    if find_spec("fused_tp._core") is None:
-        return unavailable("this installation has no native core")
-    if device.type not in LIBRARIES:
-        return unavailable(f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
-    try:
-        load(device)
-    except RuntimeError as error:
-        return unavailable(str(error).splitlines()[0].rstrip("."))
-    return AVAILABLE
-
-
 def load(device: torch.device) -> tuple[Any, Any]:
     """`_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError where one of them cannot be had."""
     core = import_module("fused_tp._core")
@@ -498,9 +480,10 @@ class Facts:
 
 def own_facts(group: Group, device: torch.device) -> Facts:
     """What this rank has to tell."""
-    available = nccl_available(device)
-    if not available:
-        return Facts(own_process(), problem=available.reason)
+    if find_spec("fused_tp._core") is None:
+        return Facts(own_process(), problem="this installation has no native core")
+    if device.type not in LIBRARIES:
+        return Facts(own_process(), problem=f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
     try:
         library, _ = load(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
@@ -531,7 +514,6 @@ def judged(facts: Sequence[Facts]) -> Availability:
     return AVAILABLE
 
 
-@cache
 def _shown(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 

@@ -27,7 +27,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.store import exchange, first_call_failed
+from fused_tp.transport.store import exchange, made_together
 
 
 def _load_core() -> tuple[Any, str]:
@@ -184,7 +184,7 @@ class ShmTransport:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pooled(self, nbytes: int) -> Any:
-        """Memory of this rank's pool for a result, or None for none, and where results fill half of the pool.
+        """Memory of this rank's pool for a result; None for no bytes, and where results fill half of the pool.
 
         The other half is left to workspaces, without which no op could go on.
         """
@@ -354,17 +354,8 @@ def shm_transport(group: Group) -> ShmTransport | None:
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
-    found = _TRANSPORTS.get(group)
-    if found is None:
-        try:
-            found = _rendezvous(group)
-        except FusedTPError as error:
-            _TRANSPORTS[group] = first_call_failed(group, error)
-            raise
-        _TRANSPORTS[group] = found
-    if isinstance(found, FusedTPError):
-        raise found.copy()
-    return None if isinstance(found, Availability) else found
+    found = made_together(_TRANSPORTS, group, _rendezvous)
+    return found if isinstance(found, ShmTransport) else None
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
@@ -386,8 +377,8 @@ def shm_availability(group: Group) -> Availability:
 
 
 def _rendezvous(group: Group) -> ShmTransport | Availability:
-    if group.size > (_core.MAX_RANKS if _core is not None else 64):
-        limit = _core.MAX_RANKS if _core is not None else 64
+    limit = _core.MAX_RANKS if _core is not None else 64
+    if group.size > limit:
         return unavailable(f"the group has {group.size} ranks; shared memory serves at most {limit}")
     reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
     core_group, problem = None, ""

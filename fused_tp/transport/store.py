@@ -199,22 +199,39 @@ def publish_failure(group: Group, error: FusedTPError) -> None:
         STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/failed", told.encode()))
 
 
-def first_call_failed(group: Group, error: FusedTPError) -> FusedTPError:
-    """What later calls are to raise where ranks have failed to set something up together. Peers are told.
+def made_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callable[[Group], T]) -> T:
+    """What `slot` has for `group`. The first call, which all ranks make together, makes it.
 
-    The ranks no longer agree on how often they have tried: a second time they could only wait in vain.
+    Where that fails, peers are told and later calls raise it again: the ranks no longer agree on how often they have
+    tried, and a second time they could only wait in vain.
     """
-    publish_failure(group, error)
-    sentence = "Group {group!r} is unusable since its first call failed: {cause} " + _MAKE_A_NEW_ONE
-    return type(error)(sentence, group=group.name, cause=error.copy())
+    found = slot.get(group)
+    if found is None:
+        try:
+            found = slot[group] = make(group)
+        except FusedTPError as error:
+            publish_failure(group, error)
+            sentence = "Group {group!r} is unusable since its first call failed: {cause} " + _MAKE_A_NEW_ONE
+            slot[group] = type(error)(sentence, group=group.name, cause=error.copy())
+            raise
+    if isinstance(found, FusedTPError):
+        raise found.copy()
+    return found
+
+
+def own_place(store: dist.Store, name: str, rank: int) -> str:
+    """Where in `store` this group has the keys that all its groups of this name have under `name`.
+
+    A store may outlive its group and serve another of the same name: each rank counts its groups there.
+    """
+    return f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
 
 
 def _place(group: Group, store: dist.Store) -> str:
     """Where in the group's store its exchanges are."""
     exchanges = _EXCHANGES[group]
     if exchanges.place is None:
-        # A store may outlive its group and serve another of the same name: each rank counts its groups there.
-        exchanges.place = f"fused_tp/exchange/{store.add(f'fused_tp/exchange/generation/{group.rank}', 1)}"
+        exchanges.place = own_place(store, "fused_tp/exchange", group.rank)
     return exchanges.place
 
 

@@ -292,12 +292,6 @@ class CpuSymmetricMemory:
             for r, offset in enumerate(offsets)
         ]
         self.buffer_ptrs = [memory.address for memory in self._memories]
-        self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64)
-
-    @property
-    def buffer_ptrs_dev(self) -> int:
-        """Address of an array of the ranks' buffer addresses."""
-        return self._buffer_table.data_ptr()
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""

@@ -27,7 +27,7 @@ from fused_tp.runtime.group import Group, GroupSlot, resolve_group
 from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of, first_failure
 from fused_tp.transport.gloo import closed_peers
 from fused_tp.transport.shm import ShmTransport, known_shm_transport
-from fused_tp.transport.store import exchange, first_call_failed, publish_failure
+from fused_tp.transport.store import exchange, made_together, publish_failure
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
 
@@ -77,16 +77,7 @@ def hosts_of(group: Group) -> Hosts | Availability:
     Raises:
         CollectiveTimeoutError: some rank did not ask, or was not there when the parts of the group were made.
     """
-    answer = _HOSTS.get(group)
-    if answer is None:
-        try:
-            answer = _HOSTS[group] = _find(group)
-        except FusedTPError as error:
-            _HOSTS[group] = first_call_failed(group, error)
-            raise
-    if isinstance(answer, FusedTPError):
-        raise answer.copy()
-    return answer
+    return made_together(_HOSTS, group, _find)
 
 
 def _find(group: Group) -> Hosts | Availability:
@@ -179,7 +170,8 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
         )
     except RuntimeError as error:  # torch's DistStoreError, or what a backend says that cannot connect
         numbers = [group.ranks.index(rank) for rank in ranks]
-        gone = [rank for rank in _closed(group) if rank in numbers]
+        assert group.process_group is not None
+        gone = [rank for rank in closed_peers(group.process_group) if rank in numbers]
         who = "{missing}" if gone else f"some rank of {numbers}"
         raise CollectiveTimeoutError(
             f"Rank {{rank}} of group {{group!r}} could not make a group of its ranks {numbers}: {who} did not take "
@@ -191,13 +183,6 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
             reason=str(error).splitlines()[0],
         ) from error
     return made
-
-
-def _closed(group: Group) -> list[int]:
-    """Group ranks that have died, as far as that is known."""
-    assert group.process_group is not None
-    backends = str(dist.get_backend_config(group.process_group))
-    return closed_peers(group.process_group) if "gloo" in backends else []
 
 
 # -- failures on two levels --------------------------------------------------------------------------------------------
@@ -370,7 +355,7 @@ def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPEr
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
         return error.in_ranks_of(group.name, group.size, ranks)
-    # Of the native core, which tells ranks in fields but does not name its group.
+    # Without a group: of kernels, with the ranks in fields, or of native shared memory, which is only a sentence.
     sentence = f"{{reason}} (Its ranks are ranks {listed(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: heard for rank, heard in error.missing.items()}
     return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))

@@ -28,9 +28,6 @@ from fused_tp.transport.symm_mem import KernelMemory, is_capturing
 
 _LOG = logging.getLogger("fused_tp")
 
-# Makes a workspace of a buffer and a handle; its class is the kernels' own, which are imported late.
-MakeWorkspace = Callable[..., Any]
-
 _LEAST_BYTES = 1 << 20
 _LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
 _ROUNDED_TO = 64 << 20  # above it a workspace is a multiple of it, below it a power of two
@@ -161,18 +158,14 @@ class GroupKernels:
 
 
 class Workspaces(GroupKernels):
-    """The workspaces of one group on one device, by kind of op.
-
-    Args:
-        memory: of the group.
-        kinds: how to make a workspace of each kind: `make(buffer, handle, timeout_seconds=...)`.
-        on_failure: as `GroupKernels` takes it.
+    """The workspaces of one group on one device, by kind of op. `kinds[kind]` makes one of a buffer, a handle and
+    `timeout_seconds`.
     """
 
     def __init__(
         self,
         memory: KernelMemory,
-        kinds: Mapping[str, MakeWorkspace],
+        kinds: Mapping[str, Callable[..., Any]],
         on_failure: Callable[[str], str | None] = lambda sentence: None,
     ) -> None:
         super().__init__(memory, "kernels", on_failure)
@@ -183,33 +176,23 @@ class Workspaces(GroupKernels):
         self.watch()
 
     def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> Use:
-        """A workspace of at least `nbytes`, for what is launched inside of `with`.
-
-        Args:
-            kind: of op, as given to the constructor.
-            op: its name, for errors.
-            exclusive: False where what is launched leaves room for any other op beside it.
+        """A workspace of at least `nbytes` for what is launched in the scope. `exclusive=False` where that leaves room
+        for any other op beside it.
 
         Raises:
             RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
             Also what `raise_if_failed` raises, and on a CPU, on leaving, what this op has failed with.
         """
         self.raise_if_failed()
-        slot = self._slots.get(kind)
-        if slot is None or slot.nbytes < nbytes:
-            slot = self._grow(kind, nbytes, op)
+        slot = self._slot(kind, nbytes, op)
         slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
         self.calls += 1
-        if not slot.on_gpu:
-            return Use(self, slot)
-        return UseOnGpu(self, slot, exclusive)
+        return UseOnGpu(self, slot, exclusive) if slot.on_gpu else Use(self, slot)
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
         """Makes room for an op that may come later, as `use` would. All ranks call alike."""
-        slot = self._slots.get(kind)
-        if slot is None or slot.nbytes < nbytes:
-            self.raise_if_failed()  # else it would wait for peers that are gone
-            self._grow(kind, nbytes, op)
+        self.raise_if_failed()  # else it would wait for peers that are gone
+        self._slot(kind, nbytes, op)
 
     def abort(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
@@ -258,8 +241,10 @@ class Workspaces(GroupKernels):
         if any(slot.turn.under_way() for slot in slots):
             _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
 
-    def _grow(self, kind: str, nbytes: int, op: str) -> _Slot:
+    def _slot(self, kind: str, nbytes: int, op: str) -> _Slot:
         old = self._slots.get(kind)
+        if old is not None and old.nbytes >= nbytes:
+            return old
         if is_capturing(self._memory.device):
             have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
             raise RuntimeError(

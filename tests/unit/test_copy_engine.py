@@ -167,7 +167,7 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
     engine = CopyEngine(LocalGroup(1).rank(0))
     with engine.call("all_gather", gather_bytes=100) as call:
         call.finish()
-    with mock.patch.object(copy_engine, "_capturing", return_value=True):
+    with mock.patch.object(copy_engine, "is_capturing", return_value=True):
         with engine.call("all_gather", gather_bytes=200) as call:  # there is room
             call.finish()
         with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):

@@ -150,7 +150,7 @@ def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
         pass
 
     def makes_another() -> None:  # as the thread that calls, which may get its turn at any time
-        workspaces._grow("gather", 1, "op")
+        workspaces._slot("gather", 1, "op")
 
     first.expired = makes_another
     assert workspaces._expired() is None

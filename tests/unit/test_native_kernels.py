@@ -18,12 +18,7 @@ import pytest
 import torch
 
 from fused_tp.transport import cuda_driver, native_kernels
-from fused_tp.transport.native_kernels import (
-    BuiltFor,
-    native_kernels_available,
-    suggested_blocks,
-    workspace_bytes,
-)
+from fused_tp.transport.native_kernels import BuiltFor, native_kernels_available
 from tests.native_build import use_library
 from tests.workers import REPOSITORY
 
@@ -117,7 +112,7 @@ def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
     with pytest.raises(ValueError, match="63 ranks"):
         _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)
     with pytest.raises(ValueError, match="op is none"):
-        workspace_bytes("gather", 0, 1, 1, 0, 2, 1)
+        _core.device_workspace_bytes("gather", 0, 1, 1, 0, 2, 1)
 
 
 def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
@@ -223,16 +218,17 @@ def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) 
     chunk = -(-count // world)
     for dtype, size in ((0, 4), (1, 2)):
         needed = one_slot_of_each_rank(count * size)
-        assert workspace_bytes("all_reduce", 0, count, 0, dtype, world, blocks) == needed
+        assert _core.device_workspace_bytes("all_reduce", 0, count, 0, dtype, world, blocks) == needed
         needed = one_slot_of_each_rank(chunk * size)
-        assert workspace_bytes("reduce_scatter", 0, count, chunk, dtype, world, blocks) == needed
+        assert _core.device_workspace_bytes("reduce_scatter", 0, count, chunk, dtype, world, blocks) == needed
     for op in ("all_gather", "all_to_all"):
-        assert workspace_bytes(op, 0, world * 1000, 1000, 0, world, blocks) == one_slot_of_each_rank(1000)
+        nbytes = _core.device_workspace_bytes(op, 0, world * 1000, 1000, 0, world, blocks)
+        assert nbytes == one_slot_of_each_rank(1000)
 
 
 def test_blocks_grow_with_the_bytes_up_to_what_fits() -> None:
     def blocks(count: int, most: int = 132) -> int:
-        return suggested_blocks("all_reduce", 0, count, 0, 1, 8, most)
+        return int(_core.device_suggested_blocks("all_reduce", 0, count, 0, 1, 8, most))
 
     assert [blocks(1), blocks(8192), blocks(8193), blocks(1 << 30), blocks(1 << 30, 8)] == [1, 1, 2, 132, 8]
-    assert suggested_blocks("all_gather", 0, 8 * 16384, 16384, 0, 8, 132) == 8
+    assert _core.device_suggested_blocks("all_gather", 0, 8 * 16384, 16384, 0, 8, 132) == 8

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_tp.transport.nccl import Facts, judged, nccl_available, own_facts
+from fused_tp.transport.nccl import Facts, judged, own_facts
 from tests.distributed import nccl_tools
 from tests.native_build import use_nccl
 
 pytestmark = pytest.mark.full
 
 CPU = torch.device("cpu")
+RANK = SimpleNamespace(rank=0)  # all of a group that `own_facts` looks at
 needs_core = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 
 
@@ -50,13 +51,13 @@ def test_what_keeps_ranks_from_it(told: list[Facts], said: str) -> None:
 
 @needs_core
 def test_tensors_of_the_cpu_need_the_doubles() -> None:
-    assert nccl_available(CPU).reason == "NCCL moves tensors of NVIDIA GPUs, not of cpu"
+    assert own_facts(RANK, CPU).problem == "NCCL moves tensors of NVIDIA GPUs, not of cpu"
 
 
 @needs_core
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     use_nccl(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
-    assert str(tmp_path) in nccl_available(CPU).reason
+    assert str(tmp_path) in own_facts(RANK, CPU).problem
 
 
 @needs_core
@@ -64,5 +65,5 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
 def test_an_environment_that_makes_nccl_block(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_nccl(*nccl_tools.doubles())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
-    told = own_facts(SimpleNamespace(rank=0), CPU)  # all that it looks at
+    told = own_facts(RANK, CPU)
     assert told.problem.startswith("NCCL_COMM_BLOCKING is set") == refused
