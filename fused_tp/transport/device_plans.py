@@ -38,23 +38,14 @@ _MOST_KEPT = 4096  # lengths may keep changing
 
 @dataclass(frozen=True)
 class Plan:
-    """The same for all calls of one shape, and on all ranks.
+    """The same for all calls of one shape, and on all ranks."""
 
-    Attributes:
-        nbytes: of the workspace.
-        blocks: of the launch.
-        count: of elements, or of bytes where nothing is summed; 0: there is nothing to do.
-        chunk: how many of them a rank has, or a row.
-        dtype: its number.
-        shape: of the result.
-    """
-
-    nbytes: int
-    blocks: int
-    count: int
-    chunk: int
-    dtype: int
-    shape: tuple[int, ...]
+    nbytes: int  # of the workspace
+    blocks: int  # of the launch
+    count: int  # of elements, or of bytes where nothing is summed; 0: there is nothing to do
+    chunk: int  # how many of them a rank has, or a row
+    dtype: int  # its number
+    shape: tuple[int, ...]  # of the result
 
 
 class Plans:

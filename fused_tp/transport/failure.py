@@ -56,21 +56,13 @@ _WHERE = "{op} (call {call} of group {group!r}) on rank {rank} of {size}"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank is.
+    """Where one rank is."""
 
-    Attributes:
-        call: the last call that it has started.
-        ops: the ops of the last calls it has started, up to that one.
-        waited: seconds since it had started the call that it waits for, or that failed.
-        failed: its part of the group has ended; else it only waits.
-        error: what it raises, where it has failed by itself and does not follow a peer.
-    """
-
-    call: int
-    ops: Sequence[str]
-    waited: float
-    failed: bool = False
-    error: FusedTPError | None = None
+    call: int  # the last one that it has started
+    ops: Sequence[str]  # of the last calls it has started, up to that one
+    waited: float  # seconds since it had started the call that it waits for, or that failed
+    failed: bool = False  # its part of the group has ended; else it only waits
+    error: FusedTPError | None = None  # what it raises, where it has failed by itself and does not follow a peer
 
     def op(self, call: int) -> str | None:
         """The op it started as `call`; None where that is unknown."""
@@ -87,17 +79,13 @@ class RankStatus:
 
 
 class StatusBoard:
-    """The statuses of one group's ranks, in its store. No method raises.
-
-    Attributes:
-        answers: the store has answered what it was asked last. Else nothing is known.
-    """
+    """The statuses of one group's ranks, in its store. No method raises."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
         self._store = BoundedStore(store)
         self._rank = rank
         self._world_size = world_size
-        self.answers = True
+        self.answers = True  # the store has answered what it was asked last; else nothing is known
         self._prefix: str | None = None
 
         # Once: where it is not known whether that was counted, this rank publishes nothing. An answer may come late.
@@ -205,14 +193,7 @@ class GroupCalls:
     """What this rank has called in its group, and whether the group still works: what all transports of messages have
     in common. How one leaves (`_depart`), and which peers it knows to be gone (`closed_peers`), is its own.
 
-    Args:
-        group: of the ranks; of torch.distributed.
-        backend: what moves the bytes, as sentences name it.
-        board: name of this group's status board in its store.
-
-    Attributes:
-        calls: how many have been started.
-        broken: why the group is unusable; None while it is not.
+    `backend` is what moves the bytes, as sentences name it; `board` the name of the status board in the group's store.
     """
 
     arrived = "arrived"  # what a rank has done that has started a call, as sentences say it
@@ -225,19 +206,15 @@ class GroupCalls:
         self.rank = group.rank
         self.world_size = group.size
         self.backend = backend
-        self.calls = 0
-        self.broken: FusedTPError | None = None
+        self.calls = 0  # that have been started
+        self.broken: FusedTPError | None = None  # why the group is unusable
         self._ops: deque[str] = deque(maxlen=16)
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
         self.board = StatusBoard(store, board, group.rank, group.size)
         _CALLS[group].append(self)
 
     def begin(self, op: str) -> Call:
-        """One more call.
-
-        Raises:
-            FusedTPError: the group is unusable.
-        """
+        """One more call, where the group is usable."""
         if self.broken is not None:
             raise self.unusable()
         return self._count(op)
@@ -318,11 +295,8 @@ class GroupCalls:
         return self.broken.copy()
 
     def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
-        """A connection was closed: by a peer that died, or by one that failed and says why, if not always before.
-
-        Args:
-            reason: what the backend says of it, if it does.
-        """
+        """A connection was closed: by a peer that died, or by one that failed and says why, if not always before. The
+        backend may give a reason."""
         closed = self.closed_peers()  # before others close theirs too
         self.post_status(call, failed=True)
         statuses = self.board.read_until(lambda found: first_failure(found) is not None, REASON_SECONDS)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _LOST_SECONDS = 0.4
 _END_SECONDS = 0.3  # what has been ended is seen to be within a millisecond, where the machine is not busy
@@ -81,7 +82,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
     for rank in _peers(group):
         # Past the first one that was open all are closed, and the rest fail at once.
         with suppress(RuntimeError):
-            _receive(group, rank, _CLOSE_TAG).wait(timedelta(milliseconds=1))
+            _receive(group, rank, _CLOSE_TAG).wait(AT_ONCE)
 
 
 def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
@@ -119,7 +120,6 @@ def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
 
 # -- sends and receives, waited for in slices --------------------------------------------------------------------------
 
-_AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _EXIT_SECONDS = 0.5  # at exit, for a thread that waits: where it waits on, so does gloo
 
 
@@ -165,7 +165,7 @@ class Messages:
         deadline = time.perf_counter() + self._seconds
         try:
             while self._left:
-                self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), _AT_ONCE))
+                self._left[0][1].wait(max(timedelta(seconds=deadline - time.perf_counter()), AT_ONCE))
                 del self._left[0]
         except BaseException as error:  # whatever it is: what has not come must not pass for data
             self._error = error.with_traceback(None)  # whose frame has this, and with it the tensors

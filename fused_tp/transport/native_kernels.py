@@ -30,15 +30,10 @@ HOW_TO_BUILD = (
 
 @dataclass(frozen=True)
 class BuiltFor:
-    """What a library of device kernels was compiled for.
+    """What a library of device kernels was compiled for."""
 
-    Attributes:
-        archs: sm_90a is code for that GPU; compute_100 is PTX, for GPUs from there on.
-        toolkit: version of the CUDA toolkit.
-    """
-
-    archs: tuple[str, ...]
-    toolkit: tuple[int, ...]
+    archs: tuple[str, ...]  # sm_90a is code for that GPU; compute_100 is PTX, for GPUs from there on
+    toolkit: tuple[int, ...]  # version of CUDA
 
     def runs_on(self, arch: int) -> bool:
         """Whether a GPU of compute capability `arch`, as 90, is served."""

@@ -38,7 +38,7 @@ from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import Done, Pending, current_stream, when
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
-from fused_tp.transport.store import exchange
+from fused_tp.transport.store import exchange, first_reason
 from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
 _LOG = logging.getLogger("fused_tp")
@@ -500,9 +500,8 @@ def own_facts(group: Group, device: torch.device) -> Facts:
 
 def judged(facts: Sequence[Facts]) -> Availability:
     """Whether these ranks can have a communicator."""
-    for rank, fact in enumerate(facts):
-        if fact.problem:
-            return unavailable(f"rank {rank}: {fact.problem}")
+    if not (found := first_reason(fact.problem for fact in facts)):
+        return found
     versions = sorted({fact.version for fact in facts})
     if len({version // 100 for version in versions}) > 1:
         return unavailable(f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}")
@@ -525,16 +524,13 @@ def _shown(version: int) -> str:
 class Plan:
     """Which rows move in which exchange (csrc/nccl/chunk_plan.h).
 
-    Attributes:
-        counts: rows of every rank.
-        ranges: (start, stop) of the rows that arrive (gather), or go (scatter), in each exchange.
-        pieces: in how many pieces each rank's rows are cut. Piece i of a scatter's own rows is complete after
-            `len(ranges) / pieces * (i + 1)` exchanges.
+    Each rank's rows are cut into `pieces`: piece i of a scatter's own rows is complete after
+    `len(ranges) / pieces * (i + 1)` exchanges.
     """
 
     native: Any
-    counts: tuple[int, ...]
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    counts: tuple[int, ...]  # rows of every rank
+    ranges: tuple[tuple[tuple[int, int], ...], ...]  # start and stop of what arrives, or is sent, in each exchange
     pieces: int
 
 

@@ -27,7 +27,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.store import exchange, made_together
+from fused_tp.transport.store import exchange, first_reason, made_together
 
 
 def _load_core() -> tuple[Any, str]:
@@ -401,9 +401,8 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
     # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
-    for rank, text in enumerate(exchange(group, _MEETING, problem, gone)):
-        if text:
-            return unavailable(f"rank {rank}: {text}")
+    if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
+        return reached
     transport = ShmTransport(core_group)
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
     _open.add(core_group)

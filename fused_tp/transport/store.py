@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -111,19 +111,12 @@ STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)
 
 @dataclass
 class _Exchanges:
-    """What a rank knows of its group's exchanges.
+    """What a rank knows of its group's exchanges."""
 
-    Attributes:
-        place: where they are in the group's store.
-        counts: how many there have been, by what they were for.
-        agreed: what `agree` has found out.
-        failed: why the ranks cannot agree on anything any more.
-    """
-
-    place: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    agreed: dict[str, Availability] = field(default_factory=dict)
-    failed: FusedTPError | None = None
+    place: str | None = None  # where they are in the group's store
+    counts: dict[str, int] = field(default_factory=dict)  # how many there have been, by what they were for
+    agreed: dict[str, Availability] = field(default_factory=dict)  # what `agree` has found out
+    failed: FusedTPError | None = None  # why the ranks cannot agree on anything any more
 
 
 _EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
@@ -183,10 +176,13 @@ def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availabi
     """
     agreed = _EXCHANGES[group].agreed
     if what not in agreed:
-        answers = enumerate(exchange(group, what, here().reason))
-        reason = next((f"rank {rank}: {answer}" for rank, answer in answers if answer), None)
-        agreed[what] = AVAILABLE if reason is None else unavailable(reason)
+        agreed[what] = first_reason(exchange(group, what, here().reason))
     return agreed[what]
+
+
+def first_reason(reasons: Iterable[str]) -> Availability:
+    """The first of the ranks' reasons why not, with its rank; AVAILABLE where no rank has one."""
+    return next((unavailable(f"rank {rank}: {reason}") for rank, reason in enumerate(reasons) if reason), AVAILABLE)
 
 
 def publish_failure(group: Group, error: FusedTPError) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import Group, GroupLike, GroupSlot, resolve_group
+from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport import cuda_driver
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
-from fused_tp.transport.store import exchange
+from fused_tp.transport.store import exchange, first_reason
 from fused_tp.transport.two_level import own_host
 
 
@@ -38,23 +38,15 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class KernelMemory:
-    """The ranks of a group as kernels see them.
-
-    Attributes:
-        device: where their memory is.
-        arch: compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted.
-        sms: multiprocessors, of the rank that has fewest; ranks of one GPU have a share each.
-        pids: processes of peers that can be watched from here, by rank.
-        serialized_by: ops in memories of an equal value are serialized with each other.
-    """
+    """The ranks of a group as kernels see them."""
 
     rank: int
     world_size: int
-    device: torch.device
-    arch: int
-    sms: int
-    pids: Mapping[int, int]
-    serialized_by: Hashable
+    device: torch.device  # where their memory is
+    arch: int  # compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted
+    sms: int  # multiprocessors, of the rank that has fewest; ranks of one GPU have a share each
+    pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
+    serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. All ranks call it alike."""
@@ -76,11 +68,7 @@ class Facts:
 
 
 class GroupMemory(KernelMemory):
-    """`KernelMemory` of the processes of a group.
-
-    Attributes:
-        multicast: whether one address reaches all ranks' memory at once (NVLink SHARP).
-    """
+    """`KernelMemory` of the processes of a group. `multicast`: one address reaches all ranks' memory (NVLink SHARP)."""
 
     def __init__(
         self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], multicast: bool
@@ -91,7 +79,7 @@ class GroupMemory(KernelMemory):
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         if self.device.type == "cpu":
-            return symmetric_empty((nbytes,), torch.uint8, group=self.group.process_group)
+            return allocate_cpu(self.group, nbytes)
         return _allocate_cuda(self.group, self.device, nbytes)
 
 
@@ -167,9 +155,8 @@ def shared_sms(facts: list[Facts]) -> int:
 
 def judged(facts: list[Facts]) -> Availability:
     """Whether these ranks can write into each other's memory."""
-    problems = [(rank, fact.problem) for rank, fact in enumerate(facts) if fact.problem]
-    if problems:
-        return unavailable(f"rank {problems[0][0]}: {problems[0][1]}")
+    if not (found := first_reason(fact.problem for fact in facts)):
+        return found
     if len({fact.host for fact in facts}) > 1:
         return unavailable("its ranks are on several hosts")
     if len({fact.arch for fact in facts}) > 1:
@@ -184,6 +171,15 @@ def judged(facts: list[Facts]) -> Availability:
                 reason = f"the GPU of rank {rank} cannot address that of rank {peer} with atomics, as over NVLink"
                 return unavailable(reason)
     return AVAILABLE
+
+
+def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
+    """Symmetric memory of exactly this size."""
+    transport = shm_transport(group)
+    if transport is None:
+        raise ValueError(f"The ranks cannot share memory: {shm_availability(group).reason}.")
+    memory = CpuSymmetricMemory(transport, nbytes)
+    return memory.get_buffer(memory.rank, (nbytes,), torch.uint8), memory
 
 
 _rendezvous = 0  # of this process, of all groups
@@ -310,26 +306,3 @@ class CpuSymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has called it; bounded by `FUSED_TP_TIMEOUT`, whatever `timeout_ms` says."""
         self._transport.barrier()
-
-
-def symmetric_empty(sizes: Sequence[int], dtype: torch.dtype, *, group: GroupLike = None) -> tuple[Tensor, Any]:
-    """A tensor on the CPU that all ranks of `group` map, and the handle to reach the others. All ranks call it alike.
-
-    Args:
-        sizes: shape, the same on all ranks.
-
-    Raises:
-        ValueError: the ranks cannot share memory; says why.
-
-    Example:
-        mine, memory = symmetric_empty((4096,), torch.float32, group=group)
-        mine.fill_(memory.rank)
-        memory.barrier()
-        theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (4096,), torch.float32)
-    """
-    described = resolve_group(group)
-    transport = shm_transport(described)
-    if transport is None:
-        raise ValueError(f"The ranks cannot share memory: {shm_availability(described).reason}.")
-    memory = CpuSymmetricMemory(transport, math.prod(sizes) * dtype.itemsize)
-    return memory.get_buffer(memory.rank, sizes, dtype), memory

@@ -30,7 +30,7 @@ from fused_tp.transport.base import (
     when,
 )
 from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
-from fused_tp.transport.gloo import Messages, close_connections, closed_peers, outlive
+from fused_tp.transport.gloo import AT_ONCE, Messages, close_connections, closed_peers, outlive
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
@@ -39,7 +39,6 @@ ONE_SHOT_BYTES = 64 * 1024
 _SIGNATURE_BYTES = 512
 _GONE_SECONDS = 1.0  # what came before a connection was closed has been dealt with then
 _SPENT_SECONDS = 5.0  # and what others had to give each other, where all of them had come
-_AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
@@ -80,11 +79,12 @@ class TorchDist(GroupCalls):
             raise self.unusable()
         begun = time.perf_counter()
         try:
-            if isinstance(work, list):
-                for one in work:
-                    self._wait_for(call, one, begun)
-            else:
-                self._wait_for(call, work, begun)
+            for one in work if isinstance(work, list) else [work]:
+                # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block here.
+                if self.backend == "nccl":
+                    one.wait()
+                else:
+                    self._wait_in_slices(call, one, begun + settings.timeout_seconds())
         except FusedTPError:
             raise
         except RuntimeError as error:
@@ -94,13 +94,6 @@ class TorchDist(GroupCalls):
                 self._collectives.remove(work)
         finally:
             tracing.add_wait(time.perf_counter() - begun)
-
-    def _wait_for(self, call: Call, work: Any, begun: float) -> None:
-        # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block the host.
-        if self.backend == "nccl":
-            work.wait()
-        else:
-            self._wait_in_slices(call, work, begun + settings.timeout_seconds())
 
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
         """Waits until `deadline`, and looks now and then whether a peer has given up, or is gone."""
@@ -257,12 +250,7 @@ class TorchDist(GroupCalls):
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
             moving = self._start(op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True))
-
-            def finish() -> Tensor:
-                moving.wait()
-                return out if bias is None else out.add_(bias)
-
-            return After(finish)
+            return _plus(bias, when(moving, out))
         terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
         return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
 
@@ -275,12 +263,8 @@ class TorchDist(GroupCalls):
         """`all_reduce` in the two steps it may take, so that a caller can have the next sum's first step under way."""
         if self.backend == "nccl":
             moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
-
-            def finish() -> Pending[Tensor]:
-                moving.wait()
-                return Done(x if bias is None else x.add_(bias))
-
-            return After(finish)
+            total = _plus(bias, when(moving, x))
+            return After(lambda: Done(total.wait()))
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             terms = self.all_gather(op, x.unsqueeze(0))
             return After(lambda: Done(sum_in_rank_order(terms.wait(), bias)))
@@ -313,6 +297,10 @@ class TorchDist(GroupCalls):
         return x
 
 
+def _plus(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
+    return moving if bias is None else After(lambda: moving.wait().add_(bias))
+
+
 def _shown(signature: Tensor) -> str:
     return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
 
@@ -322,13 +310,13 @@ def _ended(work: Any, seconds: float) -> bool:
     if isinstance(work, Messages):
         return work.wait_for(seconds)
     try:
-        work.wait(max(timedelta(seconds=seconds), _AT_ONCE))
+        work.wait(max(timedelta(seconds=seconds), AT_ONCE))
     except RuntimeError as error:
         if not any(word in str(error).lower() for word in _TIMED_OUT):
             raise
         if not work.is_completed():
             return False
-        work.wait(_AT_ONCE)  # it ended just after, or by a timeout of the process group's own: this says which
+        work.wait(AT_ONCE)  # it ended just after, or by a timeout of the process group's own: this says which
     return True
 
 
@@ -342,8 +330,7 @@ def backend_of(group: Group, device_type: str) -> str:
     Raises:
         ValueError: the group has none.
     """
-    known = _BACKENDS[group].get(device_type)
-    if known is not None:
+    if (known := _BACKENDS[group].get(device_type)) is not None:
         return known
     config = dist.get_backend_config(group.process_group)
     backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}

@@ -26,7 +26,7 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 from fused_tp.runtime.group import Group, GroupSlot, resolve_group
 from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of, first_failure
 from fused_tp.transport.gloo import closed_peers
-from fused_tp.transport.shm import ShmTransport, known_shm_transport
+from fused_tp.transport.shm import known_shm_transport
 from fused_tp.transport.store import exchange, made_together, publish_failure
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -48,15 +48,10 @@ def own_host() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A group of `count` hosts with equally many ranks each, rank = host * ranks per host + place.
+    """A group of `count` hosts with equally many ranks each, rank = host * ranks per host + place."""
 
-    Attributes:
-        inside: the ranks of this rank's host, by place.
-        across: the ranks of this rank's place, by host.
-    """
-
-    inside: Group
-    across: Group
+    inside: Group  # the ranks of this rank's host, by place
+    across: Group  # the ranks of this rank's place, by host
 
     @property
     def count(self) -> int:
@@ -189,12 +184,8 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
 
 
 class TwoLevelGroup:
-    """What the groups inside of a group of several hosts have in common with it: when one fails, all do.
-
-    Args:
-        hosts: of the group.
-        flat: over all of the group.
-    """
+    """What the groups inside of a group of several hosts have in common with it: when one fails, all do. `flat` is over
+    all of the group."""
 
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
@@ -278,16 +269,12 @@ class TwoLevelGroup:
 
     def _broken_level(self) -> FusedTPError | None:
         """Why a level is unusable, though no call of the group has failed: what runs beside the host says so late."""
-        broken = (level.broken for group in (self._hosts.inside, self._hosts.across) for level in calls_of(group))
-        return next((self._of_group(error) for error in broken if error is not None), None)
+        return next((self._of_group(level.broken) for level in self._calls() if level.broken is not None), None)
 
     def started(self) -> int | None:
         """Counts the exchanges, on any level, that peers may have had a part of; None where that is not known."""
-        shared = self._shared_memory()
-        if shared is None:
-            return None
-        levels = (level for group in (self._hosts.inside, self._hosts.across) for level in calls_of(group))
-        return sum(level.calls for level in levels) + int(shared.core_group.calls)
+        shared = known_shm_transport(self._hosts.inside)
+        return None if shared is None else sum(level.calls for level in self._calls()) + int(shared.core_group.calls)
 
     def _all_started(self) -> int | None:
         """Counts those of the flat transport too."""
@@ -299,14 +286,13 @@ class TwoLevelGroup:
         if self._left:
             return
         self._left = True
-        if (shared := self._shared_memory()) is not None:
+        if (shared := known_shm_transport(self._hosts.inside)) is not None:
             shared.core_group.close()
-        for group in (self._hosts.inside, self._hosts.across):
-            for level in calls_of(group):
-                level.abort_because("the group that it is a part of has been given up")
+        for level in self._calls():
+            level.abort_because("the group that it is a part of has been given up")
 
-    def _shared_memory(self) -> ShmTransport | None:
-        return known_shm_transport(self._hosts.inside)
+    def _calls(self) -> list[GroupCalls]:
+        return [*calls_of(self._hosts.inside), *calls_of(self._hosts.across)]
 
     def _of_group(self, error: FusedTPError) -> FusedTPError:
         # Shared memory is that of the host, and does not name its group.
@@ -315,8 +301,7 @@ class TwoLevelGroup:
 
 
 class LevelScope:
-    """A context in which errors between ranks abort the group; see `TwoLevelGroup.call`. It may be entered several
-    times."""
+    """Scope in which errors between ranks abort the group; see `TwoLevelGroup.call`. May be entered several times."""
 
     __slots__ = ("_before", "_call", "_levels")
 

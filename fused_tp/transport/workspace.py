@@ -57,17 +57,9 @@ class _Slot:
 class GroupKernels:
     """What the kernels, or the copy engines, of one group on one device have in common: how they fail.
 
-    A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes.
-
-    Args:
-        memory: of the group.
-        what: they are, in errors.
-        on_failure: is told why they, and with them the group, are unusable from now on; returns what a peer has said
-            that gave the group up, in a sentence, if one has.
-
-    Attributes:
-        calls: how many have begun that peers have a part of.
-        broken: why they are unusable; None while they are not.
+    A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes. Then
+    `on_failure` gets the reason why they, and with them the group, are unusable from now on; it returns what a peer has
+    said that gave the group up before, if one has. `what` names them in errors.
     """
 
     def __init__(self, memory: KernelMemory, what: str, on_failure: Callable[[str], str | None]) -> None:
@@ -77,8 +69,8 @@ class GroupKernels:
         self._on_failure = on_failure
         self._lost: list[int] = []  # in the order in which they ended
         self._logged = False
-        self.calls = 0
-        self.broken: FusedTPError | None = None
+        self.calls = 0  # that have begun and that peers have a part of
+        self.broken: FusedTPError | None = None  # why they are unusable
 
     def watch(self) -> None:
         """Watch the peers' processes from now on."""

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.transport.symm_mem import symmetric_empty
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import forks, workers
 from tests.reference import matmul64, seeded
@@ -75,7 +76,7 @@ def stop() -> None:
 
 
 def workspace_of(group: dist.ProcessGroup, nbytes: int = 1 << 20, timeout_seconds: float = 20.0) -> Workspace:
-    buffer, handle = symmetric_empty((nbytes,), torch.uint8, group=group)
+    buffer, handle = allocate_cpu(resolve_group(group), nbytes)
     return Workspace(buffer, handle, timeout_seconds=timeout_seconds, counters=64)
 
 

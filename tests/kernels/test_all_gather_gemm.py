@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.transport.symm_mem import symmetric_empty
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
@@ -29,7 +30,7 @@ TMA = Launch(3, SPLIT, tma_config=SPLIT)
 def workspace_of(group, m, k, dtype, timeout_seconds=20.0):
     per_rank = -(-m // group.size())
     nbytes = workspace_bytes(per_rank, k, dtype, group.size())
-    buffer, handle = symmetric_empty((nbytes,), torch.uint8, group=group)
+    buffer, handle = allocate_cpu(resolve_group(group), nbytes)
     return GatherWorkspace(buffer, handle, timeout_seconds=timeout_seconds)
 
 
@@ -201,7 +202,7 @@ def test_a_region_is_not_overwritten_before_it_was_read():
 
 def bad_input(group):
     workspace = workspace_of(group, 8, 8, torch.float32)
-    plain = Workspace(*symmetric_empty((4096,), torch.uint8, group=group), timeout_seconds=1)
+    plain = Workspace(*allocate_cpu(resolve_group(group), 4096), timeout_seconds=1)
     x, w = torch.ones(8, 8), torch.ones(6, 8)
     for named, arguments, keywords in (
         ("x_shard", (x[0], [w]), {}),

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.runtime.group import resolve_group
 from tests.attention_cases import DOCUMENTS, Case, case, check, on_ranks, whole
 from tests.kernels.ranks import delays, interpreted_ranks
 from tests.reference import seeded
@@ -85,7 +86,7 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def many_calls(group: Any, late_rank: int) -> None:
     """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late."""
-    from fused_tp.transport.symm_mem import symmetric_empty
+    from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call, run_calls
 
@@ -98,7 +99,7 @@ def many_calls(group: Any, late_rank: int) -> None:
 
     with small_chunks():
         calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]
-        buffer, handle = symmetric_empty((max(call.nbytes for call in calls),), torch.uint8, group=group)
+        buffer, handle = allocate_cpu(resolve_group(group), max(call.nbytes for call in calls))
         workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=30)
         with delays(rank, on=rank == late_rank, chance=0.02):
             run_calls(calls, workspace, late, repeat=2)
@@ -138,12 +139,12 @@ def test_all_steps_are_one_launch() -> None:
 
 def untold(group: Any) -> tuple[str, bool]:
     """What becomes of a launch whose second chunk is never told of."""
-    from fused_tp.transport.symm_mem import symmetric_empty
+    from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
 
     call = make_call(group.rank(), group.size(), 2, 21, 2, 8, torch.float32, torch.device("cpu"))
-    buffer, handle = symmetric_empty((call.nbytes,), torch.uint8, group=group)
+    buffer, handle = allocate_cpu(resolve_group(group), call.nbytes)
     workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
     relay = ring_keys.KeysPuller.relay_launch
 

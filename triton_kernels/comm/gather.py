@@ -226,7 +226,7 @@ class GatherWorkspace(Workspace):
     """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers only, which only this one does.
 
     Example:
-        buffer, handle = symmetric_empty((region_bytes(512, 4096, torch.bfloat16, 8),), torch.uint8, group=group)
+        buffer, handle = memory.allocate(region_bytes(512, 4096, torch.bfloat16, 8))
         workspace = GatherWorkspace(buffer, handle, timeout_seconds=60)
     """
 
