@@ -154,7 +154,7 @@ class Messages:
         """Whether they have ended; waits no longer than `seconds`. Raises what one of them has ended with."""
         if not self._begun and self._left:
             self._begun = True
-            _waiter().wait_for(self)
+            _waiter().put(self)
         ended = self._ended.wait(seconds)
         if self._error is not None:
             raise self._error
@@ -183,7 +183,8 @@ class _Waiter:
         _threads.add(thread)
         thread.start()
 
-    def wait_for(self, messages: Messages) -> None:
+    def put(self, messages: Messages | None) -> None:
+        """Wait for these next; None: end."""
         self._next.put(messages)
 
     def _run(self) -> None:
@@ -191,9 +192,6 @@ class _Waiter:
             messages.run()
             del messages  # and with it the tensors
             _idle.append(self)
-
-    def end(self) -> None:
-        self._next.put(None)
 
 
 _idle: list[_Waiter] = []
@@ -204,7 +202,7 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 def _end_all() -> None:
     """A thread that comes back from torch while the interpreter goes away would end the process with an abort."""
     while _idle:
-        _idle.pop().end()
+        _idle.pop().put(None)
     for thread in list(_threads):
         thread.join(_EXIT_SECONDS)
 

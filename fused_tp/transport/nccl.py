@@ -259,9 +259,7 @@ class NcclDist(TorchDist):
         """`stream` goes on behind an exchange of the pipeline."""
         begun = time.perf_counter()
         try:
-            under_way.pipeline.wait(index, stream)
-        except RuntimeError as error:
-            raise self._failure(under_way.call, error) from error
+            self.attempt(under_way.call, lambda: under_way.pipeline.wait(index, stream))
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 

@@ -29,17 +29,14 @@ from fused_tp.runtime.errors import FusedTPError, raised_midway
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.store import exchange, first_reason, made_together
 
-
-def _load_core() -> tuple[Any, str]:
-    """The native core, or None and why it is missing."""
-    try:
-        return import_module("fused_tp._core"), ""
-    except ImportError as error:
-        return None, f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
-
+_core: Any = None
+_why_no_core = ""
+try:
+    _core = import_module("fused_tp._core")
+except ImportError as missing:
+    _why_no_core = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
 
 _MEETING = "the shared-memory rendezvous"
-_core, _why_no_core = _load_core()
 
 # The numbers of csrc/dtype.h. bool moves as bytes.
 _DTYPE_NUMBERS = {
@@ -121,11 +118,7 @@ class Workspace:
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
-        """Return once `rank` has signalled `stage` or a later one.
-
-        Raises:
-            CollectiveTimeoutError, PeerLostError, RankMismatchError: see fused_tp.runtime.errors.
-        """
+        """Return once `rank` has signalled `stage` or a later one; raises errors between ranks (runtime.errors)."""
         self._call.wait(rank, stage)
 
     def wait_all(self, stage: int) -> None:
