@@ -312,16 +312,6 @@ def test_same_bits_on_every_rank_and_run(algorithm: str) -> None:
     assert all(result == runs[0][0] for run in runs for result in run)
 
 
-def bf16_errors(group: Any) -> dict[str, tuple[float, float]]:
-    return cases.bf16_errors(group)
-
-
-def test_bf16_error_is_within_twice_the_unsharded_ops() -> None:
-    for errors in scheduled(4, "one_shot", bf16_errors):
-        for name, (ours, unsharded) in errors.items():
-            assert ours <= 2.0 * unsharded, f"{name}: {ours} against {unsharded}"
-
-
 def by_hand(group: Any, algorithm: str, dtype: str) -> None:
     with forced(group, algorithm) as schedule:
         every_method(schedule, getattr(torch, dtype))

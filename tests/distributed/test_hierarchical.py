@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -277,57 +276,9 @@ def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
         return group.group_name, str(first.value), time.monotonic() - begun
 
 
-class OutOfMemory(Exception):
-    """Of one rank alone."""
-
-
-def half_way() -> tuple[str, str, float]:
-    """Rank 0 raises before an op has begun, which changes nothing, and then between the levels of another."""
-    x, w = torch.ones(4, 6), torch.ones(3, 6)
-    with on_hosts("aabb") as group:
-        fused_tp.matmul_reduce_scatter(x, w, group=group)
-        begun = time.monotonic()
-        if dist.get_rank() == 0:
-            with patched(Hierarchical, "_to_hosts"), pytest.raises(OutOfMemory):
-                fused_tp.matmul_reduce_scatter(x, w, group=group)
-        y = fused_tp.matmul_reduce_scatter(x, w, group=group)
-        assert torch.equal(y, torch.full((1, 3), 24.0))
-        if dist.get_rank() == 0:
-            with patched(hierarchical, "sum_in_rank_order"), pytest.raises(OutOfMemory):
-                fused_tp.matmul_reduce_scatter(x, w, group=group)
-            with pytest.raises(fused_tp.FusedTPError) as caught:
-                fused_tp.matmul_reduce_scatter(x, w, group=group)
-        else:
-            with pytest.raises(fused_tp.PeerLostError) as caught:
-                while True:
-                    fused_tp.matmul_reduce_scatter(x, w, group=group)
-        return group.group_name, str(caught.value), time.monotonic() - begun
-
-
-def between_two_calls() -> tuple[str, float]:
-    """Rank 0 raises when x is on its way for the gradient of the weight, and what that of x is summed of is not."""
-    x, w = torch.ones(2, 6, requires_grad=True), torch.ones(3, 6, requires_grad=True)
-    with on_hosts("aabb") as group:
-        y = fused_tp.all_gather_matmul(x, w, group=group)
-        begun = time.monotonic()
-        if dist.get_rank() == 0:
-            with patched(Hierarchical, "matmul_reduce_scatter"), pytest.raises(OutOfMemory):
-                y.sum().backward()
-            with pytest.raises(fused_tp.FusedTPError) as caught:
-                fused_tp.all_gather_matmul(x, w, group=group)
-        else:
-            with pytest.raises(fused_tp.PeerLostError) as caught:
-                y.sum().backward()
-        return str(caught.value), time.monotonic() - begun
-
-
-def patched(place: Any, name: str) -> Any:
-    return mock.patch.object(place, name, side_effect=OutOfMemory)
-
-
 def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
     found = []
-    for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join, half_way, between_two_calls):
+    for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join):
         found.append(case())
         dist.barrier()
         # torch numbers groups: where one could not be made, the ranks still agree on the next one's number.
@@ -338,26 +289,17 @@ def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
 
 
 @beside(lambda: fresh_ranks(4, failing_one_after_the_other, env=FORCED, expect_deaths=True))
-def test_what_fails_in_the_middle_fails_on_all_ranks_of_the_group(outcome: list[Outcome]) -> None:
+def test_rank_that_does_not_join_a_level_ends_group_on_all_ranks(outcome: list[Outcome]) -> None:
     outcomes = [one.unwrap() for one in outcome]
-    for rank, (parts, memory, raised, between) in enumerate(outcomes):
-        if rank < 3:
-            assert parts.startswith("CollectiveTimeoutError: ")
-            assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
-            name, said, seconds = memory
-            # Where ranks 0 and 1 begin late, their own deadline may pass first.
-            if rank == 2 or "fast links inside of hosts" not in said:
-                sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
-                assert sentence in said and "This is rank 2." in said, said
-            assert seconds < 1.0 + NOTICE_SECONDS, said
-        name, said, seconds = raised
-        assert f"matmul_reduce_scatter (call 4 of group {name!r}) on rank 0 of 4 raised OutOfMemory half-way" in said
-        assert rank == 0 or "rank 0 has given the group up. It said: " in said, said
-        assert seconds < NOTICE_SECONDS
-        said, seconds = between
-        wanted = "on rank 0 of 4 raised OutOfMemory half-way"
-        assert "all_gather_matmul_backward (call " in said and wanted in said, said
-        assert seconds < NOTICE_SECONDS
+    for rank, (parts, memory) in enumerate(outcomes[:3]):
+        assert parts.startswith("CollectiveTimeoutError: ")
+        assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
+        name, said, seconds = memory
+        # Where ranks 0 and 1 begin late, their own deadline may pass first.
+        if rank == 2 or "fast links inside of hosts" not in said:
+            sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
+            assert sentence in said and "This is rank 2." in said, said
+        assert seconds < 1.0 + NOTICE_SECONDS, said
     assert "some rank of [2, 3]" in outcomes[2][0]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import soak
+from tests import shm_soak, soak
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")]
 
@@ -17,3 +17,7 @@ def test_a_round_of_random_calls() -> None:
 
 def test_a_round_in_which_a_rank_dies() -> None:
     assert "all others noticed" in soak.soak_round(seed=3, calls=12)
+
+
+def test_random_calls_over_overlapping_groups() -> None:
+    assert "300 shared-memory calls" in shm_soak.soak(calls=300, seed=1)

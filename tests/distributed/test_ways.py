@@ -31,18 +31,19 @@ GPU_ONLY = {
 }
 
 
-def asked_for(group: Any) -> str:
-    group = dist.new_group(list(range(4)))  # that no other test has asked
-    with pytest.raises(ValueError, match="cannot serve this group") as caught:
-        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
-    return str(caught.value)
+def asked_for(_: Any) -> list[str]:
+    group, said = dist.new_group(list(range(4))), []  # that no other test has asked
+    for name in GPU_ONLY:
+        with patch.dict("os.environ", FUSED_TP_SCHEDULE=name), pytest.raises(ValueError) as caught:
+            fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize("name", GPU_ONLY)
-def test_asked_for_it_is_refused_with_the_reason(name: str) -> None:
+def test_forced_schedules_are_refused_with_the_reason() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
-    said = run_ranks(4, asked_for, env={"FUSED_TP_SCHEDULE": name})
-    assert set(said) == {f"Schedule {name!r} cannot serve this group: rank 0: {GPU_ONLY[name]}."}
+    wanted = [f"Schedule {name!r} cannot serve this group: rank 0: {why}." for name, why in GPU_ONLY.items()]
+    assert run_ranks(4, asked_for) == [wanted] * 4
 
 
 def named_by_a_table(group: Any) -> str:
@@ -117,7 +118,7 @@ def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pyte
     assert (without.schedule, without.chunks) == ("plain", None)
 
 
-def asked_with_its_own_gpu(group: Any, name: str) -> str:
+def asked_with_its_own_gpu(_: Any) -> list[str]:
     """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
     described = resolve_group(dist.new_group(list(range(4))))
     with (
@@ -125,14 +126,14 @@ def asked_with_its_own_gpu(group: Any, name: str) -> str:
         patch.object(symm_mem, "is_capturing", return_value=False),
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        return SCHEDULES[name].available(described, torch.device("cuda", group.rank())).reason
+        device = torch.device("cuda", described.rank)
+        return [SCHEDULES[name].available(described, device).reason for name in GPU_ONLY]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", GPU_ONLY)
-def test_ranks_on_different_gpus_find_out_together(name: str) -> None:
+def test_ranks_on_different_gpus_find_out_together() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
     if torch.cuda.is_available():
         pytest.skip("here there may be no obstacle")
-    answers = run_ranks(4, asked_with_its_own_gpu, name, env={"FUSED_TP_TIMEOUT": "20"})
-    assert len(set(answers)) == 1 and answers[0].startswith("rank 0: ")
+    first, *others = run_ranks(4, asked_with_its_own_gpu, env={"FUSED_TP_TIMEOUT": "20"})
+    assert others == [first] * 3 and all(answer.startswith("rank 0: ") for answer in first)

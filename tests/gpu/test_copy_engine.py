@@ -89,12 +89,8 @@ def on_gpus(world_size: int, case: str, *args: Any, expect_deaths: bool = False)
 
 
 @pytest.mark.parametrize(("world_size", "dtype_name"), [(1, "float32"), (2, "bfloat16"), (4, "float16")])
-def test_every_op(world_size: int, dtype_name: str) -> None:
-    unwrapped(on_gpus(world_size, "every_op", dtype_name))
-
-
-def test_same_bits() -> None:
-    assert len({bits for result in unwrapped(on_gpus(3, "same_bits")) for bits in result}) == 1
+def test_every_method(world_size: int, dtype_name: str) -> None:
+    unwrapped(on_gpus(world_size, "numbers", dtype_name))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -108,7 +104,7 @@ def test_graphs_and_calls_between_replays(world_size: int) -> None:
 
 
 def test_a_rank_that_is_late_ends_the_call_on_all() -> None:
-    said = unwrapped(on_gpus(3, "without_last", ""))
+    said = unwrapped(on_gpus(3, "failures", ""))
     for number, op in enumerate(checks.OPS):
         texts = [one[number] for one in said]
         assert any(f"{op}, call " in text and "of rank 2" in text for text in texts[:2]), texts

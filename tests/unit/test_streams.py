@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import local_ranks
-from benchmarks.local_ranks import LocalGroup
 from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.full
@@ -50,21 +46,3 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     finally:
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
-
-
-def test_ranks_as_threads_have_streams_behind_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def wait_stream(self, other: object) -> None:
-            self.behind = other
-
-    def own_streams(owner: object, device: torch.device, count: int) -> list[Any]:
-        asked.append((owner, device, count))
-        return [Stream() for _ in range(count)]
-
-    asked: list[object] = []
-    device, owner, callers = torch.device("cuda", 1), object(), object()
-    monkeypatch.setattr(streams, "own_streams", own_streams)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
-    found: list[Any] = local_ranks._streams(SimpleNamespace(device=device, world_size=3), owner)  # type: ignore[arg-type]
-    assert asked == [(owner, device, 3)] and [stream.behind for stream in found] == [callers] * 3
-    assert local_ranks._streams(LocalGroup(2), owner) == [None, None]
