@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -338,27 +339,23 @@ def _driver_release() -> str:
 
 def _peers(devices: range) -> Iterator[Finding]:
     """Which GPUs can write into each other's memory, and use atomics there, as kernels that signal each other do."""
-    reach = {(one, other): _reach(one, other) for one in devices for other in devices if one != other}
+    reach = {(one, other): _reach(one, other) for one, other in itertools.permutations(devices, 2)}
     if set(reach.values()) == {_ATOMICS}:
         yield Finding("peer access", f"all {len(devices)} GPUs reach each other, with atomics")
         return
     for one in devices:
-        groups = {how: [other for other in devices if reach.get((one, other)) == how] for how in (_ATOMICS, _PLAIN, "")}
-        parts = [f"{_numbers(others)} {how or 'not at all'}" for how, others in groups.items() if others]
+        groups = {how: [f"cuda:{other}" for other in devices if reach.get((one, other)) == how] for how in _REACHES}
+        parts = [f"{', '.join(others)} {how}" for how, others in groups.items() if others]
         yield Finding(f"cuda:{one} reaches", "; ".join(parts), OK if groups[_ATOMICS] else NOTE)
 
 
-_ATOMICS, _PLAIN = "with atomics", "without atomics, so not for kernels"
+_REACHES = _ATOMICS, _PLAIN, _NONE = "with atomics", "without atomics, so not for kernels", "not at all"
 
 
 def _reach(one: int, other: int) -> str:
     if not torch.cuda.can_device_access_peer(one, other):
-        return ""
+        return _NONE
     return _ATOMICS if cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, one, other) == 1 else _PLAIN
-
-
-def _numbers(devices: list[int]) -> str:
-    return ", ".join(f"cuda:{device}" for device in devices)
 
 
 def _nccl(core: ModuleType | None) -> Finding:

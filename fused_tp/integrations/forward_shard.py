@@ -128,15 +128,13 @@ _MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them
 class StateHistory:
     """Which state a forward pass had, by the autograd nodes that it made.
 
-    Activation checkpointing runs layers again in backward, perhaps long after another forward pass of another length.
-    It says nothing of which one it runs again, keeps no state but random numbers and autocast, and may be called by the
-    model itself, so there is nothing to hand it. But it does run inside a node of that forward pass, and nodes are
-    numbered in the order of their making: so a pass is found by where the numbers stood when it began.
+    Activation checkpointing runs layers again in backward, perhaps after another forward pass of another length, and
+    does not say which one it runs again. But it runs inside a node of that pass, and nodes are numbered in the order of
+    their making: a pass is found by where the numbers stood when it began.
 
-    The numbers are counted apart in each thread, and what is remembered is of one: the forward passes of a model run in
-    one thread, and one in another thread starts anew. Backward may run in any (on CUDA devices it does). Of checkpoints
-    inside checkpoints, whose inner nodes are made in backward, the pass is told only where backward runs in the thread
-    of the forward passes, as it does on CPU.
+    Each thread counts its own numbers, and those of one thread are remembered: a forward pass in another starts anew.
+    Backward may run in any thread. Of checkpoints inside checkpoints, whose inner nodes are made in backward, the pass
+    is known only where backward runs in the thread of the forward passes, as it does on CPU.
     """
 
     def __init__(self) -> None:
@@ -205,9 +203,7 @@ def runs_again() -> bool:
 def running_shard() -> ForwardShard | None:
     """What the running forward pass has been cut into; None outside of one and in one that is not cut.
 
-    For what is called without our keywords: the loss, the making of masks. Neither runs again in backward, when no
-    forward pass is running (the loss refuses to, see `runs_again`); what does run again (attention) gets its CpContext
-    as an argument.
+    For the loss and masks, which do not run again in backward; attention, which does, is given its CpContext.
     """
     frame = running_forward()
     return None if frame is None else frame.shard

@@ -133,10 +133,9 @@ def _show_whole_length(
 ) -> HookArguments | None:
     """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
 
-    Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Gathering that
-    input here would work too, and would undo the fusing of gather and matmul in the projections. The stand-in is one
-    NaN,
-    expanded: a module that computes with it, rather than passing it to its projections, says so in every output.
+    Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Rejected: to
+    gather that input here, which would undo the fusing of gather and matmul in the projections. The stand-in is one
+    NaN, expanded: a module that computes with it, rather than passing it on, says so in every output.
     """
     state = sequence.state_now()
     if not state.tp_sharded:
@@ -196,8 +195,7 @@ def replicate_parameters(
     "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
     """
     for name, module in model.named_modules():
-        # Token ids are whole on every rank, so an embedding computes the whole sequence, of which the rank takes its
-        # part.
+        # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
         embeds = isinstance(module, nn.Embedding)
         sums = partial(_sums_gradient, sequence, spec_of(plan.get(name)).sums_gradient, embeds)
         if replicate_own(module, mesh, memo, sums=sums) and embeds:

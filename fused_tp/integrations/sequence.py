@@ -339,9 +339,6 @@ class SequenceSharding:
         shard = leave_forward(self)
         if output is None:  # forward raised
             return None
-        return self._joined(output, shard)
-
-    def _joined(self, output: Any, shard: ForwardShard | None) -> Any:
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None

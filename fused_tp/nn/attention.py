@@ -320,12 +320,12 @@ class ParallelAttention(nn.Module):
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: ContextCache, call: _Call) -> Tensor:
         if not call.sharded_chunk:
             cache.append(k, v, call.new_lengths)
-            return cast(Tensor, cache.attend(q, causal=self.causal, **self._scores(q)))
+            return cast(Tensor, cache.attend(q, **self._scores(q)))
         cache.append_sharded(k, v, layout=self.cp_layout, seq_len=call.seq_len)
         # All ranks attend with all queries to the keys that they hold.
         how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
         q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
-        return shard_sequence(cache.attend(q, causal=self.causal, **self._scores(q)), 1, **how)
+        return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
 
     def _attend_over(
         self, q: Tensor, k: Tensor, v: Tensor, group: tuple[str, int, int], layout: str, call: _Call
@@ -335,7 +335,6 @@ class ParallelAttention(nn.Module):
             k,
             v,
             *group,
-            causal=self.causal,
             layout=layout,
             dropout_p=self._dropout_p,
             cu_seqlens=call.cu_seqlens,
@@ -354,7 +353,7 @@ class ParallelAttention(nn.Module):
             return local_attention(q, k, v, mask=mask, causal=self.causal, scale=self.scale)
         if cache is not None and mask is None and self._dropout_p > 0:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
-        how: dict[str, Any] = {"causal": self.causal, **self._scores(q)}
+        how = self._scores(q)
         if mask is not None:
             return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
         if cache is not None:
@@ -375,6 +374,7 @@ class ParallelAttention(nn.Module):
         first = self._first_head()
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[first : first + q.shape[2]]
         return {
+            "causal": self.causal,
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,

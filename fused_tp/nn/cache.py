@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -42,16 +42,15 @@ class KVCache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        self.max_length = _checked_max_length(max_length)
+        self.max_length = max_length
         self.length = 0
-        self._rows = _DenseCache("KVCache")
+        self._rows = _DenseCache("KVCache", max_length)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
         k, v = _checked(k, v)
         start, stop = self.length, self.length + k.shape[1]
-        _check_room("KVCache", self.max_length, stop)
-        keys, values = self._rows.reserve(k, v, stop, start, self.length > 0, self.max_length)
+        keys, values = self._rows.reserve(k, v, start, stop)
         keys[:, start:stop] = k
         values[:, start:stop] = v
         self.length = stop
@@ -65,32 +64,36 @@ class KVCache:
 class _DenseCache:
     """Keys and values [batch, capacity, heads, dim], which grow by doubling."""
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
+    def __init__(self, owner: str, max_length: int | None, count: Callable[[int], int] = int) -> None:
+        """`count`: rows of this rank for so many tokens."""
+        if max_length is not None:
+            check_positive("max_length", max_length)
+        self.owner, self.max_length, self.count = owner, max_length, count
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def reserve(
-        self, k: Tensor, v: Tensor, needed: int, used: int, holds: bool, capacity: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values with room for `needed` rows, of which the first `used` are kept.
-
-        `holds`: the cache has tokens, on this rank or another; `capacity`: rows to allocate if they are fixed.
-        """
+    def reserve(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
+        """Keys and values with room for `needed` tokens, of which the first `length` are kept."""
+        if self.max_length is not None and needed > self.max_length:
+            raise ValueError(
+                f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence and {needed} are "
+                "needed; make it longer, or leave max_length out to let it grow."
+            )
+        used, wanted = self.count(length), self.count(needed)
+        rows = max(wanted, 2 * used, 16) if self.max_length is None else self.count(self.max_length)
         for name, new in (("keys", k), ("values", v)):
             held: Tensor | None = getattr(self, name)
             if held is not None:
                 ours, theirs = ((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (held, new))
-                if ours != theirs and holds:
+                if ours != theirs and length > 0:
                     raise ValueError(
                         f"the {self.owner} holds {name} of (batch, kv_heads, head_dim, dtype, device) = {ours} and "
                         f"got {theirs}; reset() it before another batch."
                     )
-                if ours == theirs and needed <= held.shape[1]:
+                if ours == theirs and wanted <= held.shape[1]:
                     continue
-            rows = max(needed, 2 * used, 16) if capacity is None else capacity
             room = new.new_empty((new.shape[0], rows, *new.shape[2:]))
-            if held is not None and holds:
+            if held is not None and length > 0:
                 room[:, :used] = held[:, :used]
             setattr(self, name, room)
         return _not_empty(self.keys, self.values)
@@ -300,9 +303,9 @@ class ContextKVCache(ContextCache):
 
     def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
         super().__init__(group, block)
-        self.max_length = _checked_max_length(max_length)
+        self.max_length = max_length
         self._held: list[int] = []
-        self._rows = _DenseCache("ContextKVCache")
+        self._rows = _DenseCache("ContextKVCache", max_length, self._layout.count)
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for others of the same shape."""
@@ -333,12 +336,7 @@ class ContextKVCache(ContextCache):
         self._held = lengths
 
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        longest = max(lengths)
-        _check_room("ContextKVCache", self.max_length, longest)
-        count = self._layout.count
-        capacity = None if self.max_length is None else count(self.max_length)
-        used = count(max(self._held, default=0))
-        self._rows.reserve(k, v, count(longest), used, bool(self._held), capacity)
+        self._rows.reserve(k, v, self.length, max(lengths))
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
         for held, new in ((self._rows.keys, k), (self._rows.values, v)):
@@ -522,20 +520,6 @@ def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             f"{tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}."
         )
     return k, v
-
-
-def _checked_max_length(max_length: int | None) -> int | None:
-    if max_length is not None:
-        check_positive("max_length", max_length)
-    return max_length
-
-
-def _check_room(owner: str, max_length: int | None, needed: int) -> None:
-    if max_length is not None and needed > max_length:
-        raise ValueError(
-            f"the {owner} has room for max_length={max_length} tokens of a sequence and {needed} are needed; make it "
-            "longer, or leave max_length out to let it grow."
-        )
 
 
 def _not_empty(keys: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor]:
