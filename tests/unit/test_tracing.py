@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import timeit
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import fused_tp
-from fused_tp.ops import all_gather_matmul, collectives, column_parallel_matmul, matmul_all_reduce
+from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce
 from fused_tp.runtime import tracing
 from fused_tp.runtime.tracing import label, span
-from tests.workers import device_mesh, run_ranks
+from tests.workers import run_ranks
 
 
 class Told:
@@ -132,141 +130,6 @@ def test_ops_in_nvtx(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
         run(x, w, None, group).sum().backward()
         assert nvtx.names == ["matmul_all_reduce [4, 8]x[6, 8] f32 local", "matmul_all_reduce backward [4, 6] f32"]
     assert nvtx.depth == 0
-
-
-# -- every public op, on two ranks ------------------------------------------------------------------------------------
-
-
-def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[str]]:
-    """By public op: the ranges that torch's profiler has seen of its forward and backward."""
-    torch.manual_seed(group.rank())
-
-    def leaf(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, requires_grad=True)
-
-    x, x_shard, w = leaf(4, 8), leaf(4, 8), leaf(6, 8)
-    partial, residual, norm_weight, logits = leaf(4, 6), leaf(4, 6), leaf(6), leaf(4, 5)
-    target = torch.arange(4)
-    q, k, v = (leaf(1, 4, 2, 8) for _ in range(3))
-    mesh = device_mesh(group)
-    new, cached, lengths = q.detach()[:, :1], k.detach(), torch.tensor([8])
-    calls: dict[str, Any] = {
-        "all_gather": lambda: collectives.all_gather(x_shard, 0, group=group),
-        "all_gather_matmul": lambda: fused_tp.all_gather_matmul(x_shard, [w, w], group=group),
-        "all_reduce": lambda: collectives.all_reduce(x, group=group),
-        "all_reduce_rms_norm": lambda: fused_tp.all_reduce_rms_norm(partial, residual, norm_weight, 1e-6, group=group),
-        "column_parallel_matmul": lambda: fused_tp.column_parallel_matmul(x, w, group=group),
-        "context_parallel_attention": lambda: fused_tp.context_parallel_attention(q, k, v, mesh=mesh),
-        "context_parallel_decode": lambda: fused_tp.context_parallel_decode(
-            torch.ones_like(new), cached, cached, group=group, cache_seqlens=lengths, block=4
-        ),
-        "copy_to_group": lambda: collectives.copy_to_group(x, group=group),
-        "gather": lambda: collectives.gather(x_shard, 0, group=group),
-        "matmul_all_reduce": lambda: fused_tp.matmul_all_reduce(x, w, group=group),
-        "matmul_all_reduce_rms_norm": lambda: fused_tp.matmul_all_reduce_rms_norm(
-            x, w, residual, norm_weight, 1e-6, group=group
-        ),
-        "matmul_reduce_scatter": lambda: fused_tp.matmul_reduce_scatter(x, w, group=group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(x, 0, group=group),
-        "ring_attention": lambda: fused_tp.ring_attention(q, k, v, group=group, causal=True),
-        "scatter": lambda: collectives.scatter(x, 0, group=group),
-        "shard_sequence": lambda: fused_tp.shard_sequence(x, 0, group=group),
-        "ulysses_attention": lambda: fused_tp.ulysses_attention(q, k, v, group=group, causal=True),
-        "unshard_sequence": lambda: fused_tp.unshard_sequence(x_shard, 0, group=group),
-        "vocab_parallel_cross_entropy": lambda: fused_tp.vocab_parallel_cross_entropy(logits, target, group=group),
-    }
-    seen = {}
-    for name, call in calls.items():
-        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-        for recorded in (False, True):  # the first time compiles, and sets up what ranks share
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                result = run()
-                outputs = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if t.requires_grad]
-                if outputs:
-                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-            if recorded:
-                events = sorted(profile.events(), key=lambda event: event.time_range.start)
-                seen[name] = [event.name for event in events]
-    return seen
-
-
-# What the ops show of themselves on two ranks that send messages, in order; chunks and steps apart.
-GRADS = "all_gather_matmul_backward [8, 6]x[8, 6]x[4, 8]x[6, 8]x[6, 8] f32"
-RING = [
-    "ring_attention [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
-    "ring_attention_backward " + "x".join(["[1, 4, 2, 8]"] * 5 + ["[1, 2, 4]"]) + " f32 {}",
-]
-EXPECTED = {
-    "all_gather": ["all_gather [4, 8] f32 {}", "reduce_scatter [8, 8] f32 {}"],
-    "all_gather_matmul": ["all_gather_matmul [4, 8]x[6, 8]x[6, 8] f32 {}", GRADS + " {}"],
-    "all_reduce": ["all_reduce [4, 8] f32 {}"],
-    "all_reduce_rms_norm": ["all_reduce_rms_norm [4, 6]x[4, 6] f32 {}"],
-    "column_parallel_matmul": [
-        "column_parallel_matmul [4, 8]x[6, 8] f32",
-        "column_parallel_matmul_backward [4, 6]x[4, 8]x[6, 8] f32 {}",
-    ],
-    "context_parallel_attention": RING,  # over a mesh of one dim
-    "context_parallel_decode": ["context_parallel_decode [1, 1, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}"],
-    "copy_to_group": ["all_reduce [4, 8] f32 {}"],
-    "gather": ["all_gather [4, 8] f32 {}"],
-    "matmul_all_reduce": ["matmul_all_reduce [4, 8]x[6, 8] f32 {}"],
-    "matmul_all_reduce_rms_norm": ["matmul_all_reduce_rms_norm [4, 8]x[6, 8]x[4, 6] f32 {}"],
-    "matmul_reduce_scatter": [
-        "matmul_reduce_scatter [4, 8]x[6, 8] f32 {}",
-        "matmul_reduce_scatter_backward [2, 6]x[4, 8]x[6, 8] f32 {}",
-    ],
-    "reduce_scatter": ["reduce_scatter [4, 8] f32 {}", "all_gather [2, 8] f32 {}"],
-    "ring_attention": RING,
-    "scatter": ["all_gather [2, 8] f32 {}"],
-    "shard_sequence": ["shard_sequence [4, 8] f32", "unshard_sequence [2, 8] f32 {}"],
-    "ulysses_attention": [
-        "sequence_to_heads [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
-        "heads_to_sequence [1, 8, 1, 8] f32 {}",
-        "sequence_to_heads [1, 4, 2, 8] f32 {}",
-        "heads_to_sequence [1, 8, 1, 8]x[1, 8, 1, 8]x[1, 8, 1, 8] f32 {}",
-    ],
-    "unshard_sequence": ["unshard_sequence [4, 8] f32 {}", "shard_sequence [8, 8] f32"],
-    "vocab_parallel_cross_entropy": ["vocab_parallel_cross_entropy [4, 5] f32 {}"],
-}
-# Whose backward is nothing but local arithmetic: no op of ours, so no range where a compiler takes it apart.
-LOCAL_BACKWARD = {
-    "matmul_all_reduce": "matmul_all_reduce backward [4, 6] f32",
-    "matmul_all_reduce_rms_norm": "matmul_all_reduce_rms_norm backward [4, 6]x[4, 6] f32",
-    "all_reduce_rms_norm": "all_reduce_rms_norm backward [4, 6]x[4, 6] f32",
-}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "compiled"),
-    [
-        ("pipelined", False),
-        ("one_sided", False),
-        ("one_sided", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("plain", False), ("plain", True), ("pipelined", True))
-        ),
-    ],
-)
-def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled: bool) -> None:
-    for seen in run_ranks(2, ranges_of_all, compiled, env={"FUSED_TP_SCHEDULE": schedule}, timeout=120):
-        assert set(seen) == set(EXPECTED)
-        for op, expected in EXPECTED.items():
-            wanted = [name.format(schedule) for name in expected]
-            assert [name for name in seen[op] if name in wanted] == wanted, (op, seen[op])
-            if op in LOCAL_BACKWARD and not compiled:
-                assert LOCAL_BACKWARD[op] in seen[op], (op, seen[op])
-        steps = {name for name in seen["ring_attention"] if " step " in name}
-        assert {"ring_attention step 0", "ring_attention backward step 0"} <= steps
-        if schedule == "pipelined":
-            chunks = {name for name in seen["all_gather_matmul"] if name.startswith("chunk")}
-            assert chunks == {"chunk of rank 0 [4, 8]", "chunk of rank 1 [4, 8]", "chunk of columns (0, 8)"}
-
-
-def test_every_public_op_is_in_the_test() -> None:
-    modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
-    ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
-    assert ops - {"explain", "sequence_positions", "sequence_balance"} <= set(EXPECTED)
 
 
 def only_one_records(group: dist.ProcessGroup) -> list[float]:

@@ -1,0 +1,214 @@
+"""Every public op on two ranks: ranges for profilers, torch.compile(fullgraph=True), checkpointing, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fused_tp
+from fused_tp.ops import collectives
+from tests.distributed.schedule_variants import SCHEDULES, run_variant
+from tests.reference import seeded
+from tests.workers import device_mesh, on_ranks, run_ranks
+
+Call = tuple[Callable[..., Any], list[Tensor]]
+
+
+def calls(group: dist.ProcessGroup) -> dict[str, Call]:
+    """By public op: a function of leaves, and the leaves."""
+    rank, mesh, target = group.rank(), device_mesh(group), torch.tensor([0, 5, -100, 9])
+
+    def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [seeded(*shape, seed=10 * rank + i).requires_grad_() for i, shape in enumerate(shapes)]
+
+    x, w, partial, norm, qkv = (4, 8), (6, 8), (4, 6), (6,), [(1, 4, 2, 8)] * 3
+    new, cached, lengths = torch.ones(1, 1, 2, 8), seeded(1, 4, 2, 8, seed=rank), torch.tensor([8])
+    one: dict[str, Any] = {"group": group}
+    return {
+        "all_gather": (lambda x: collectives.all_gather(x, 0, **one), leaves(x)),
+        "all_gather_matmul": (lambda x, w, v: fused_tp.all_gather_matmul(x, [w, v], **one), leaves(x, w, w)),
+        "all_reduce": (lambda x: collectives.all_reduce(x, **one), leaves(x)),
+        "all_reduce_rms_norm": (
+            lambda x, r, w: fused_tp.all_reduce_rms_norm(x, r, w, 1e-6, **one),
+            leaves(partial, partial, norm),
+        ),
+        "column_parallel_matmul": (lambda x, w: fused_tp.column_parallel_matmul(x, w, **one), leaves(x, w)),
+        "context_parallel_attention": (
+            lambda q, k, v: fused_tp.context_parallel_attention(q, k, v, mesh=mesh),
+            leaves(*qkv),
+        ),
+        "context_parallel_decode": (
+            lambda: fused_tp.context_parallel_decode(new, cached, cached, cache_seqlens=lengths, block=4, **one),
+            [],
+        ),
+        "copy_to_group": (lambda x: collectives.copy_to_group(x, **one), leaves(x)),
+        "gather": (lambda x: collectives.gather(x, 0, **one), leaves(x)),
+        "matmul_all_reduce": (lambda x, w, b: fused_tp.matmul_all_reduce(x, w, b, **one), leaves(x, w, norm)),
+        "matmul_all_reduce_rms_norm": (
+            lambda x, w, r, n: fused_tp.matmul_all_reduce_rms_norm(x, w, r, n, 1e-6, **one),
+            leaves(x, w, partial, norm),
+        ),
+        "matmul_reduce_scatter": (lambda x, w: fused_tp.matmul_reduce_scatter(x, w, group=mesh), leaves(x, w)),
+        "reduce_scatter": (lambda x: collectives.reduce_scatter(x, 0, **one), leaves(x)),
+        "ring_attention": (lambda q, k, v: fused_tp.ring_attention(q, k, v, causal=True, **one), leaves(*qkv)),
+        "scatter": (lambda x: collectives.scatter(x, 0, **one), leaves(x)),
+        "shard_sequence": (lambda x: fused_tp.shard_sequence(x, 0, **one), leaves(x)),
+        "ulysses_attention": (lambda q, k, v: fused_tp.ulysses_attention(q, k, v, causal=True, **one), leaves(*qkv)),
+        "unshard_sequence": (lambda x: fused_tp.unshard_sequence(x, 0, **one), leaves(x)),
+        "vocab_parallel_cross_entropy": (
+            lambda x: fused_tp.vocab_parallel_cross_entropy(x, target, label_smoothing=0.1, **one),
+            leaves((4, 5)),
+        ),
+    }
+
+
+def outcome(fn: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients."""
+    result = fn(*leaves)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    found = [t.detach() for t in outputs]
+    if leaves:
+        found += torch.autograd.grad(outputs, leaves, [torch.sin(t.detach()) for t in outputs])
+    return found
+
+
+def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[str]]:
+    """By public op: the ranges that torch's profiler has seen of its forward and backward. Compiled is as eager."""
+    seen = {}
+    for name, (fn, leaves) in calls(group).items():
+        torch._dynamo.reset()
+        run = torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
+        first = outcome(run, leaves)  # compiles, and sets up what ranks share
+        torch.testing.assert_close(first, outcome(fn, leaves), msg=lambda said, name=name: f"{name}: {said}")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            outcome(run, leaves)
+        events = sorted(profile.events(), key=lambda event: event.time_range.start)
+        seen[name] = [event.name for event in events]
+    return seen
+
+
+# What the ops show of themselves on two ranks that send messages, in order; chunks and steps apart.
+GRADS = "all_gather_matmul_backward [8, 6]x[8, 6]x[4, 8]x[6, 8]x[6, 8] f32"
+RING = [
+    "ring_attention [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
+    "ring_attention_backward " + "x".join(["[1, 4, 2, 8]"] * 5 + ["[1, 2, 4]"]) + " f32 {}",
+]
+EXPECTED = {
+    "all_gather": ["all_gather [4, 8] f32 {}", "reduce_scatter [8, 8] f32 {}"],
+    "all_gather_matmul": ["all_gather_matmul [4, 8]x[6, 8]x[6, 8] f32 {}", GRADS + " {}"],
+    "all_reduce": ["all_reduce [4, 8] f32 {}"],
+    "all_reduce_rms_norm": ["all_reduce_rms_norm [4, 6]x[4, 6] f32 {}"],
+    "column_parallel_matmul": [
+        "column_parallel_matmul [4, 8]x[6, 8] f32",
+        "column_parallel_matmul_backward [4, 6]x[4, 8]x[6, 8] f32 {}",
+    ],
+    "context_parallel_attention": RING,  # over a mesh of one dim
+    "context_parallel_decode": ["context_parallel_decode [1, 1, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}"],
+    "copy_to_group": ["all_reduce [4, 8] f32 {}"],
+    "gather": ["all_gather [4, 8] f32 {}"],
+    "matmul_all_reduce": ["matmul_all_reduce [4, 8]x[6, 8] f32 {}"],
+    "matmul_all_reduce_rms_norm": ["matmul_all_reduce_rms_norm [4, 8]x[6, 8]x[4, 6] f32 {}"],
+    "matmul_reduce_scatter": [
+        "matmul_reduce_scatter [4, 8]x[6, 8] f32 {}",
+        "matmul_reduce_scatter_backward [2, 6]x[4, 8]x[6, 8] f32 {}",
+    ],
+    "reduce_scatter": ["reduce_scatter [4, 8] f32 {}", "all_gather [2, 8] f32 {}"],
+    "ring_attention": RING,
+    "scatter": ["all_gather [2, 8] f32 {}"],
+    "shard_sequence": ["shard_sequence [4, 8] f32", "unshard_sequence [2, 8] f32 {}"],
+    "ulysses_attention": [
+        "sequence_to_heads [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
+        "heads_to_sequence [1, 8, 1, 8] f32 {}",
+        "sequence_to_heads [1, 4, 2, 8] f32 {}",
+        "heads_to_sequence [1, 8, 1, 8]x[1, 8, 1, 8]x[1, 8, 1, 8] f32 {}",
+    ],
+    "unshard_sequence": ["unshard_sequence [4, 8] f32 {}", "shard_sequence [8, 8] f32"],
+    "vocab_parallel_cross_entropy": ["vocab_parallel_cross_entropy [4, 5] f32 {}"],
+}
+# Whose backward is nothing but local arithmetic: no op of ours, so no range where a compiler takes it apart.
+LOCAL_BACKWARD = {
+    "matmul_all_reduce": "matmul_all_reduce backward [4, 6] f32",
+    "matmul_all_reduce_rms_norm": "matmul_all_reduce_rms_norm backward [4, 6]x[4, 6] f32",
+    "all_reduce_rms_norm": "all_reduce_rms_norm backward [4, 6]x[4, 6] f32",
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "compiled"),
+    [
+        ("pipelined", False),
+        ("one_sided", False),
+        ("one_sided", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("plain", False), ("plain", True), ("pipelined", True))
+        ),
+    ],
+)
+def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled: bool) -> None:
+    for seen in run_ranks(2, ranges_of_all, compiled, env={"FUSED_TP_SCHEDULE": schedule}, timeout=120):
+        assert set(seen) == set(EXPECTED)
+        for op, expected in EXPECTED.items():
+            wanted = [name.format(schedule) for name in expected]
+            assert [name for name in seen[op] if name in wanted] == wanted, (op, seen[op])
+            if op in LOCAL_BACKWARD and not compiled:
+                assert LOCAL_BACKWARD[op] in seen[op], (op, seen[op])
+        steps = {name for name in seen["ring_attention"] if " step " in name}
+        assert {"ring_attention step 0", "ring_attention backward step 0"} <= steps
+        if schedule == "pipelined":
+            chunks = {name for name in seen["all_gather_matmul"] if name.startswith("chunk")}
+            assert chunks == {"chunk of rank 0 [4, 8]", "chunk of rank 1 [4, 8]", "chunk of columns (0, 8)"}
+
+
+def test_every_public_op_is_in_the_test() -> None:
+    modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
+    ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
+    assert ops - {"explain", "sequence_positions", "sequence_balance"} <= set(EXPECTED)
+
+
+@on_ranks(2)
+def test_compile_with_dynamic_shapes(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        both = fused_tp.all_gather_matmul(x, [w, 2 * w], [None, b], group=group, gather_dim=1, return_gathered=True)
+        return *both[0], both[1]
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (4, 7, 9):
+        leaves = [seeded(*shape, seed=length).requires_grad_() for shape in ((2, length, 6), (6, 6), (6,))]
+        torch.testing.assert_close(outcome(compiled, leaves), outcome(fn, leaves))
+
+
+def checkpointed_and_under_autocast(group: dist.ProcessGroup) -> None:
+    """Matmuls run in bf16 and give the gradients their leaves' dtype; residual streams and losses stay fp32."""
+    for name, (fn, leaves) in calls(group).items():
+        stored = outcome(fn, leaves)
+        again = outcome(lambda *args, fn=fn: checkpoint(fn, *args, use_reentrant=False), leaves)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, stored, strict=True)), name
+
+        def low(*args: Tensor, fn: Callable[..., Any] = fn) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return fn(*args)
+
+        found = outcome(low, leaves)
+        if "norm" in name or "loss" in name or "entropy" in name:
+            assert found[0].dtype == torch.float32, name
+        elif "matmul" in name or "attention" in name:
+            assert found[0].dtype == torch.bfloat16, name
+        outputs = len(found) - len(leaves)
+        assert all(grad.dtype == leaf.dtype for grad, leaf in zip(found[outputs:], leaves, strict=True)), name
+        for ours, theirs in zip(found, stored, strict=True):
+            scale = theirs.abs().max().item()
+            torch.testing.assert_close(ours.float() / scale, theirs / scale, rtol=0.0, atol=0.1, msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_checkpointing_and_autocast(schedule: str) -> None:
+    run_variant(schedule, 2, checkpointed_and_under_autocast)
