@@ -2,19 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_tp.nn import RotaryEmbedding
 from fused_tp.runtime.partition import shard_range
 from tests.reference import seeded
 
 # fp64: what is left is the order of summation.
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+HEADS, HEAD_DIM, HIDDEN = 12, 4, 10
+
+
+class Attention(nn.Module):
+    """What ParallelAttention computes, in the plainest words, with the names of Llama's attention."""
+
+    def __init__(self, kv_heads: int, bias: bool, norms: bool, rope: RotaryEmbedding | None, causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias, dtype=torch.float64)
+        self.k_proj = nn.Linear(HIDDEN, kv_heads * HEAD_DIM, bias, dtype=torch.float64)
+        self.v_proj = nn.Linear(HIDDEN, kv_heads * HEAD_DIM, bias, dtype=torch.float64)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias, dtype=torch.float64)
+        if norms:
+            self.q_norm = nn.RMSNorm(HEAD_DIM, 1e-6, dtype=torch.float64)
+            self.k_norm = nn.RMSNorm(HEAD_DIM, 1e-6, dtype=torch.float64)
+            with torch.no_grad():
+                self.q_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=8))
+                self.k_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=9))
+        self.head_dim, self.kv_heads, self.rope, self.is_causal, self.norms = HEAD_DIM, kv_heads, rope, causal, norms
+        self.sliding_window: int | None = None
+        self.attn_logit_softcapping: float | None = None
+        self.sinks: nn.Parameter | None = None
+        self.slopes: Tensor | None = None
+        self.documents: list[int] = []
+
+    def with_everything(self) -> Attention:
+        """A window, a cap and sinks, under their names in transformers, and ALiBi, which has none there."""
+        self.sliding_window, self.attn_logit_softcapping = 4, 2.0
+        self.sinks = nn.Parameter(seeded(HEADS, dtype=torch.float64, seed=5))
+        self.slopes = 0.1 / torch.arange(1, HEADS + 1)
+        return self
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: additive or bool, [batch, heads, seq, seq] or broadcastable."""
+        q = self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
+        if self.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            places = [torch.arange(b - a) for a, b in itertools.pairwise([0, *self.documents[1:-1], x.shape[1]])]
+            q, k = self.rope(q, k, torch.cat(places))
+        k, v = (t.repeat_interleave(HEADS // self.kv_heads, dim=2) for t in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / HEAD_DIM**0.5
+        if self.attn_logit_softcapping is not None:
+            scores = self.attn_logit_softcapping * torch.tanh(scores / self.attn_logit_softcapping)
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * distance.abs()
+        if self.is_causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if self.sliding_window is not None:
+            scores = scores.masked_fill(distance.abs() >= self.sliding_window, -torch.inf)
+        if self.documents:
+            document = torch.bucketize(torch.arange(x.shape[1]), torch.tensor(self.documents), right=True)
+            scores = scores.masked_fill(document[:, None] != document, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        if self.sinks is not None:
+            extra = self.sinks[None, :, None, None].expand(x.shape[0], HEADS, x.shape[1], 1)
+            scores, v = torch.cat([scores, extra], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+        # 0 for rows that see nothing
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e300).detach())
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+        return self.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2))
+
+
+class Gated(nn.Module):
+    """An MLP with the names of Llama's."""
+
+    def __init__(
+        self,
+        act: Callable[[Tensor], Tensor] = F.silu,
+        bias: bool = False,
+        hidden: int = 6,
+        intermediate: int = 13,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias)
+        self.act_fn = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def part(t: Tensor, dim: int | None, group: dist.ProcessGroup) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fused_tp.nn import gather_state_dict
-from tests.distributed.small_model import Block, Model, loss_of, shard_model, tokens
+from tests.distributed.small_model import Model, loss_of, shard_model, tokens
 from tests.workers import device_mesh, on_ranks
 
 # fp64, 3 steps of Adam. Where a gradient is near 0 Adam divides small by small, so errors of 1e-15 grow.
@@ -84,21 +83,3 @@ def test_fsdp2_over_tensor_parallelism_equals_one_process(group: dist.ProcessGro
         all_of_them = [tokens(4, 8, seed) for seed in range(3)]
         mine = [ids.chunk(2)[mesh["dp"].get_local_rank()] for ids in all_of_them]
         same_training(sharded, full, mine, all_of_them, mesh["dp"].get_group())
-
-
-@on_ranks(2)
-def test_activation_checkpointing_changes_nothing(group: dist.ProcessGroup) -> None:
-    full = Model()
-    plain = shard_model(copy.deepcopy(full), device_mesh(group), True)
-    saving = copy.deepcopy(plain)
-    for block in saving.blocks:
-        assert isinstance(block, Block)
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    ids = tokens(2, 8)
-    for model in (plain, saving):
-        loss_of(model, ids).backward()
-    for name, parameter in saving.named_parameters():
-        mine, wanted = parameter.grad, plain.get_parameter(name).grad
-        assert isinstance(mine, DTensor) and isinstance(wanted, DTensor)
-        assert torch.equal(mine.to_local(), wanted.to_local())

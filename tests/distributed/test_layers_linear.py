@@ -59,31 +59,6 @@ def test_embedding_equals_the_unsharded(group: dist.ProcessGroup) -> None:
             assert torch.equal(layer(ids), part(full(ids), -2 if sp else None, group))
 
 
-@on_ranks(2, 4)
-def test_repeated_column_layer(group: dist.ProcessGroup) -> None:
-    mesh = device_mesh(group)
-    for parts in (parts for parts in (1, 2, 4) if group.size() % parts == 0):
-        torch.manual_seed(0)
-        full = nn.Linear(6, 12, dtype=torch.float64)
-        layer = RepeatedColumnLinear.from_linear(full, parts=parts, mesh=mesh)
-        x_full = seeded(3, 6, dtype=torch.float64, seed=1).requires_grad_()
-        x = x_full.detach().clone().requires_grad_()
-        index, size = group.rank() // (group.size() // parts), 12 // parts
-        wanted = full(x_full)[:, index * size : (index + 1) * size]
-        y = layer(x)
-        torch.testing.assert_close(y, wanted, **EXACT)
-        # each rank of a part contributes its own term of the loss
-        loss = sum(
-            (full(x_full)[:, r // (group.size() // parts) * size :][:, :size] * (r + 1)).sum()
-            for r in range(group.size())
-        )
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        (y * (group.rank() + 1)).sum().backward()
-        torch.testing.assert_close(x.grad, x_full.grad, **EXACT)
-        assert_same_parameters(layer, full)
-
-
 @on_ranks(3)
 def test_initial_weights_are_those_of_the_unsharded_layer(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
@@ -183,21 +158,6 @@ def test_tied_weights_stay_tied(group: dist.ProcessGroup) -> None:
     linear = nn.Linear(4, 4)
     ColumnParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
     refuses(ValueError, "tied weights must be cut alike", RowParallelLinear.from_linear, linear, mesh=mesh, memo=memo)
-
-
-@on_ranks(2)
-def test_autocast(group: dist.ProcessGroup) -> None:
-    mesh = device_mesh(group)
-    torch.manual_seed(0)
-    full = nn.Linear(8, 6)
-    layer = ColumnParallelLinear.from_linear(full, mesh=mesh, gather_output=True)
-    x = seeded(3, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, wanted = layer(x), full(x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y, wanted)
-    y.sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
 @on_ranks(2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,27 +21,14 @@ from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
 
 
-class Counted:
-    """Counts the multi-weight calls that the layers make."""
+def counting() -> Any:
+    """Records the multi-weight calls that the layers make."""
+    module = sys.modules["fused_tp.nn.share_gather"]
+    return mock.patch.object(module, "column_forward", wraps=module.column_forward)
 
-    def __init__(self) -> None:
-        import sys
 
-        self.module = sys.modules["fused_tp.nn.share_gather"]
-        self.calls: list[int] = []
-
-    def __enter__(self) -> Counted:
-        self.original = self.module.column_forward
-
-        def counting(layers: Any, x: Tensor, gather_size: int | None = None) -> Any:
-            self.calls.append(len(layers))
-            return self.original(layers, x, gather_size)
-
-        self.module.column_forward = counting
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.module.column_forward = self.original
+def layers_of(calls: mock.Mock) -> list[int]:
+    return [len(call.args[0]) for call in calls.call_args_list]
 
 
 class CountingBackend:
@@ -97,9 +86,9 @@ def test_results_are_those_of_separate_layers(group: dist.ProcessGroup, sequence
     full, model = Projections(None), shared_projections(group, sequence_parallel)
     dim, tokens = 0 if sequence_parallel else None, 2 * group.size()
     for use_reentrant in (None, False, True):
-        with Counted() as counted:
+        with counting() as counted:
             assert_same(group, full, Checkpointed(model, use_reentrant), (tokens, 6), cut=dim)
-            assert counted.calls == [3] * (1 if use_reentrant is None else 2)
+            assert layers_of(counted) == [3] * (1 if use_reentrant is None else 2)
         x = part(seeded(tokens, 6, dtype=torch.float64), dim, group)
         with torch.no_grad():
             without = model(x)
@@ -116,22 +105,22 @@ def test_never_stale(group: dist.ProcessGroup) -> None:
     def same(i: int, x: Tensor) -> None:
         assert torch.equal(model.linears[i](x), alone.linears[i](x))
 
-    with Counted() as counted:
+    with counting() as counted:
         q(x)
         x.add_(1)  # written to in place
         same(1, x)
         same(2, x)
-        assert counted.calls == [3, 3]
-    with Counted() as counted:  # an equal tensor is not the same tensor
+        assert layers_of(counted) == [3, 3]
+    with counting() as counted:  # an equal tensor is not the same tensor
         x = x.clone()
         q(x)
         same(1, x.clone())
-        assert counted.calls == [3, 3]
-    with Counted() as counted:  # a part is handed out once
+        assert layers_of(counted) == [3, 3]
+    with counting() as counted:  # a part is handed out once
         x = x.clone()
         for _ in range(3):
             same(0, x)
-        assert counted.calls == [3, 3, 3]
+        assert layers_of(counted) == [3, 3, 3]
     x = x.clone()
     q(x)
     with torch.no_grad():
