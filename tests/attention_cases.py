@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,10 +160,19 @@ def check(one: Case, got: list[Tensor | None]) -> None:
             assert error <= (12 * eps + 2e-6 * (dtype != torch.float64)) * scale, f"{name} of {one}: {error}"
 
 
-def run(world_size: int, cases: list[Case], route: str, op: Op = ring_attention) -> None:
-    results = run_ranks(world_size, on_ranks, cases, op, env=ROUTES[route])
+def check_all(cases: list[Case], ranks: list[list[list[Tensor | None]]]) -> None:
+    """What `on_ranks` returned on all ranks, against the reference."""
     for index, one in enumerate(cases):
-        check(one, whole(one, [rank[index] for rank in results]))
+        check(one, whole(one, [rank[index] for rank in ranks]))
+
+
+def assert_same_bits(ranks: list[list[list[Tensor | None]]], others: list[list[list[Tensor | None]]]) -> None:
+    for one, other in zip(itertools.chain(*ranks), itertools.chain(*others), strict=True):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def run(world_size: int, cases: list[Case], route: str, op: Op = ring_attention) -> None:
+    check_all(cases, run_ranks(world_size, on_ranks, cases, op, env=ROUTES[route]))
 
 
 DOCUMENTS = [0, 1, 1, 14, 15, 37]  # of lengths 1, 0, 13, 1, 22

@@ -16,7 +16,7 @@ from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
-from tests.attention_cases import ROUTES
+from tests.attention_cases import ROUTES, per_head
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import refuses, seeded
 from tests.workers import run_ranks
@@ -71,12 +71,7 @@ def whole(one: Case) -> list[Tensor]:
 
 
 def keywords(one: Case) -> dict[str, Any]:
-    found: dict[str, Any] = {name: one[name] for name in KEYWORDS if name in one}
-    if one.get("alibi"):
-        found["alibi_slopes"] = 0.3 / torch.arange(1, one["heads"] + 1)
-    if one.get("sinks"):
-        found["sinks"] = seeded(one["heads"], seed=7)
-    return found
+    return {**{name: one[name] for name in KEYWORDS if name in one}, **per_head(one)}
 
 
 def held(x: Tensor, lengths: list[int], dealing: BlockCyclicLayout) -> Tensor:
@@ -155,22 +150,6 @@ def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
         check(one, *ranks[0][index])
         for other in ranks[1:]:
             assert all(torch.equal(a, b) for a, b in zip(ranks[0][index], other[index], strict=True)), one
-
-
-def test_tokens_are_placed_in_blocks() -> None:
-    for world_size in (1, 2, 3):
-        for block in (1, 4):
-            ranks = [BlockCyclicLayout(world_size, rank, block) for rank in range(world_size)]
-            for length in range(30):
-                seen = 0
-                for one in ranks:
-                    own = one.indices(0, one.count(length))
-                    assert (own < length).all() and (one.owners(own) == one.rank).all()
-                    assert (own[1:] > own[:-1]).all()
-                    assert one.tokens(0, len(own)).indices.tolist() == own.tolist()
-                    assert one.tokens(1, max(1, len(own))).indices.tolist() == own[1:].tolist()
-                    seen += len(own)
-                assert seen == length
 
 
 def disagreeing(group: dist.ProcessGroup) -> None:
@@ -295,13 +274,12 @@ def caches(group: dist.ProcessGroup) -> None:
     out = pool.batch([one]).attend(q[:1, :1]).double()
     torch.testing.assert_close(out, reference(q[:1, :1], k, v, [10]), rtol=0, atol=limit)
     pool.free(one)
-    with pytest.raises(ValueError, match=f"there is no sequence {one} in the cache"):
-        pool.batch([one])
-    with pytest.raises(ValueError, match="name at least one sequence, and each of them once"):
-        pool.batch([other, other])
+    refuses(ValueError, f"there is no sequence {one} in the cache", pool.batch, [one])
+    refuses(ValueError, "name at least one sequence, and each of them once", pool.batch, [other, other])
     much = 90 * group.size()  # the same sentence on all ranks, so that nobody waits for another
-    with pytest.raises(ValueError, match=r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"):
-        pool.batch([other]).append(k[:1, :1].expand(1, much, 2, 8), v[:1, :1].expand(1, much, 2, 6))
+    more = [x[:1, :1].expand(-1, much, -1, -1) for x in (k, v)]
+    said = r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"
+    refuses(ValueError, said, pool.batch([other]).append, *more)
     assert pool.length_of(other) == 12
     pool.free(other)
     assert pool.free_pages == 20

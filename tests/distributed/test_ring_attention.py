@@ -17,10 +17,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from fused_tp import ring_attention, sequence_positions, shard_sequence, ulysses_attention, unshard_sequence
-from fused_tp.attention.layout import all_tokens
+from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
 from fused_tp.attention.ring import Backward, Forward
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.ops.attention_arguments import checked_arguments
@@ -29,20 +27,18 @@ from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.transport.shm import ShmTransport
 from fused_tp.transport.torch_dist import TorchDist
 from tests.attention_cases import (
-    DOCUMENTS,
     FEATURES,
     ROUTES,
     Case,
     Op,
     any_case,
+    assert_same_bits,
     case,
-    check,
-    cut,
+    check_all,
     inputs,
     keywords,
     on_ranks,
     run,
-    whole,
 )
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import refuses, seeded
@@ -94,9 +90,7 @@ def on_ranks_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list
 )
 def test_backward_in_chunks(world_size: int, route: str) -> None:
     cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
-    results = run_ranks(world_size, on_ranks_in_chunks, cases, env=ROUTES[route])
-    for index, one in enumerate(cases):
-        check(one, whole(one, [rank[index] for rank in results]))
+    check_all(cases, run_ranks(world_size, on_ranks_in_chunks, cases, env=ROUTES[route]))
 
 
 @pytest.mark.full
@@ -111,11 +105,10 @@ def test_any_mask(cases: list[Case], where: tuple[Op, int, str]) -> None:
 def test_same_bits_in_every_run(route: str) -> None:
     cases = [case(43, causal=True), FEATURES["all scores"]]
     first, again = (run_ranks(3, on_ranks, cases, env=ROUTES[route]) for _ in range(2))
-    for one, other in zip(itertools.chain(*first), itertools.chain(*again), strict=True):
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert_same_bits(first, again)
 
 
-UNWRITTEN = ("softcap", "cross, causal, more queries", "cross, documents without keys")
+UNWRITTEN = [FEATURES[name] for name in ("softcap", "cross, causal, more queries", "cross, documents without keys")]
 
 
 def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
@@ -131,52 +124,12 @@ def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SoftmaxState, "uninitialised", classmethod(filled))
         patch.setenv("FUSED_TP_ATTENTION", kernel)
-        return on_ranks(group, [FEATURES[name] for name in UNWRITTEN])
+        return on_ranks(group, UNWRITTEN)
 
 
 @pytest.mark.parametrize("kernel", ["native-cpu", "torch-blocks"])
 def test_no_state_is_read_before_it_was_written(kernel: str) -> None:
-    results = run_ranks(2, with_unwritten_states, kernel, env=ROUTES["one_sided"])
-    for index, name in enumerate(UNWRITTEN):
-        check(FEATURES[name], whole(FEATURES[name], [rank[index] for rank in results]))
-
-
-def test_dropout_does_not_depend_on_the_group() -> None:
-    one = FEATURES["dropout"]
-    kept = [whole(one, [r[0] for r in run_ranks(size, on_ranks, [one], env=ROUTES["one_sided"])]) for size in (1, 3)]
-    for a, b in zip(*kept, strict=True):
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-TOKENS = (0, 1, 9, 14, 15, 30)
-
-
-def leaks(group: dist.ProcessGroup, one: Case) -> list[list[bool]]:
-    """For each of TOKENS and of this rank's queries, whether its output changes when that token of the keys does."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    where = torch.from_numpy(all_tokens(one["seq_len"], size, one["layout"], tuple(one["cu_seqlens"]))[rank].indices)
-    q, k, v, *_ = inputs(one)
-
-    def attend(k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(*(cut(t, 1, where) for t in (q, k, v)), group=group, **keywords(one))
-
-    found, out = [], attend(k, v)
-    for token in TOKENS:
-        change = torch.zeros(k.shape[1])
-        change[token] = 3.0
-        change = change.to(k.dtype)[None, :, None, None]
-        other = attend(k + change, v - change)
-        found.append([not torch.equal(out[:, i], other[:, i]) for i in range(len(where))])
-    return found
-
-
-def test_nothing_leaks_between_documents_or_out_of_windows() -> None:
-    one = case(37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS, layout="balanced")
-    seen, _ = dense_mask(37, 37, causal=True, window=(4, 0), cu_seqlens=DOCUMENTS)
-    tokens = all_tokens(37, 2, "balanced", tuple(DOCUMENTS))
-    for rank, changed in enumerate(run_ranks(2, leaks, one, env=ROUTES["one_sided"])):
-        assert changed == [seen[torch.from_numpy(tokens[rank].indices), token].tolist() for token in TOKENS]
+    check_all(UNWRITTEN, run_ranks(2, with_unwritten_states, kernel, env=ROUTES["one_sided"]))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -221,70 +174,10 @@ def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
     env = {**ROUTES["pipelined"], "FUSED_TP_RING_GRADIENTS": how}
     keys = 2 * 8 * 32  # elements of K and V of 32 tokens; they travel forward and backward
     assert run_ranks(2, sent, [one], env=env) == [[keys * (2 + 2 + (4 if how == "wide" else 2))]] * 2
-    check(one, whole(one, [rank[0] for rank in run_ranks(2, on_ranks, [one], env=env)]))
+    check_all([one], run_ranks(2, on_ranks, [one], env=env))
 
 
 # -- autograd and compilers -------------------------------------------------------------------------------------------
-
-
-def through(op: Op, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """out and lse from full tensors, so that every rank perturbs the same element and sees the whole effect."""
-    where = {"group": arguments["group"], "layout": arguments["layout"]}
-    shards = (shard_sequence(t, 1, **where) for t in (q, k, v))
-    out, lse = op(*shards, seq_len=q.shape[1], return_lse=True, **arguments)
-    both = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
-    return unshard_sequence(both, 1, seq_len=q.shape[1], **where)
-
-
-def gradchecked(group: dist.ProcessGroup, op: Op) -> None:
-    for causal, layout in ((True, "zigzag"), (False, "contiguous")):
-        torch.manual_seed(0)  # fast gradcheck draws directions, which must be those of all ranks
-        heads = enumerate((2 * dist.get_world_size(group), 2, 2))
-        leaves = [seeded(1, 5, n, 2, dtype=torch.float64, seed=n + i).requires_grad_() for i, n in heads]
-        arguments = {"group": group, "causal": causal, "layout": layout, "softcap": 3.0}
-        assert torch.autograd.gradcheck(lambda *t, a=arguments: through(op, *t, **a), leaves, fast_mode=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("op", "world_size", "route"),
-    [(ring_attention, 3, "one_sided"), (ring_attention, 2, "plain"), (ulysses_attention, 3, "pipelined")],
-)
-def test_gradcheck(op: Op, world_size: int, route: str) -> None:
-    run_ranks(world_size, gradchecked, op, env=ROUTES[route])
-
-
-def block(x: Tensor, weight: Tensor, group: dist.ProcessGroup, seq_len: int) -> Tensor:
-    """An attention block on a shard of the tokens, with positions."""
-    x = x + sequence_positions(seq_len, group=group).to(x.dtype)[None, :, None].sin()
-    q, k, v = (x @ weight).unflatten(-1, (6, 8)).split([4, 1, 1], dim=2)
-    return ring_attention(q, k, v, group=group, causal=True, seq_len=seq_len).flatten(2)
-
-
-def compiled_and_checkpointed(group: dist.ProcessGroup) -> None:
-    torch._dynamo.reset()
-    fn = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for seq_len in (11, 12):
-        x = shard_sequence(seeded(2, seq_len, 16), 1, group=group).requires_grad_()
-        weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
-        wanted = block(x, weight, group, seq_len)
-        kept = checkpoint(block, x, weight, group, seq_len, use_reentrant=False)
-        assert isinstance(kept, Tensor)
-        outs = wanted, fn(x, weight, group, seq_len), kept
-        grads = [torch.autograd.grad(out.sum(), (x, weight)) for out in outs]
-        for out, grad in zip(outs[1:], grads[1:], strict=True):
-            torch.testing.assert_close([out, *grad], [wanted, *grads[0]])
-
-    def there_and_back(x: Tensor) -> Tensor:
-        return unshard_sequence(shard_sequence(x, 1, group=group) * 2, 1, group=group, seq_len=x.shape[1])
-
-    x = seeded(2, 7, 3).requires_grad_()
-    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close((got, *torch.autograd.grad(got.sum(), x)), (2 * x, torch.full_like(x, 2.0)))
-
-
-def test_compile_and_activation_checkpointing() -> None:
-    run_ranks(2, compiled_and_checkpointed, env=ROUTES["pipelined"])
 
 
 def used_in_part(group: dist.ProcessGroup, op: Op) -> None:
@@ -408,19 +301,17 @@ def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
 def test_a_slot_is_kept_for_its_reader_over_chunks_that_find_nothing() -> None:
     """In zigzag with a window a rank looks at both neighbours' keys, in the first step and the last."""
     one = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1)
-    results = run_ranks(4, with_a_late_reader, env=ROUTES["one_sided"])
-    for late in range(4):
-        check(one, whole(one, [rank[late] for rank in results]))
+    check_all([one] * 4, run_ranks(4, with_a_late_reader, env=ROUTES["one_sided"]))
 
 
-def early_and_late(group: dist.ProcessGroup) -> bool:
-    """Whether results have the same bits where peers seem to be in the call before, and step 0 comes first."""
+def early_and_late(group: dist.ProcessGroup) -> None:
+    """Results have the same bits where peers seem to be in the call before, and step 0 comes first."""
     found = []
     for settled in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ShmTransport, "settled", settled)
-            found.append(on_ranks(group, [case(30, causal=True, batch=2)])[0])
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+            found.append(on_ranks(group, [case(30, causal=True, batch=2)]))
+    assert_same_bits(found[:1], found[1:])
 
 
 def fails_in_step_0(group: dist.ProcessGroup) -> float:
@@ -438,7 +329,7 @@ def fails_in_step_0(group: dist.ProcessGroup) -> float:
 
 
 def test_step_0_may_come_before_the_call() -> None:
-    assert all(run_ranks(3, early_and_late, env=ROUTES["one_sided"]))
+    run_ranks(3, early_and_late, env=ROUTES["one_sided"])
     for outcome in fresh_ranks(2, fails_in_step_0, env=ROUTES["one_sided"]):
         assert outcome.unwrap() < 10
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from fused_tp.attention.all_to_all import Share, shares
-from fused_tp.attention.layout import TokenLayout, all_tokens, local_length
+from fused_tp.attention.layout import TokenLayout
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.ops.sequence import shard_sequence
+from fused_tp.ops.sequence import sequence_positions, shard_sequence
 from fused_tp.ops.ulysses_attention import ulysses_attention
 from tests.attention_cases import (
     DOCUMENTS,
     FEATURES,
-    NAMES,
     ROUTES,
     Case,
+    Op,
+    assert_same_bits,
     case,
-    check,
+    check_all,
     on_ranks,
     reference,
     run,
@@ -32,7 +33,7 @@ from tests.attention_cases import (
 )
 from tests.distributed.device_tools import device_ranks, forced
 from tests.distributed.nccl_tools import nccl_ranks, public_ops_use
-from tests.reference import seeded
+from tests.reference import refuses, seeded
 from tests.workers import device_mesh, run_ranks
 
 BOTH_ROUTES = pytest.mark.parametrize("route", ["one_sided", "pipelined"])
@@ -72,26 +73,15 @@ def on_three_ranks(group: dist.ProcessGroup, most_pieces: int) -> list[list[Tens
 @BOTH_ROUTES
 @pytest.mark.parametrize("most_pieces", [1, 16])  # rows move by index, or piece by piece
 def test_shared_key_heads_and_few_tokens(route: str, most_pieces: int) -> None:
-    results = run_ranks(3, on_three_ranks, most_pieces, env=ROUTES[route])
-    for index, one in enumerate([*OVER_THREE, *SHORT]):
-        check(one, whole(one, [rank[index] for rank in results]))
+    check_all([*OVER_THREE, *SHORT], run_ranks(3, on_three_ranks, most_pieces, env=ROUTES[route]))
 
 
-def test_as_the_ring_and_the_same_bits_on_every_route() -> None:
+def test_same_bits_on_every_route() -> None:
     cases = [FEATURES["all scores"], case(37, causal=True, heads=8, kv_heads=1, batch=2, dtype=torch.bfloat16)]
-    by_ring = run_ranks(4, on_ranks, cases, ring_attention, env=ROUTES["one_sided"])
-    by_heads, by_messages = (
-        run_ranks(4, on_ranks, cases, ulysses_attention, env=ROUTES[route]) for route in ("one_sided", "pipelined")
+    first, other = (
+        run_ranks(4, on_ranks, cases, ulysses_attention, env=ROUTES[name]) for name in ("one_sided", "pipelined")
     )
-    for index, one in enumerate(cases):
-        rings, heads, messages = (
-            whole(one, [rank[index] for rank in ranks]) for ranks in (by_ring, by_heads, by_messages)
-        )
-        for name, ring, a, b in zip(NAMES, rings, heads, messages, strict=True):
-            if ring is not None and a is not None and b is not None:
-                assert torch.equal(a, b), name
-                if one["dtype"] == torch.float32:
-                    torch.testing.assert_close(a, ring, atol=2e-5, rtol=2e-5)
+    assert_same_bits(first, other)
 
 
 def test_gradients_of_shared_key_heads_are_rounded_once() -> None:
@@ -141,37 +131,41 @@ def test_every_element_travels_once_to_who_needs_it() -> None:
 # -- under autograd and compilers -------------------------------------------------------------------------------------
 
 
-def block(x: Tensor, weight: Tensor, group: Any, seq_len: int, bounds: Tensor, lse: bool) -> Tensor:
+def block(x: Tensor, weight: Tensor, run: Op, seq_len: int, how: dict[str, Any]) -> Tensor:
+    """An attention block on a shard of the tokens, with positions."""
+    positions = sequence_positions(seq_len, **{name: how[name] for name in ("group", "layout", "cu_seqlens")})
+    x = x + positions.to(x.dtype)[None, :, None].sin()
     q, k, v = (x @ weight).unflatten(-1, (6, 8)).split([4, 1, 1], dim=2)
-    how: dict[str, Any] = {"causal": True, "cu_seqlens": bounds, "layout": "balanced", "seq_len": seq_len}
-    if isinstance(group, dist.ProcessGroup):
-        out, extra = ulysses_attention(q, k, v, group=group, return_lse=True, **how)
-    else:
-        out, extra = context_parallel_attention(q, k, v, mesh=group, return_lse=True, **how)
-    return out + extra.transpose(1, 2).unsqueeze(-1).exp() if lse else out
+    out, lse = run(q, k, v, causal=True, seq_len=seq_len, return_lse=True, **how)
+    return out + lse.transpose(1, 2).unsqueeze(-1).exp()
 
 
-def compare_compiled(group: Any, shard: Any, lse: bool, lengths: tuple[int, ...]) -> None:
+def compiled_and_checkpointed(group: dist.ProcessGroup, op: Op, lengths: tuple[int, ...]) -> None:
     """The second length compiles for all lengths."""
     torch._dynamo.reset()
+    run = by_mesh(group) if op is context_parallel_attention else op
     fn = torch.compile(block, fullgraph=True, backend="aot_eager")
     weight = seeded(16, 48, seed=1, scale=0.25).requires_grad_()
     for seq_len in lengths:
-        x = shard(seeded(2, seq_len, 16)).requires_grad_()
-        bounds = torch.tensor([0, 5, seq_len])
-        wanted, got = (run(x, weight, group, seq_len, bounds, lse) for run in (block, fn))
-        torch.testing.assert_close(got, wanted)
-        grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (got, wanted)]
-        for one, two in zip(*grads, strict=True):
-            torch.testing.assert_close(one, two)
+        how = {"group": group, "layout": "balanced", "cu_seqlens": torch.tensor([0, 5, seq_len])}
+        x = shard_sequence(seeded(2, seq_len, 16), 1, **how).requires_grad_()
+        given = (x, weight, run, seq_len, how)
+        wanted = block(*given)
+        grads = torch.autograd.grad(wanted.sum(), (x, weight))
+        for got in (fn(*given), checkpoint(block, *given, use_reentrant=False)):
+            torch.testing.assert_close([got, *torch.autograd.grad(got.sum(), (x, weight))], [wanted, *grads])
 
 
-def compiled(group: dist.ProcessGroup) -> None:
-    compare_compiled(group, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), True, (11, 14))
-
-
-def test_compile() -> None:
-    run_ranks(2, compiled, env=ROUTES["pipelined"])
+@pytest.mark.parametrize(
+    ("op", "world_size", "lengths"),
+    [
+        (ring_attention, 2, (11, 12)),
+        (ulysses_attention, 2, (11, 14)),
+        pytest.param(context_parallel_attention, 4, (11,), marks=pytest.mark.full),
+    ],
+)
+def test_compile_and_activation_checkpointing(op: Op, world_size: int, lengths: tuple[int, ...]) -> None:
+    run_ranks(world_size, compiled_and_checkpointed, op, lengths, env=ROUTES["pipelined"])
 
 
 # -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
@@ -190,11 +184,7 @@ def test_nccl() -> None:
 
 def compare_with_messages(results: list[list[list[Tensor | None]]], cases: list[Case]) -> None:
     """The same bits as torch.distributed brings."""
-    wanted = run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"])
-    for got, expected in zip(results, wanted, strict=True):
-        for one, other in zip(got, expected, strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+    assert_same_bits(results, run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"]))
 
 
 def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
@@ -216,59 +206,42 @@ def test_device_kernel() -> None:
 # -- a ring around it -------------------------------------------------------------------------------------------------
 
 
-def by_mesh(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-    return context_parallel_attention(q, k, v, mesh=mesh, **keywords)
+def by_mesh(group: dist.ProcessGroup, names: Sequence[str] = ("ring", "heads"), **dims: Any) -> Op:
+    """context_parallel_attention over a 2 x 2 mesh with dims of these names, or over all of `group`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(names)) if names else device_mesh(group)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+        return context_parallel_attention(q, k, v, mesh=mesh, **dims, **keywords)
+
+    return run
 
 
-def by_mesh_heads_first(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "ring"))
-    return context_parallel_attention(q, k, v, mesh=mesh, ulysses_dim="heads", **keywords)
+def on_mesh(group: dist.ProcessGroup, cases: list[Case], names: Sequence[str], dims: dict[str, Any]) -> Any:
+    return on_ranks(group, cases, by_mesh(group, names, **dims))
 
 
-def by_flat_mesh(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
-    return context_parallel_attention(q, k, v, mesh=device_mesh(group), ulysses_dim=-1, **keywords)
+CROSS = [one for name, one in FEATURES.items() if "cross" in name or "documents" in name or "all" in name]
+CROSS.append(case(37, causal=True, kv_heads=1, dtype=torch.bfloat16))
+FLAT = [FEATURES["all scores"]]
 
 
-def test_features_over_a_mesh() -> None:
-    run(4, ALL, "one_sided", by_mesh)
-
-
-def test_features_over_a_mesh_whose_first_dim_shares_heads() -> None:
-    some = [one for name, one in FEATURES.items() if "cross" in name or "documents" in name or "all" in name]
-    run(4, [*some, case(37, causal=True, kv_heads=1, dtype=torch.bfloat16)], "plain", by_mesh_heads_first)
-
-
-def test_meshes_of_one_dim() -> None:
-    for op in (by_flat_mesh, by_flat_ring):
-        run(2, [FEATURES["all scores"]], "one_sided", op)
-
-
-def by_flat_ring(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
-    return context_parallel_attention(q, k, v, mesh=device_mesh(group), **keywords)
-
-
-def compiled_over_a_mesh(group: dist.ProcessGroup) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
-    compare_compiled(mesh, lambda x: shard_sequence(x, 1, group=group, layout="contiguous"), False, (11,))
-
-
-@pytest.mark.full
-def test_compile_over_a_mesh() -> None:
-    run_ranks(4, compiled_over_a_mesh, env=ROUTES["one_sided"])
+@pytest.mark.parametrize(
+    ("world_size", "cases", "route", "names", "dims"),
+    [
+        (4, ALL, "one_sided", ("ring", "heads"), {}),
+        (4, CROSS, "plain", ("heads", "ring"), {"ulysses_dim": "heads"}),
+        (2, FLAT, "one_sided", (), {"ulysses_dim": -1}),
+        (2, FLAT, "one_sided", (), {}),
+    ],
+    ids=["2x2", "heads first", "flat heads", "flat ring"],
+)
+def test_features_over_a_mesh(world_size: int, cases: list[Case], route: str, names: Any, dims: Any) -> None:
+    check_all(cases, run_ranks(world_size, on_mesh, cases, names, dims, env=ROUTES[route]))
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_ranks_that_have_their_tokens_together(strided: bool) -> None:
-    """Every token once, and causal work as equal as that of zigzag over the ring alone."""
-    held = TokenLayout("zigzag", 4, strided).tokens(800, 3)
-    assert sorted(int(i) for tokens in held for i in tokens.indices) == list(range(800))
-    parts = all_tokens(800, 12, "zigzag")
-    for rank, tokens in enumerate(held):
-        members = parts[rank::3] if strided else parts[4 * rank : 4 * rank + 4]
-        assert np.array_equal(tokens.indices, np.sort(np.concatenate([one.indices for one in members])))
-        assert tokens.length == sum(one.length for one in members)
-    work = [int((tokens.indices + 1).sum()) for tokens in held]
+def test_causal_work_is_as_equal_as_that_of_zigzag_over_the_ring_alone(strided: bool) -> None:
+    work = [int((tokens.indices + 1).sum()) for tokens in TokenLayout("zigzag", 4, strided).tokens(800, 3)]
     assert max(work) <= 1.01 * sum(work) / 3
 
 
@@ -278,8 +251,8 @@ def test_ranks_that_have_their_tokens_together(strided: bool) -> None:
 def refused(group: dist.ProcessGroup) -> None:
     q = torch.zeros(1, 4, 6, 8)
     k = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="q has 6 heads, which 4 ranks cannot share equally; 1, 2, 3, 6 ranks could"):
-        ulysses_attention(q, k, k, group=group)
+    said = "q has 6 heads, which 4 ranks cannot share equally; 1, 2, 3, 6 ranks could"
+    refuses(ValueError, said, ulysses_attention, q, k, k, group=group)
     q, k = q[:, :, :4], k[:, :, :2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
     given = {"q": q, "k": k, "v": k}
@@ -288,8 +261,7 @@ def refused(group: dist.ProcessGroup) -> None:
             ({"cu_seqlens": torch.tensor([0, 3])}, "end with the 16 tokens"),
             ({"sinks": torch.zeros(1)}, r"sinks has shape \(1,\); it must be \[4\]"),
         ):
-            with pytest.raises(ValueError, match=message):
-                op(**given, **where, **wrong)
+            refuses(ValueError, message, op, **given, **where, **wrong)
     bad_dims: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"ulysses_dim": "cp"}, ValueError, r"ulysses_dim is 'cp'; the dims of mesh are \('ring', 'heads'\)"),
         ({"ring_dim": 2}, ValueError, "ring_dim=2 is out of range"),
@@ -299,20 +271,9 @@ def refused(group: dist.ProcessGroup) -> None:
         ({"mesh": init_device_mesh("cpu", (1, 2, 2))}, ValueError, "mesh has 3 dims"),
     ]
     for arguments, kind, message in bad_dims:
-        with pytest.raises(kind, match=message):
-            context_parallel_attention(**given, **{"mesh": mesh, **arguments})
+        refuses(kind, message, context_parallel_attention, **given, **{"mesh": mesh, **arguments})
     assert ulysses_attention(q, k, k, group=group).shape == q.shape  # nothing was sent before, the ranks are in step
 
 
 def test_bad_arguments() -> None:
     run_ranks(4, refused, env=ROUTES["one_sided"])
-
-
-def test_heads_that_only_one_rank_reads() -> None:
-    """They need not be written where others read."""
-    heads = (range(1), range(2), range(1, 2))
-    share = shares(all_tokens(10, 3, "zigzag"), heads, 2)
-    assert [list(share.only(rank)) for rank in range(3)] == [[], [], []] and share.repeated and not share.even
-    share = Share(share.places, (range(2), range(2, 4), range(3, 5)), 5)
-    assert [list(share.only(rank)) for rank in range(3)] == [[0, 1], [2], [4]]
-    assert share.rows == tuple(local_length(10, 3, rank, "zigzag") for rank in range(3)) and share.length == 10

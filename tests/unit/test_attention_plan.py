@@ -198,12 +198,6 @@ def test_a_part_of_a_step_is_a_part_of_its_mask(case: Case, data: st.DataObject)
     assert (part.q_start, part.q_stop) == (step.q_start + q_start, step.q_start + q_stop)
 
 
-def test_a_window_does_not_go_round_the_ring() -> None:
-    plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, TokenLayout("contiguous"))
-    assert [plan.needed(3, source).length for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
-    assert [plan.step(3, t).empty for t in range(8)] == [False, False] + [True] * 6
-
-
 def test_a_window_to_both_sides_leaves_holes() -> None:
     """Rank 0 of 2 looks at the begin of its neighbour's shard and at the end of it, and at nothing between."""
     plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, TokenLayout("zigzag"))
