@@ -133,11 +133,13 @@ def run_ranks(
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
 
-def on_ranks(*world_sizes: int | Callable[..., int], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def on_ranks(
+    *world_sizes: int | Callable[..., int], run: Callable[..., list[Any]] | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """Makes a test of `fn(group, ...)`: it runs on the ranks of the pool, once for each of these sizes.
 
     Its other parameters are the test's, whose values must pickle. In place of sizes, a function of some of them that
-    returns the size. `options` are those of `run_ranks`.
+    returns the size. `options` are those of `run`, which is `run_ranks` where nothing else is given.
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -148,7 +150,7 @@ def on_ranks(*world_sizes: int | Callable[..., int], **options: Any) -> Callable
             size = given.get("world_size", world_sizes[0])
             if callable(size):
                 size = size(**{name: given[name] for name in inspect.signature(size).parameters})
-            run_ranks(size, test, *(given[parameter.name] for parameter in parameters), **options)
+            (run or run_ranks)(size, test, *(given[parameter.name] for parameter in parameters), **options)
 
         test.rank_function = fn  # type: ignore[attr-defined]
         several = len(world_sizes) > 1

@@ -130,17 +130,13 @@ def test_strided_shards_are_dense_on_the_wire(group: Any) -> None:
     assert len(moved) == 2 and all(x.is_contiguous() for x in moved)
 
 
-def second_derivative(group: Any) -> Tensor:
+@on_ranks(2)
+def test_second_derivative(group: Any) -> None:
     """Collectives are linear, so they can be differentiated twice: d2/dx2 of (sum over ranks of all_reduce(x)^3)."""
     x = torch.full((2,), float(dist.get_rank(group) + 1), dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(fused_tp.all_reduce(x, group=group).pow(3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    return second
-
-
-def test_second_derivative() -> None:
-    for second in run_ranks(2, second_derivative):
-        assert torch.equal(second, torch.full((2,), 18.0, dtype=torch.float64))
+    assert torch.equal(second, torch.full((2,), 18.0, dtype=torch.float64))
 
 
 def through_mesh_and_world(group: Any) -> float:

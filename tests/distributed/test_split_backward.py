@@ -17,7 +17,7 @@ from fused_tp.ops.op import Op
 from fused_tp.runtime.group import GroupName, resolve_group
 from fused_tp.transport.torch_dist import torch_dist
 from tests.reference import seeded
-from tests.workers import run_ranks
+from tests.workers import on_ranks
 
 
 class Context:
@@ -39,7 +39,8 @@ def flattened(grads: dict[str, Any]) -> dict[str, list[Tensor]]:
     return {name: grads for name, grads in found.items() if grads}
 
 
-def split_is_joint(group: dist.ProcessGroup) -> None:
+@on_ranks(2, env={"FUSED_TP_SCHEDULE": "plain"})
+def test_input_and_weight_gradients_apart_are_those_of_a_backward(group: dist.ProcessGroup) -> None:
     rank, name = dist.get_rank(group), GroupName(group.group_name)
     transport = torch_dist(resolve_group(group), "cpu")
 
@@ -78,7 +79,3 @@ def split_is_joint(group: dist.ProcessGroup) -> None:
             assert found.keys() == joint.keys(), op.name
             for key, tensors in joint.items():
                 assert all(torch.equal(a, b) for a, b in zip(tensors, found[key], strict=True)), (op.name, key)
-
-
-def test_input_and_weight_gradients_apart_are_those_of_a_backward() -> None:
-    run_ranks(2, split_is_joint, env={"FUSED_TP_SCHEDULE": "plain"})

@@ -21,6 +21,7 @@ from tests.integrations.models import (
     on_layouts,
     pair,
 )
+from tests.reference import refuses
 from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -39,19 +40,18 @@ def packed_labels(tokens: Tensor, lengths: list[int]) -> Tensor:
     return labels
 
 
-WINDOWS = [("mistral", {"sliding_window": 4}), ("qwen2", {}), ("gemma2", {}), ("gpt_oss", {}), ("granite_swa", {})]
+WINDOWS: dict[str, Any] = {"mistral": {"sliding_window": 4}}
+FAMILIES = ["mistral", "qwen2", "gemma2", "gpt_oss", "granite_swa"]
+WITH_TP = "cp2_tp2_sp_lossparallel"
 
 
-@pytest.mark.parametrize(("family", "changes"), WINDOWS, ids=[family for family, _ in WINDOWS])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [*(("cp2", family) for family in FAMILIES), (WITH_TP, "gemma2"), (WITH_TP, "llama"), ("tp2_sp", "gemma2")],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_windows_caps_and_sinks(family: str, changes: dict[str, Any], packed: bool) -> None:
-    run_ranks(2, one_call, "cp2", family, packed, changes)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("family", ["gemma2", "llama"])
-def test_with_tensor_parallelism(family: str, packed: bool) -> None:
-    run_ranks(4, one_call, "cp2_tp2_sp_lossparallel", family, packed, {})
+def test_windows_caps_and_sinks(layout: str, family: str, packed: bool) -> None:
+    run_ranks(2 if layout in ("cp2", "tp2_sp") else 4, one_call, layout, family, packed, WINDOWS.get(family, {}))
 
 
 def one_call(group: dist.ProcessGroup, layout: str, family: str, packed: bool, changes: dict[str, Any]) -> None:
@@ -69,10 +69,6 @@ def one_call(group: dist.ProcessGroup, layout: str, family: str, packed: bool, c
     else:
         tokens = make_tokens(2, 21)
         assert_same_calls(parallel, whole, tokens, tokens)
-
-
-def test_windows_under_sequence_parallelism_alone() -> None:
-    run_ranks(2, one_call, "tp2_sp", "gemma2", True, {})
 
 
 @on_ranks(2)
@@ -126,8 +122,7 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
         r"positions \[batch, seq\]": {"position_ids": positions.expand(3, 2, -1)},
     }
     for says, keywords in refused.items():
-        with pytest.raises(ValueError, match=says):
-            parallel(tokens, **keywords)
+        refuses(ValueError, says, parallel, tokens, **keywords)
     # What padding is counted as does not matter.
     mask = torch.ones_like(tokens)
     mask[:, 19:] = 0

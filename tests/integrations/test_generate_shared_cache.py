@@ -14,6 +14,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
+from tests.reference import refuses
 from tests.workers import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -111,16 +112,14 @@ def test_forward_passes_with_a_cache(group: dist.ProcessGroup) -> None:
         assert_near(again, whole(tokens).logits[:, 11:], "logits")
         hidden = torch.ones(2, 15, dtype=torch.long)
         hidden[0, :2] = 0
-        with pytest.raises(ValueError, match="the mask must stay what it was"):
-            parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden)
-        with pytest.raises(ValueError, match="with padding on the left alone"):
-            parallel(tokens[:, :1], past_key_values=cache, attention_mask=hidden[:, :9])
-        with pytest.raises(ValueError, match="given to another module"):
-            parallel.model(tokens[:, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match="output_attentions=True is not served with a cache that the context"):
-            parallel(tokens[:, :1], past_key_values=cache, output_attentions=True)
-        with pytest.raises(ValueError, match=r"not for training: call model\.eval\(\)"):
-            parallel.train()(tokens[:, :1], past_key_values=cache)
+        given: dict[str, Any] = {"past_key_values": cache}
+        new = tokens[:, :1]
+        refuses(ValueError, "the mask must stay what it was", parallel, new, attention_mask=hidden, **given)
+        refuses(ValueError, "with padding on the left alone", parallel, new, attention_mask=hidden[:, :9], **given)
+        refuses(ValueError, "given to another module", parallel.model, new, **given)
+        said = "output_attentions=True is not served with a cache that the context"
+        refuses(ValueError, said, parallel, new, output_attentions=True, **given)
+        refuses(ValueError, r"not for training: call model\.eval\(\)", parallel.train(), new, **given)
         parallel.eval()
         # What cannot be shared, every rank has whole.
         padded = torch.ones(2, 6, dtype=torch.long)

@@ -165,7 +165,7 @@ def test_autograd_grad_gives_sums_and_leaves_grad_alone(group: dist.ProcessGroup
 
 
 @on_ranks(2)
-def test_hooks_that_look_in_the_middle_of_backward_find_sums(group: dist.ProcessGroup) -> None:
+def test_hooks_find_sums_in_the_middle_of_backward_and_act_on_them(group: dist.ProcessGroup) -> None:
     rank, alone, synced, sync = both_of(group)
     seen: list[Tensor] = []
 
@@ -178,6 +178,14 @@ def test_hooks_that_look_in_the_middle_of_backward_find_sums(group: dist.Process
     step(alone, None, tokens_of(rank))
     assert_sums(group, synced, alone)
     assert torch.equal(seen[0], synced.first.weight.grad)
+    synced.zero_grad()
+    synced.first.weight.register_hook(lambda grad: grad * 0)
+    synced.embed.weight.register_hook(lambda grad: grad * 0.5)
+    step(synced, sync, tokens_of(rank))
+    assert synced.embed.weight.grad is not None
+    synced.embed.weight.grad *= 2
+    alone.first.weight.grad = torch.zeros_like(alone.first.weight)
+    assert_sums(group, synced, alone)
 
 
 @on_ranks(4)
@@ -212,22 +220,6 @@ def test_a_backward_that_raised_leaves_no_rank_apart(group: dist.ProcessGroup, z
         synced.zero_grad()
         step(synced, sync, tokens_of(rank))
         assert_sums(group, synced, alone)
-
-
-@on_ranks(2)
-def test_hooks_registered_later_act_on_sums(group: dist.ProcessGroup) -> None:
-    rank, alone, synced, sync = both_of(group)
-    step(synced, sync, tokens_of(rank))
-    synced.zero_grad()
-    synced.first.weight.register_hook(lambda grad: grad * 0)
-    synced.embed.weight.register_hook(lambda grad: grad * 0.5)
-    step(synced, sync, tokens_of(rank))
-    step(alone, None, tokens_of(rank))
-    assert synced.first.weight.grad is not None and synced.first.weight.grad.abs().max() == 0
-    assert synced.embed.weight.grad is not None
-    synced.embed.weight.grad *= 2
-    alone.first.weight.grad = torch.zeros_like(alone.first.weight)
-    assert_sums(group, synced, alone)
 
 
 @on_ranks(2)

@@ -34,7 +34,7 @@ from tests.integrations.models import (
     pair,
 )
 from tests.reference import refuses, seeded
-from tests.workers import on_ranks, run_ranks
+from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -75,15 +75,11 @@ def test_logits_stay_cut_only_next_to_a_loss(group: dist.ProcessGroup) -> None:
 
 
 @on_layouts("tp2_sp", full=["tp2", "cp2_tp2_sp_lossparallel"])
-def test_tied_embeddings_stay_one_parameter(group: dist.ProcessGroup, layout: str) -> None:
+def test_biases_and_tied_embeddings_which_stay_one_parameter(group: dist.ProcessGroup, layout: str) -> None:
     compare(group, layout, "qwen3", 9, tied=True)
+    compare(group, layout, "llama", 7, attention_bias=True, mlp_bias=True)
     _, parallel = pair(group, layout, "llama", tied=True)
     assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
-
-
-@on_ranks(2)
-def test_biases(group: dist.ProcessGroup) -> None:
-    compare(group, "tp2_sp", "llama", 7, attention_bias=True, mlp_bias=True)
 
 
 @on_layouts("tp2_sp", "cp2_tp2")
@@ -120,10 +116,10 @@ def test_a_meta_model_gets_memory_for_its_shards_and_then_its_weights(group: dis
     load_full_state_dict(parallel, ((name, t) for name, t in whole.state_dict().items() if name != "lm_head.weight"))
     tokens = make_tokens(2, 9)
     assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
-    with pytest.raises(ValueError, match=r"does not have .*q_proj.weight"):
-        load_full_state_dict(parallel, {"model.embed_tokens.weight": whole.model.embed_tokens.weight})
-    with pytest.raises(ValueError, match=r"unknown .*nonsense"):
-        load_full_state_dict(parallel, {**whole.state_dict(), "nonsense": torch.zeros(1)})
+    part = {"model.embed_tokens.weight": whole.model.embed_tokens.weight}
+    refuses(ValueError, r"does not have .*q_proj.weight", load_full_state_dict, parallel, part)
+    more = {**whole.state_dict(), "nonsense": torch.zeros(1)}
+    refuses(ValueError, r"unknown .*nonsense", load_full_state_dict, parallel, more)
 
 
 @on_ranks(4)
@@ -170,29 +166,31 @@ def test_what_all_cp_ranks_compute_alike_counts_once(group: dist.ProcessGroup, k
     assert_same_gradients(parallel, whole)
 
 
-def saved_as_ever(group: dist.ProcessGroup, folder: str) -> None:
+@on_ranks(4)
+def test_save_pretrained_writes_the_whole_model(group: dist.ProcessGroup, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     whole, parallel = pair(group, "cp2_tp2", "llama", tied=True)
-    parallel.save_pretrained(folder)
+    parallel.save_pretrained(tmp_path)
     dist.barrier(group)
-    read = AutoModelForCausalLM.from_pretrained(folder)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert read.state_dict().keys() == whole.state_dict().keys()
     for name, t in read.state_dict().items():
         assert torch.equal(t, whole.state_dict()[name]), name
     tokens = make_tokens(2, 7)
     assert_near(read(tokens).logits, whole(tokens).logits, "logits")
     if dist.get_rank(group) == 1:  # with a state of its own it is nobody else's business
-        parallel.save_pretrained(f"{folder}/own", state_dict={"model.norm.weight": torch.ones(3)})
-    parallel.save_pretrained(f"{folder}/none", is_main_process=False)
+        parallel.save_pretrained(f"{tmp_path}/own", state_dict={"model.norm.weight": torch.ones(3)})
+    parallel.save_pretrained(f"{tmp_path}/none", is_main_process=False)
     if "distributed_checkpoint" in inspect.signature(type(parallel).save_pretrained).parameters:
         with pytest.raises(ValueError, match="distributed_checkpoint=True"):  # on all ranks
-            parallel.save_pretrained(f"{folder}/parts", distributed_checkpoint=True)
+            parallel.save_pretrained(f"{tmp_path}/parts", distributed_checkpoint=True)
     replica = parallelize(copy_of(whole), mesh_of(group, 4, 1))  # all ranks hold the whole: one writes
     with patch.object(type(replica), "save_pretrained") as written:
-        replica.save_pretrained(folder)
+        replica.save_pretrained(tmp_path)
     assert written.call_count == (dist.get_rank(group) == 0)
     dist.barrier(group)
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "none").exists()
 
 
 def test_what_saves_the_whole_model_is_pickled_with_it() -> None:
@@ -200,12 +198,6 @@ def test_what_saves_the_whole_model_is_pickled_with_it() -> None:
     save_whole(model)  # type: ignore[arg-type]
     again = pickle.loads(pickle.dumps(model))
     assert again.save_pretrained.args[0] is again and copy.deepcopy(model).save_pretrained.args[0] is not model
-
-
-def test_save_pretrained_writes_the_whole_model(tmp_path: Path) -> None:
-    run_ranks(4, saved_as_ever, str(tmp_path))
-    assert "model.safetensors" in {file.name for file in tmp_path.iterdir()}
-    assert not (tmp_path / "none").exists()
 
 
 def one_padded_row(right: bool) -> dict[str, Tensor]:
@@ -254,20 +246,17 @@ def test_generate(group: dist.ProcessGroup, layout: str) -> None:
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
-def test_checkpoint_round_trip(tmp_path: Path) -> None:
-    run_ranks(2, save_and_load, str(tmp_path))
-
-
-def save_and_load(group: dist.ProcessGroup, folder: str) -> None:
+@on_ranks(2)
+def test_checkpoint_round_trip(group: dist.ProcessGroup, tmp_path: Path) -> None:
     mesh = mesh_of(group, 1, 2)
     whole = make("qwen3", tied=True)
     saved = parallelize(copy_of(whole), mesh, sequence_parallel=True)
-    dcp.save(saved.state_dict(), checkpoint_id=folder, process_group=group)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path, process_group=group)
     with torch.device("meta"):
         loaded = make("qwen3", tied=True)
     parallelize(loaded, mesh)
     state = loaded.state_dict()
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+    dcp.load(state, checkpoint_id=tmp_path, process_group=group)
     loaded.load_state_dict(state)
     for name, t in gather_state_dict(loaded).items():
         assert torch.equal(t, whole.state_dict()[name]), name
@@ -325,8 +314,7 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
         model = make("llama", **changes)
         before = dict(model.named_parameters())
         mesh = mesh_of(group, 2, 1) if dim == "cp" else mesh_of(group, 1, 2)
-        with pytest.raises(error, match=says):
-            parallelize(model, mesh, **keywords)
+        refuses(error, says, parallelize, model, mesh, **keywords)
         assert all(before[name] is p for name, p in model.named_parameters()), "the refused model was changed"
 
 
@@ -345,8 +333,7 @@ def test_refused_calls(group: Any) -> None:
         r"\[batch, seq, ...\]": {"input_ids": tokens[0]},
     }
     for says, keywords in calls.items():
-        with pytest.raises(ValueError, match=says):
-            model(**keywords)
+        refuses(ValueError, says, model, **keywords)
     refuses(TypeError, "parallelized already", parallelize, model, mesh)
     refuses(TypeError, r"nn\.Module", parallelize, "model", mesh)
     refuses(TypeError, "DeviceMesh", parallelize, make("llama"), group)
@@ -396,12 +383,12 @@ def test_what_only_attention_over_the_ring_could_mix(group: dist.ProcessGroup) -
     convolution = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(layer_types=layers, **sizes))
     refuses(ValueError, "other means than attention", parallelize, convolution, mesh_of(group, 2, 1))
     gemma = make("gemma2")
-    with pytest.raises(ValueError, match=r"style 'colwise', which needs a plain nn.Linear; it is a Gemma2"):
-        parallelize(gemma, mesh_of(group, 1, 2), plan={"model.embed_tokens": "colwise"})
+    said, plan = "style 'colwise', which needs a plain nn.Linear; it is a Gemma2", {"model.embed_tokens": "colwise"}
+    refuses(ValueError, said, parallelize, gemma, mesh_of(group, 1, 2), plan=plan)
     # Phi's own plan says nothing of its norms of q and k.
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(qk_layernorm=True, **sizes))
-    with pytest.raises(ValueError, match=r"q_layernorm' is not in the plan.*'replicated_with_grad_allreduce'"):
-        parallelize(phi, mesh_of(group, 1, 2))
+    said = r"q_layernorm' is not in the plan.*'replicated_with_grad_allreduce'"
+    refuses(ValueError, said, parallelize, phi, mesh_of(group, 1, 2))
 
 
 @on_ranks(4)

@@ -44,6 +44,11 @@ def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeo
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
 
+def interpreted(*world_sizes: int | Callable[..., int], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`tests.workers.on_ranks`, of ranks that interpret Triton kernels."""
+    return workers.on_ranks(*world_sizes, run=interpreted_ranks, **options)
+
+
 def quicken(_group: object = None) -> None:
     """Makes this process, which interprets kernels and never compiles one, interpret them in a third of the time.
 

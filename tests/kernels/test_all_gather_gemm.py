@@ -18,7 +18,7 @@ from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch
-from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
+from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
@@ -80,7 +80,8 @@ def test_equals_the_matmul_of_all_rows(world_size, launch, m, ns, k, dtype, how)
     interpreted_ranks(world_size, both_ways, launch, m, ns, k, dtype, how)
 
 
-def other_shapes(group):
+@interpreted(3)
+def test_ranks_may_want_different_things_of_one_gather(group):
     """Rows per rank that are not ceil(M / W), ranks with different weights, and a rank with none."""
     rank, world = group.rank(), group.size()
     workspace = workspace_of(group, 60, 24, torch.bfloat16)
@@ -100,17 +101,10 @@ def other_shapes(group):
     assert world == 3 and int(workspace.state[0]) == 4
 
 
-def test_ranks_may_want_different_things_of_one_gather():
-    interpreted_ranks(3, other_shapes)
-
-
-def transposed_views(group):
+@interpreted(2)
+def test_operands_of_any_strides(group):
     how = {"lay_out": lambda t: t.t().contiguous().t(), "gathered": True}
     both_ways(group, TMA, 33, (24, 16), 24, torch.float16, how)
-
-
-def test_operands_of_any_strides():
-    interpreted_ranks(2, transposed_views)
 
 
 def many_calls(group, dtype, late_rank):
@@ -200,7 +194,8 @@ def test_a_region_is_not_overwritten_before_it_was_read():
     assert text.startswith("all_gather_matmul, call 2: rank 0 waited for its beginning of rank 1")
 
 
-def bad_input(group):
+@interpreted(1)
+def test_bad_input_is_refused_by_name(group):
     workspace = workspace_of(group, 8, 8, torch.float32)
     plain = Workspace(*allocate_cpu(resolve_group(group), 4096), timeout_seconds=1)
     x, w = torch.ones(8, 8), torch.ones(6, 8)
@@ -226,7 +221,3 @@ def bad_input(group):
     with pytest.raises(ValueError, match="gathers only"):
         workspace.barrier()
     assert int(workspace.state[0]) == 0
-
-
-def test_bad_input_is_refused_by_name():
-    interpreted_ranks(1, bad_input)

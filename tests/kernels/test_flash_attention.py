@@ -197,18 +197,10 @@ for _dtype in (torch.bfloat16, torch.float16):
         MORE[f"{_dtype} documents tma {_tma}"] = (MASKS["documents"], SCORES["plain"], _how, {"rows": 32, "tma": _tma})
 for _dims in ((40, 40), (64, 128), (128, 40), (1, 3), (256, 256)):
     _scores = Scores(_dims[0] ** -0.5)
-    MORE[f"dims {_dims}"] = (
-        AttentionMask(33, 33, causal=True),
-        _scores,
-        {"dims": _dims, **GQA},
-        {"rows": 32, "block": 32},
-    )
-MORE["padded, by TMA"] = (
-    AttentionMask(50, 50),
-    SCORES["plain"],
-    {"dims": (40, 24), "dtype": torch.bfloat16},
-    {"tma": True},
-)
+    _how = {"dims": _dims, **GQA}
+    MORE[f"dims {_dims}"] = (AttentionMask(33, 33, causal=True), _scores, _how, {"rows": 32, "block": 32})
+_how = {"dims": (40, 24), "dtype": torch.bfloat16}
+MORE["padded, by TMA"] = (AttentionMask(50, 50), SCORES["plain"], _how, {"tma": True})
 
 
 def check_cases(group: dist.ProcessGroup, names: Sequence[str]) -> None:
@@ -475,13 +467,3 @@ def test_tiles_cover_what_is_seen(seed: int) -> None:
                 assert (starts[row:row_end] <= full_begin).all() and (stops[row:row_end] >= full_end).all()
         looked = tiles[:, 3] - tiles[:, 2]
         assert (looked[1:] <= looked[:-1]).all(), "most work first"
-
-
-def test_long_documents_do_not_share_tiles() -> None:
-    from fused_tp.triton_kernels.attention.tiles import query_tiles
-
-    bounds = (0, 100, 103, 105, 300)
-    step = whole_step(AttentionMask(300, 300, causal=True, cu_seqlens=bounds, cu_seqlens_kv=bounds))
-    tiles = query_tiles(step, 32, 32, torch.device("cpu"))
-    assert sorted(tiles[:, 0].tolist()) == [0, 32, 64, 96, 100, 105, 137, 169, 201, 233, 265, 297]
-    assert query_tiles(step, 32, 32, torch.device("cpu")) is tiles

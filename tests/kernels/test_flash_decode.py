@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.attention_reference import dense_attention
 from tests.distributed.test_context_decode import CASES, Case, case, check, on_ranks
-from tests.kernels.ranks import interpreted_ranks
+from tests.kernels.ranks import interpreted, interpreted_ranks
 from tests.reference import seeded
 
 pytest.importorskip("triton")
@@ -71,7 +71,8 @@ def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) ->
         assert all(torch.equal(a, b) for rank in ranks for a, b in zip(ranks[0][1][index], rank[1][index], strict=True))
 
 
-def by_itself(_group: dist.ProcessGroup) -> None:
+@interpreted(1)
+def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
     """Parts change bits of out by rounding alone, shipped ones are as many as the machine wants, and views are read."""
     from fused_tp.triton_kernels.attention.launch import Terms
 
@@ -103,10 +104,6 @@ def by_itself(_group: dist.ProcessGroup) -> None:
         given: dict[str, Any] = {"q": q, "k": k, "v": v, "terms": Terms(1.0), **wrong}
         with pytest.raises(ValueError, match=said):
             flash.flash_decode(**given, starts=starts, stops=stops, most=keys)
-
-
-def test_the_kernel_by_itself() -> None:
-    interpreted_ranks(1, by_itself)
 
 
 @pytest.mark.full

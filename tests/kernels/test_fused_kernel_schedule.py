@@ -253,13 +253,3 @@ def test_a_table_that_names_it_is_followed_where_all_ranks_can(tmp_path: Path) -
         (matmul, moves), lacking = outcome.unwrap()
         assert "fused_kernel over symmetric memory" in matmul and "pipelined" in moves
         assert "no fused_kernel: rank 1: Triton is not installed" in lacking
-
-
-def alone(group: Any) -> None:
-    assert dist.get_world_size(group) == 1
-    assert fused_tp.explain("matmul_all_reduce", (4, 8), (6, 8), group=group).forward.schedule == "local"
-
-
-@pytest.mark.full
-def test_one_rank_needs_none() -> None:
-    interpreted_ranks(1, alone)

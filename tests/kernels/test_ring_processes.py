@@ -24,8 +24,8 @@ pytest.importorskip("triton", reason="needs Triton")
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from tests.attention_cases import DOCUMENTS, Case, case, check, on_ranks, whole
-from tests.kernels.ranks import delays, interpreted_ranks
+from tests.attention_cases import DOCUMENTS, Case, case, check_all, on_ranks
+from tests.kernels.ranks import delays, interpreted, interpreted_ranks
 from tests.reference import seeded
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
@@ -76,9 +76,7 @@ def features(group: Any, way: str, names: list[str], small: bool) -> Any:
     ],
 )
 def test_features(way: str, world_size: int, names: list[str], small: bool) -> None:
-    results = interpreted_ranks(world_size, features, way, names, small, timeout=200)
-    for index, name in enumerate(names):
-        check(CASES[name], whole(CASES[name], [rank[index] for rank in results]))
+    check_all([CASES[name] for name in names], interpreted_ranks(world_size, features, way, names, small, timeout=200))
 
 
 # -- one launch -------------------------------------------------------------------------------------------------------
@@ -163,7 +161,8 @@ def test_what_has_not_arrived_is_not_computed_with() -> None:
         assert f"waited for tile 2 of rank {(rank - 2) % 3}" in text and all_nan
 
 
-def too_small(_group: Any) -> None:
+@interpreted(1)
+def test_a_workspace_that_is_too_small_is_refused(group: Any) -> None:
     from benchmarks.local_ranks import LocalGroup
     from fused_tp.triton_kernels.attention import ring_keys
     from tests.gpu.test_ring_kernel import make_call
@@ -171,10 +170,6 @@ def too_small(_group: Any) -> None:
     small = ring_keys.RingWorkspace(*LocalGroup(1).rank(0).allocate(1 << 13), timeout_seconds=1)
     with pytest.raises(ValueError, match="Make it larger"):
         make_call(0, 1, 0, 900, 2, 8, torch.float32, torch.device("cpu")).launch(small)
-
-
-def test_a_workspace_that_is_too_small_is_refused() -> None:
-    interpreted_ranks(1, too_small)
 
 
 def explained(group: Any) -> list[str]:

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from fused_tp.triton_kernels.comm.signals import barrier_kernel, begin, begin_kernel, end, is_last, put, wait
 from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
 from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
-from tests.kernels.ranks import delays, interpreted_ranks, workspace_of
+from tests.kernels.ranks import delays, interpreted, interpreted_ranks, workspace_of
 
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
@@ -66,7 +66,8 @@ def test_a_flag_brings_its_tile_call_after_call(world_size):
     interpreted_ranks(world_size, ring_calls, 20, 0)
 
 
-def large_after_small(group):
+@interpreted(2)
+def test_data_of_earlier_launches_are_not_taken_for_flags(group):
     """Launches with few flags leave data that read as large int64 where launches with more flags might look."""
     workspace = workspace_of(group)
     rank, world = group.rank(), group.size()
@@ -77,10 +78,6 @@ def large_after_small(group):
             out = ring(workspace, x)
         assert torch.equal(out, torch.full_like(x, 1000.0 * call + (rank - 1) % world)), call
     assert workspace.expired() is None
-
-
-def test_data_of_earlier_launches_are_not_taken_for_flags():
-    interpreted_ranks(2, large_after_small)
 
 
 @pytest.mark.full
@@ -205,7 +202,8 @@ def test_one_program_is_the_last_and_the_counter_is_left_at_zero():
     interpreted_ranks(2, count)
 
 
-def too_small(group):
+@interpreted(2)
+def test_a_workspace_that_is_too_small_says_what_is_needed(group):
     workspace = workspace_of(group, nbytes=2 * 8192)
     # Flags and begun words first, room for 16 of them; then each run of slots on a cache line of its own.
     assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
@@ -217,10 +215,6 @@ def too_small(group):
     with pytest.raises(ValueError, match=r"counts 64 rows of tiles; this call has 65"):
         workspace.layout([(1, 64)], counters=65)
     dist.barrier(group)
-
-
-def test_a_workspace_that_is_too_small_says_what_is_needed():
-    interpreted_ranks(2, too_small)
 
 
 @dataclass
@@ -237,7 +231,8 @@ class FakeHandle:
         pass
 
 
-def refused_workspaces(group):
+@interpreted(1)
+def test_memory_that_kernels_cannot_use_is_refused(group):
     memory = torch.zeros(1 << 16, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 64 :]
     address = memory.data_ptr()
@@ -257,10 +252,6 @@ def refused_workspaces(group):
     assert within.multicast_address == 0
 
 
-def test_memory_that_kernels_cannot_use_is_refused():
-    interpreted_ranks(1, refused_workspaces)
-
-
 def test_memory_of_the_cpu_is_refused_where_kernels_are_compiled():
     with pytest.raises(ValueError, match="buffer must be on cuda, as kernels are compiled; it is on cpu"):
         Workspace(torch.zeros(1 << 14), FakeHandle([0]), timeout_seconds=1)
@@ -269,10 +260,9 @@ def test_memory_of_the_cpu_is_refused_where_kernels_are_compiled():
 KINDS = {"ws": WorkspaceArguments("*i64", "*i64", "*i64", "i64", "i64"), "rank": "i32", "WORLD": "constexpr"}
 
 
-@pytest.mark.parametrize("world_size", [2, 63])
-def test_a_barrier_compiles_to_releases_and_acquires(world_size):
+def test_a_barrier_compiles_to_releases_and_acquires():
     """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
-    source = ASTSource(fn=barrier_kernel, signature=KINDS, constexprs={"WORLD": world_size})
+    source = ASTSource(fn=barrier_kernel, signature=KINDS, constexprs={"WORLD": 63})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert len(ptx) < 200_000
     # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
@@ -281,10 +271,7 @@ def test_a_barrier_compiles_to_releases_and_acquires(world_size):
     # The record: fields, fence for the system, and then the word that says that it is there.
     fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
-
-
-def test_what_ends_a_rank_s_part_compiles():
-    """The call in which a rank gives up: it puts its number everywhere and waits for nobody."""
+    # The call in which a rank gives up: it puts its number everywhere and waits for nobody.
     source = ASTSource(fn=begin_kernel, signature=KINDS, constexprs={"WORLD": 8})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "atom.global.sys.release.exch.b64" in ptx and "acquire" not in ptx

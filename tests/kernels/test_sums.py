@@ -16,7 +16,7 @@ from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
 from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch, launch_for, plan_loads
-from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
+from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
 from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
@@ -109,15 +109,12 @@ def test_many_calls_with_no_reset(world_size, late_rank):
     interpreted_ranks(world_size, many_calls, late_rank)
 
 
-def transposed_views(group):
+@interpreted(2)
+def test_operands_of_any_strides(group):
     for op in OPS[:2]:
         call(
             group, workspace_of(group), op, 33, 20, 17, torch.float32, lay_out=lambda t: t.t().contiguous().t()
         )()  # fmt: skip
-
-
-def test_operands_of_any_strides():
-    interpreted_ranks(2, transposed_views)
 
 
 def several_products(group, op, dtype, ks):
@@ -217,7 +214,8 @@ def test_a_missing_rank_is_named():
             assert (expired.op, expired.call, expired.rank, expired.absent) == (name, 1, rank, (1,))
 
 
-def refusals(group):
+@interpreted(1)
+def test_bad_input_is_refused_before_anything_runs(group):
     workspace = workspace_of(group)
     x, w = torch.zeros(8, 4), torch.zeros(6, 4)
 
@@ -240,7 +238,3 @@ def refusals(group):
     refused(r"products\[1\]\[0\] must be \[M, K\] and products\[1\]\[1\]", products=[(x, w), (x, w[:, :3])])
     refused(r"Make it larger", x=torch.zeros(40_000, 4))
     assert int(workspace.state[0]) == 0
-
-
-def test_bad_input_is_refused_before_anything_runs():
-    interpreted_ranks(1, refusals)

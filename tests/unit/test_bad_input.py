@@ -180,8 +180,7 @@ def reduce_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[E
     ]
 
 
-def explain(*args: Any, **keywords: Any) -> Any:
-    return fused_tp.explain(*args, **keywords)
+explain: Any = fused_tp.explain
 
 
 CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(collectives.gather)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -71,21 +72,15 @@ def test_every_token_once_in_order_and_no_worse_than_zigzag(lengths: list[int], 
     assert busiest <= max(causal_work(bounds, tokens.ranges) for tokens in zigzag)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_few_documents_of_zipf_lengths(seed: int | None) -> None:
-    bounds = zipf(32, 16384, seed)
-    for world_size in (2, 3, 4, 8):
+FEW = [zipf(32, 16384, seed) for seed in (None, 0, 1, 2)]
+MANY = [make(1000, 100_000) for make in (zipf, uniform, log_normal)]
+
+
+@pytest.mark.parametrize(("of", "world_sizes"), [(FEW, (2, 3, 4, 8)), (MANY, (3, 8, 64))], ids=["few", "many"])
+def test_work_is_equal_to_one_percent(of: list[tuple[int, ...]], world_sizes: tuple[int, ...]) -> None:
+    for bounds, world_size in itertools.product(of, world_sizes):
         work = [causal_work(bounds, ranges) for ranges in balanced_ranges(bounds, world_size)]
-        assert max(work) <= 1.01 * sum(work) / world_size
-
-
-@pytest.mark.parametrize("world_size", [3, 8, 64])
-@pytest.mark.parametrize("make", [zipf, uniform, log_normal])
-def test_many_documents(make: Any, world_size: int) -> None:
-    bounds = make(1000, 100_000)
-    held = balanced_ranges(bounds, world_size)
-    work = [causal_work(bounds, ranges) for ranges in held]
-    assert max(work) <= 1.01 * sum(work) / world_size
+        assert max(work) <= 1.01 * sum(work) / world_size, (len(bounds), world_size)
 
 
 @pytest.mark.parametrize("causal", [True, False])

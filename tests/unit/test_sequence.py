@@ -112,13 +112,10 @@ def test_packed_sequences_compile_in_one_graph(group: dist.ProcessGroup) -> None
     assert x.grad is not None and x_compiled.grad is not None and torch.equal(x_compiled.grad, x.grad)
 
 
-def equal_shards(group: dist.ProcessGroup) -> Tensor:
-    return unshard_sequence(shard_sequence(torch.arange(9), 0, group=group), 0, group=group)
-
-
-def test_equal_shards_need_no_seq_len() -> None:
-    for whole in run_ranks(3, equal_shards):
-        assert whole.tolist() == list(range(9))
+@on_ranks(3)
+def test_equal_shards_need_no_seq_len(group: dist.ProcessGroup) -> None:
+    whole = unshard_sequence(shard_sequence(torch.arange(9), 0, group=group), 0, group=group)
+    assert whole.tolist() == list(range(9))
 
 
 def put_together_otherwise(group: dist.ProcessGroup) -> None:

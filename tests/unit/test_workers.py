@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,29 +19,16 @@ from tests.workers import RanksFailed, RanksTimedOut, device_mesh, error_of, fre
 pytestmark = pytest.mark.full
 
 
-@dataclass
-class Answer:
-    rank: int
-    total: torch.Tensor
+def add_up(group: dist.ProcessGroup, scale: float) -> tuple[int, list[float], str | None, int, int]:
+    total = torch.full((3,), scale * (dist.get_rank(group) + 1))
+    dist.all_reduce(total, group=group)
+    variable = os.environ.get("FUSED_TP_EXAMPLE")
+    return dist.get_rank(group), total.tolist(), variable, device_mesh(group).size(), dist.get_world_size()
 
 
 class Unpicklable(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__("cannot be rebuilt from one argument")
-
-
-def add_up(group: dist.ProcessGroup, scale: float) -> Answer:
-    total = torch.full((3,), scale * (dist.get_rank(group) + 1))
-    dist.all_reduce(total, group=group)
-    return Answer(dist.get_rank(group), total)
-
-
-def variable(group: dist.ProcessGroup, name: str) -> str | None:
-    return os.environ.get(name)
-
-
-def mesh_size(group: dist.ProcessGroup) -> int:
-    return device_mesh(group).size()
 
 
 def raise_on(group: dist.ProcessGroup, ranks: list[int], spoil: bool) -> None:
@@ -67,19 +53,20 @@ def sleep_on(group: dist.ProcessGroup, victim: int) -> None:
         time.sleep(1000)
 
 
-def world_size_of_default_group(group: dist.ProcessGroup) -> int:
-    return dist.get_world_size()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_come_back_in_rank_order(world_size: int) -> None:
-    answers = run_ranks(world_size, add_up, 2.0)
-    assert [answer.rank for answer in answers] == list(range(world_size))
-    assert all(answer.total.tolist() == [world_size * (world_size + 1.0)] * 3 for answer in answers)
+    """And the environment is restored after the call."""
+    total = [world_size * (world_size + 1.0)] * 3
+    for variable in ("1", None):
+        found = run_ranks(world_size, add_up, 2.0, env={"FUSED_TP_EXAMPLE": "1"} if variable else None)
+        assert found == [(rank, total, variable, world_size, workers.POOL_SIZE) for rank in range(world_size)]
 
 
-def test_workers_are_reused() -> None:
-    assert run_ranks(2, pid) == run_ranks(2, pid)
+def test_workers_are_reused_and_get_module_level_functions() -> None:
+    before = run_ranks(2, pid)
+    with pytest.raises(TypeError, match="module-level"):
+        run_ranks(2, lambda group: None)
+    assert run_ranks(2, pid) == before
 
 
 def pid(group: dist.ProcessGroup) -> int:
@@ -89,7 +76,7 @@ def pid(group: dist.ProcessGroup) -> int:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_whole_on_each_rank(group: dist.ProcessGroup, scale: float, tmp_path: Path) -> None:
-    assert add_up(group, scale).total[0] == scale * sum(range(group.size() + 1)) and tmp_path.is_dir()
+    assert add_up(group, scale)[1][0] == scale * sum(range(group.size() + 1)) and tmp_path.is_dir()
 
 
 @on_ranks(lambda layout: layout["cp"] * layout["tp"])
@@ -104,21 +91,12 @@ def test_error_of_a_test_on_ranks(group: dist.ProcessGroup) -> None:
     raise ValueError
 
 
-def test_environment_is_set_and_restored() -> None:
-    assert run_ranks(2, variable, "FUSED_TP_EXAMPLE", env={"FUSED_TP_EXAMPLE": "1"}) == ["1", "1"]
-    assert run_ranks(2, variable, "FUSED_TP_EXAMPLE") == [None, None]
-
-
-def test_device_mesh_covers_the_group() -> None:
-    assert run_ranks(3, mesh_size) == [3, 3, 3]
-
-
 def test_an_error_is_raised_with_the_tracebacks_of_all_ranks() -> None:
     with pytest.raises(ValueError, match="bad input on rank") as caught:
         run_ranks(3, raise_on, [0, 2], False)
     everyone = str(caught.value.__cause__)
     assert "rank 0 raised" in everyone and "rank 1 finished" in everyone and "rank 2 raised" in everyone
-    assert run_ranks(3, add_up, 1.0)[0].total[0] == 6
+    assert run_ranks(3, add_up, 1.0)[0][1][0] == 6
 
 
 def sum_over_mesh(group: dist.ProcessGroup, fail: bool) -> float:
@@ -165,28 +143,16 @@ def test_groups_end_with_the_call_that_made_them() -> None:
     assert counts[2:] == [counts[1]] * 3  # DTensor may keep the last group
 
 
-def test_a_failure_that_sends_nothing_keeps_the_workers() -> None:
-    before = run_ranks(2, pid)
-    with pytest.raises(TypeError, match="module-level"):
-        run_ranks(2, lambda group: None)
-    assert run_ranks(2, pid) == before
-
-
 def test_an_unpicklable_error_still_tells() -> None:
     with pytest.raises(RanksFailed, match="cannot be rebuilt"):
         run_ranks(1, raise_unpicklable)
-
-
-def test_a_local_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="module-level"):
-        run_ranks(1, lambda group: None)
 
 
 def test_a_stuck_rank_shows_its_stack_and_the_pool_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(2, pid)  # workers that have imported this file already
     with pytest.raises(RanksTimedOut, match=r"(?s)ranks \[1\].*in sleep_on"):
         run_ranks(2, sleep_on, 1, timeout=1)
-    assert run_ranks(2, add_up, 1.0)[1].total[0] == 3
+    assert run_ranks(2, add_up, 1.0)[1][1][0] == 3
 
 
 def test_a_rank_left_waiting_does_not_hold_up_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +171,6 @@ def test_fresh_ranks_report_deaths() -> None:
 
 
 def test_fresh_ranks_have_a_world_of_their_own() -> None:
-    assert [one.unwrap() for one in fresh_ranks(2, world_size_of_default_group)] == [2, 2]
+    assert [one.unwrap()[-1] for one in fresh_ranks(2, add_up, 1.0)] == [2, 2]
     with pytest.raises(RanksFailed, match="SIGKILL"):
         fresh_ranks(1, die_on, 0)
