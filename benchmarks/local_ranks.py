@@ -15,7 +15,6 @@ for doing both beforehand, one rank after the other.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.settings import timeout_seconds
-from fused_tp.transport.symm_mem import KernelMemory
+from fused_tp.transport.symm_mem import KernelMemory, byte_range
 
 T = TypeVar("T")
 
@@ -202,13 +201,7 @@ class LocalSymmetricMemory:
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
         memory = self._buffers[_checked_rank(rank, self.world_size)]
-        begin = (storage_offset or 0) * dtype.itemsize
-        end = begin + math.prod(sizes) * dtype.itemsize
-        if not 0 <= begin <= end <= memory.nbytes:
-            raise ValueError(
-                f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
-                f"the buffer has {memory.nbytes} bytes."
-            )
+        begin, end = byte_range(sizes, dtype, storage_offset, memory.nbytes)
         return memory[begin:end].view(dtype).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:

@@ -59,7 +59,8 @@ class SharedMemory(RowSchedule):
         except BaseException as error:
             if core_group.calls != before and not isinstance(error, FusedTPError):
                 core_group.give_up(f"{op} {raised_midway(error)}")
-            # Whoever keeps an exception keeps what it has interrupted, and 16 calls later peers wait for its end.
+            # A stored exception keeps a gather alive through its traceback; after 16 more calls peers would wait for
+            # its end, up to the deadline. Abandon it now.
             for workspace in list(self._gathers):
                 workspace.abandon()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class KernelMemory:
+class KernelMemory(ABC):
     """The ranks of a group as kernels see them."""
 
     rank: int
@@ -48,9 +49,24 @@ class KernelMemory:
     pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
     serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
 
+    @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. All ranks call it alike."""
-        raise NotImplementedError
+
+
+def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nbytes: int) -> tuple[int, int]:
+    """Where a view of a buffer of `nbytes` begins and ends, `offset` elements in.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    begin = (offset or 0) * dtype.itemsize
+    end = begin + math.prod(sizes) * dtype.itemsize
+    if not 0 <= begin <= end <= nbytes:
+        raise ValueError(
+            f"sizes {tuple(sizes)} of {dtype} at element {offset} end at byte {end}; the buffer has {nbytes} bytes."
+        )
+    return begin, end
 
 
 @dataclass(frozen=True)
@@ -291,13 +307,7 @@ class CpuSymmetricMemory:
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
-        begin = (storage_offset or 0) * dtype.itemsize
-        end = begin + math.prod(sizes) * dtype.itemsize
-        if not 0 <= begin <= end <= self._nbytes:
-            raise ValueError(
-                f"sizes {tuple(sizes)} of {dtype} at element {storage_offset} end at byte {end}; "
-                f"the buffer has {self._nbytes} bytes."
-            )
+        begin, end = byte_range(sizes, dtype, storage_offset, self._nbytes)
         if begin == end:
             return torch.empty(tuple(sizes), dtype=dtype)
         memory = self._memories[rank]

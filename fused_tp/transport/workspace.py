@@ -13,6 +13,7 @@ who orders: one op of a group at a time.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class _Slot:
     done: torch.cuda.Event | None = None  # behind its last op; recorded anew each time, since making one costs
 
 
-class GroupKernels:
+class GroupKernels(ABC):
     """What the kernels, or the copy engines, of one group on one device have in common: how they fail.
 
     A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes. Then
@@ -132,9 +133,9 @@ class GroupKernels:
 
     # -- of the subclass; the watch's thread calls the last two -------------------------------------------------------
 
+    @abstractmethod
     def _failure(self) -> FusedTPError | None:
         """What a call has failed with, if any has, as an error of this rank."""
-        raise NotImplementedError
 
     def _peer_lost(self, rank: int) -> None:
         """The process of that rank has ended."""

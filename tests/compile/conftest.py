@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    wanted = {item.callspec.params["arch"] for item in session.items if "kernel_resources" in _fixtures(item)}  # type: ignore[attr-defined]
+    items = [item for item in session.items if isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["arch"] for item in items if "kernel_resources" in item.fixturenames}
     if wanted and not session.config.option.collectonly:
         path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
         command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path), str(cache() / "kernel_resources")]
@@ -67,7 +68,3 @@ def kernel_resources() -> Iterator[list[Any]]:
     assert process.returncode == 0, "see above for what it has written to stderr"
     with path.open("rb") as file:
         yield pickle.load(file)
-
-
-def _fixtures(item: pytest.Item) -> list[str]:
-    return getattr(item, "fixturenames", [])
