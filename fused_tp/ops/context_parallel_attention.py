@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, with_keywords
+from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, completed, with_keywords
 from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
 from fused_tp.runtime.group import group_identity
 
@@ -103,7 +103,7 @@ def context_parallel_attention(
         strided=inner is not None and ring is not None and ring > inner,
         op="context_parallel_attention",
         return_lse=return_lse,
-        **keywords,
+        **completed("context_parallel_attention", keywords, DEFAULTS),
     )
 
 

@@ -138,7 +138,9 @@ def context_parallel_decode(
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
     where: dict[str, Any] = {"cache_seqlens": cache_seqlens, "page_table": page_table, "block": block}
-    out, lse = decode_over(q, k_cache_shard, v_cache_shard, *group_identity(group)[:2], **where, **keywords)
+    where |= completed("context_parallel_decode", keywords, _DEFAULTS)
+    name, size, _ = group_identity(group)
+    out, lse = decode_over(q, k_cache_shard, v_cache_shard, name, size, **where)
     return (out, lse) if return_lse else out
 
 

@@ -22,6 +22,7 @@ from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     annotate_mismatch,
     checked_arguments,
+    completed,
     describe,
     with_keywords,
 )
@@ -124,7 +125,7 @@ def ring_attention(
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889; the
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
-    out, lse = attention_over(q, k, v, *group_identity(group), **keywords)
+    out, lse = attention_over(q, k, v, *group_identity(group), **completed(OP, keywords, DEFAULTS))
     return (out, lse) if return_lse else out
 
 

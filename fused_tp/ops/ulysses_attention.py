@@ -22,7 +22,13 @@ from fused_tp.ops.all_to_all import (
     moved_columns,
 )
 from fused_tp.ops.arguments import autocast_dtype, cast
-from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, checked_arguments, with_keywords
+from fused_tp.ops.attention_arguments import (
+    DEFAULTS,
+    AttentionKeywords,
+    checked_arguments,
+    completed,
+    with_keywords,
+)
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
 
@@ -100,8 +106,9 @@ def ulysses_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
     Transformer Models", arXiv:2309.14509.
     """
-    ranks = Ranks(*group_identity(group))
-    return attention_by_heads(q, k, v, ranks, ALONE, op="ulysses_attention", return_lse=return_lse, **keywords)
+    op, ranks = "ulysses_attention", Ranks(*group_identity(group))
+    given = completed(op, keywords, DEFAULTS)
+    return attention_by_heads(q, k, v, ranks, ALONE, op=op, return_lse=return_lse, **given)
 
 
 class Ranks(NamedTuple):

@@ -213,6 +213,21 @@ def test_refused(call: Callable[[], Any], kind: type[Exception], message: str) -
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "more"),
+    [
+        (fused_tp.ring_attention, "first_head", {}),
+        (fused_tp.ring_attention, "rank", {}),
+        (fused_tp.ulysses_attention, "strided", {}),
+        (fused_tp.context_parallel_decode, "tokens", {"cache_seqlens": TARGET[:1]}),
+    ],
+)
+def test_keywords_of_inner_functions_are_unknown(op: Callable[..., Any], name: str, more: dict[str, Any]) -> None:
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(TypeError, match=f"^{op.__name__}\\(\\) got an unexpected keyword argument '{name}'"):
+        op(q, q, q, group=None, **more, **{name: 1})
+
+
 def test_mesh_of_two_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = DeviceMesh.__new__(DeviceMesh)
     monkeypatch.setattr(DeviceMesh, "ndim", 2)
