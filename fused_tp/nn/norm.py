@@ -85,15 +85,17 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
         sums = self._sums_grad is not None and self._sums_grad()
         own: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            if parameter is not None:
+            if isinstance(parameter, DTensor):
                 own[name] = reduce_grad(parameter, self._grad_mesh) if sums else local(parameter)
+        if not own:  # called from inside of itself: what is local already is not summed again
+            return kind.forward(self, *args, **kwargs)
         with _reparametrize_module(self, own):
             if self._own_forward is not None:
                 return self._own_forward(*args, **kwargs)
             return kind.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module) -> Any:
-        return _new_of, (kind,), self.__dict__
+        return _new_of, (kind,), self.__getstate__()
 
     # Under its old name, by which libraries tell kinds of layers (wrapping policies, initial weights), so pickle, which
     # finds classes by name, is told how it is made.

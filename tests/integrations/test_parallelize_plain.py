@@ -51,6 +51,9 @@ def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> No
     tokens = make_tokens(2, 9)
     for one in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
         assert_trains_alike(one, copy_of(whole), lambda model: model(tokens, labels=tokens).loss)
+    norm = parallel.model.norm
+    norm.compile()  # a copy must not run what was compiled for the original
+    assert copy.deepcopy(norm)._compiled_call_impl is None
 
 
 def tripled(norm: nn.Module, x: Tensor) -> Tensor:
