@@ -24,5 +24,5 @@ def shipped_module(folder: str, name: str) -> ModuleType:
     if not (checkout / folder / f"{name}.py").exists():
         raise FileNotFoundError(f"the {folder} are not part of this installation; run this from a checkout of fused_tp")
     if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
+        sys.path.insert(0, str(checkout))  # before anybody else's `benchmarks` or `examples`
     return importlib.import_module(f"{folder}.{name}")

@@ -51,6 +51,12 @@ def _at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[st
     return number
 
 
+def _positive(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"is {value}; it must be positive")
+    return value
+
+
 def _path(fits: Callable[[Path], bool], wanted: str) -> dict[str, Any]:
     """Keywords of `add_argument` for a path of which `fits` is true."""
 
@@ -90,7 +96,7 @@ class DemoSettings:
     dtype: str = _option("fp32", "of matmuls; weights stay in fp32", choices=("fp32", "bf16"))
     batch: int = _option(4, "rows of a batch", type=_ONE)
     seq: int = _option(256, "tokens of a row, one of them and its successor at least", type=_at_least(2))
-    lr: float = _option(5e-4, "AdamW's learning rate, after 5 steps of warm-up", type=_at_least(0, float))
+    lr: float = _option(5e-4, "AdamW's learning rate, after 5 steps of warm-up", type=_positive)
     seed: int = _option(0, "of weights, batches and the sample", type=int)
     data: Path | None = _option(None, "text to train on (Python's language reference)", **_path(Path.is_file, "a file"))
     save: Path | None = _option(None, "save model and optimizer here at the end", **_FOLDER)

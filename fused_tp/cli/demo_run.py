@@ -12,13 +12,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo  # optimizers import it when they step: the process that ranks are forked from has it already
@@ -441,6 +440,17 @@ class Trainer:
         return {"model": model_state, "optimizer": optimizer_state, "steps": steps}
 
 
-def plain_collectives() -> AbstractContextManager[Any]:
+@contextmanager
+def plain_collectives() -> Iterator[None]:
     """Run every fused op as matmul, then one torch.distributed collective, without shared memory: the baseline."""
-    return mock.patch.dict(os.environ, {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"})
+    forced = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}
+    before = {name: os.environ.get(name) for name in forced}
+    os.environ.update(forced)
+    try:
+        yield
+    finally:  # these two alone: mock.patch.dict empties the environment for a moment, which other threads read
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -63,6 +63,7 @@ BAD_ARGUMENTS = {
     "--steps 0": "--steps: is 0",
     "--seq 1": "--seq: is 1; it must be at least 2",
     "--lr -1": "--lr: is -1.0",
+    "--lr 0": "it must be positive",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
     "--device tpu": "--device: invalid choice: 'tpu'",
     "--tp 3": "--heads is 8, which --tp 3 does not divide",
