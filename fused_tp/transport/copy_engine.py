@@ -136,8 +136,8 @@ class Call:
         """
         self._slot.pending -= 1
         self._slot.captured |= is_capturing(self._engine.device)
-        self._written.clear()
         self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
+        self._written.clear()  # not where that raised: the engines may still write
         if self._engine.device.type == "cpu":
             self._engine.raise_failure()
 

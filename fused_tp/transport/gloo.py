@@ -38,14 +38,11 @@ _CLOSED_HERE = "Application timeout"  # what gloo says of a connection that a ti
 
 
 def closed_peers(group: dist.ProcessGroup) -> list[int]:
-    """Group ranks that have died, or have closed their connection to this process. Never waits. None in a group whose
-    CPU tensors gloo does not move.
+    """Group ranks that have died, or have closed their connection to this process. Never waits.
 
     A connection that this process has closed tells nothing of its peer, which is then not among them. Each call leaves
     a receive of one byte behind with every peer that is there, which costs gloo some 100 bytes.
     """
-    if not {"gloo", "cpu:gloo"}.intersection(dist.get_backend_config(group).split(",")):
-        return []
     return [rank for rank in _peers(group) if _has_closed(group, rank)]
 
 
@@ -53,11 +50,12 @@ class Departures:
     """Ranks that have died or left, as far as gloo's connections tell, of those that a rendezvous still waits for.
 
     Not at the first look: a peer may join although its connection is closed, as a receive of its own that timed out
-    closes it too.
+    closes it too. And none in a group whose CPU tensors gloo does not move.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        backends = dist.get_backend_config(group).split(",")
+        self._group = group if "gloo" in backends or "cpu:gloo" in backends else None
         self._since: dict[int, float] = {}
 
     @property
@@ -68,7 +66,7 @@ class Departures:
     def look(self, absent: Sequence[int] | None) -> list[int]:
         """Group ranks whose connection has been closed for a while, of the `absent` ones where those are known."""
         now = time.perf_counter()
-        for rank in closed_peers(self._group):
+        for rank in closed_peers(self._group) if self._group is not None else []:
             self._since.setdefault(rank, now)
         return [
             rank

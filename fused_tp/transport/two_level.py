@@ -166,7 +166,8 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
     except RuntimeError as error:  # torch's DistStoreError, or what a backend says that cannot connect
         numbers = [group.ranks.index(rank) for rank in ranks]
         assert group.process_group is not None
-        gone = [rank for rank in closed_peers(group.process_group) if rank in numbers]
+        told = "gloo" in dist.get_backend_config(group.process_group)
+        gone = [rank for rank in closed_peers(group.process_group) if rank in numbers] if told else []
         who = "{missing}" if gone else f"some rank of {numbers}"
         raise CollectiveTimeoutError(
             f"Rank {{rank}} of group {{group!r}} could not make a group of its ranks {numbers}: {who} did not take "
