@@ -1,6 +1,6 @@
 """Matmuls on one GPU: the kernel alone, fused with all flags set, and fused on ranks that share its SMs.
 
-`alone`: the matmul kernel against cuBLAS, as `gemm` tunes itself, and each shipped config for itself.
+`alone`: the matmul of the fused kernels by itself against cuBLAS, in the config that a launch picks and in each.
 
 `flags`: one rank has the GPU to itself and its peers' flags are set for ever, so it waits for nobody. What it takes
 longer than cuBLAS is the price of being fusable. With W = 1 tiles pass through the workspace of the rank itself; with
@@ -13,7 +13,6 @@ communication, and against these followed by sums and copies of the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival
 from .gpu_ranks import KernelRanks, meet, normal, set_flags
 from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
+from .local_ranks import LocalGroup
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CUBLAS = "torch.mm"
@@ -42,6 +42,9 @@ EPS = 1e-6
 # Multiprocessors that a gather leaves to the kernels between its copies.
 GATHER_MARGIN = 2
 
+Multiply = Callable[[Tensor, Tensor, Tensor], object]  # of x, w and out
+RunSet = Callable[[int], Any]
+
 
 def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
     for dtype in dtypes:
@@ -53,7 +56,8 @@ def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
 
 
 def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
-    from fused_tp.triton_kernels.gemm import gemm as module
+    from fused_tp.triton_kernels.device import arch_of
+    from fused_tp.triton_kernels.gemm.configs import fused_configs
 
     made = partial(normal, dtype=DTYPES[dtype], device=context.device)
     sets = [
@@ -62,9 +66,7 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
     ]
     streams = context.streams(1)
 
-    def contestant(
-        multiply: Callable[[Tensor, Tensor, Tensor], object], note: Callable[[], str] = lambda: ""
-    ) -> Contestant:
+    def contestant(multiply: Multiply, note: str = "") -> Contestant:
         out = torch.empty(m, n, dtype=DTYPES[dtype], device=context.device)
 
         def run_set(number: int) -> None:
@@ -77,39 +79,41 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
             rows, (x, w) = checked_rows(m), sets[0]
             assert_near(out[rows], x[rows].double() @ w.double().t())
 
-        context.synchronize()  # the inputs were made in another stream
-        run_set(0)  # compiles and tunes, so that the note can say what was taken
-        return counted(run_set, check, note())
+        return counted(compiled(run_set), check, note)
 
-    def ours(x: Tensor, w: Tensor, out: Tensor, config: Any = None) -> None:
-        with only(config):
-            module.gemm(x, w, out=out)
-
-    def chosen() -> str:
-        return str(list(module._tuned.values())[-1]) if module._tuned else "the only config"
+    def ours(config: Any = None) -> Contestant:
+        return contestant(*matmul_alone(context, DTYPES[dtype], m, n, context.sms, config))
 
     return {
-        OURS: lambda: contestant(ours, chosen),
+        OURS: ours,
         CUBLAS: lambda: contestant(lambda x, w, out: torch.mm(x, w.t(), out=out)),
         **{
-            f"config {config}": partial(contestant, partial(ours, config=config))
-            for config in module.plan_gemm(*sets[0]).configs
+            f"config {config.tma or config.pointers}": partial(ours, config)
+            for config in fused_configs(arch_of(context.device), dtype)
         },
     }
 
 
-@contextmanager
-def only(config: Any) -> Iterator[None]:
-    """Inside it `gemm` knows no other config than this one; None: as always."""
-    from fused_tp.triton_kernels.gemm import gemm as module
+def matmul_alone(
+    context: GpuContext, dtype: torch.dtype, m: int, n: int, sms: int, config: Any = None
+) -> tuple[Multiply, str]:
+    """(out [m, n] = x @ w^T in the fused kernels' way, its tiles): the matmul of a gather of one rank, which waits for
+    nothing. `config`: one of `fused_configs`, in place of what a launch picks."""
+    from fused_tp.triton_kernels.comm.gather import GatherWorkspace, Shards, run
+    from fused_tp.triton_kernels.device import arch_of
+    from fused_tp.triton_kernels.gemm.all_gather_gemm import matmul_launch
+    from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
 
-    before = module.gemm_configs
-    if config is not None:
-        module.gemm_configs = lambda *args, **kinds: (config,)
-    try:
-        yield
-    finally:
-        module.gemm_configs = before
+    workspace = GatherWorkspace(*LocalGroup(1, context.device).rank(0).allocate(1 << 12), timeout_seconds=10.0)
+    if config is None:
+        launch = launch_for(dtype, m, n, 1, arch=arch_of(context.device), sms=sms)
+    else:
+        launch = Launch(config.programs_per_sm * sms, config.pointers, tma_config=config.tma)
+
+    def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
+        run(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), workspace, launch, False))
+
+    return multiply, str(launch.tma_config or launch.config)
 
 
 @dataclass(frozen=True)
@@ -273,20 +277,17 @@ class Fused:
         if not self.problem.gathers and self.problem.op != "reduce-scatter":
             assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
 
-    def multiply(self, rank: int, number: int, out: Tensor, sms: int) -> None:
-        """The matmul of one rank, with nothing moved."""
-        from fused_tp.triton_kernels.gemm.gemm import gemm
-
-        x, w = self.inputs(rank, number)
-        gemm(x, w, out=out, num_sms=sms)
+    def matmul(self, sms: int) -> Multiply:
+        """The matmul of one rank on so many multiprocessors, with nothing moved."""
+        return matmul_alone(self.context, self.problem.element, self.problem.m, self.problem.n, sms)[0]
 
     def alone(self, ranks: int, sms: int, note: str = "") -> Contestant:
-        outs = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)]
+        outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)], self.matmul(sms)
 
         def run_set(number: int) -> None:
-            each(self.ranks.streams[:ranks], lambda rank: self.multiply(rank, number, outs[rank], sms))
+            each(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
 
-        return counted(tuned(run_set), None, note)
+        return counted(compiled(run_set), None, note)
 
 
 def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
@@ -299,7 +300,7 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
         return counted(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
 
     def sequence() -> Contestant:
-        run_set = tuned((gather_steps if problem.gathers else sum_steps)(fused, matmul_sms))
+        run_set = compiled((gather_steps if problem.gathers else sum_steps)(fused, matmul_sms))
         return counted(run_set, lambda: fused.check(run_set(0)))
 
     return {
@@ -340,11 +341,8 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
     }
 
 
-RunSet = Callable[[int], Any]
-
-
-def tuned(run_set: RunSet) -> RunSet:
-    """The same, after a first call, which compiles and times configs; not to be done beside anything else."""
+def compiled(run_set: RunSet) -> RunSet:
+    """The same, after a first call, which compiles; not to be done beside anything else."""
     torch.cuda.synchronize()
     run_set(0)
     torch.cuda.synchronize()
@@ -355,7 +353,7 @@ def sum_steps(fused: Fused, sms: int) -> RunSet:
     """Partial results into one tensor; each rank sums its rows, and the others copy them. One-shot: each sums all."""
     p, streams = fused.problem, fused.ranks.streams
     partials = fused.empty(p.world_size, p.m, p.n)
-    outs = [fused.empty(p.m, p.n) for _ in streams]
+    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)
 
     def copy_from_owners(rank: int) -> None:
         for step in range(1, p.world_size):
@@ -367,7 +365,7 @@ def sum_steps(fused: Fused, sms: int) -> RunSet:
         return torch.nn.functional.rms_norm(outs[rank], (p.n,), fused.norm_weight, EPS)
 
     def run_set(number: int) -> list[Tensor]:
-        each(streams, lambda rank: fused.multiply(rank, number, partials[rank], sms))
+        each(streams, lambda rank: multiply(*fused.inputs(rank, number), partials[rank]))
         meet(streams)
         whole = p.op == "one-shot"
         each(streams, lambda rank: sum_rows(partials, outs[rank], slice(0, p.m) if whole else p.rows(rank), sms))
@@ -394,11 +392,9 @@ def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
 
 def gather_steps(fused: Fused, sms: int) -> RunSet:
     """Each rank copies all shards, then multiplies."""
-    from fused_tp.triton_kernels.gemm.gemm import gemm
-
     p, streams = fused.problem, fused.ranks.streams
     gathered = [fused.empty(p.m, p.k) for _ in streams]
-    outs = [fused.empty(p.m, p.n) for _ in streams]
+    outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)
 
     def gather(rank: int, number: int) -> None:
         x, _ = fused.inputs(rank, number)
@@ -409,7 +405,7 @@ def gather_steps(fused: Fused, sms: int) -> RunSet:
     def run_set(number: int) -> list[Tensor]:
         each(streams, lambda rank: gather(rank, number))
         meet(streams)
-        each(streams, lambda rank: gemm(gathered[rank], fused.inputs(rank, number)[1], out=outs[rank], num_sms=sms))
+        each(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, number)[1], outs[rank]))
         meet(streams)
         return outs
 

@@ -1,16 +1,22 @@
-"""What the GPU is that kernels are launched on."""
+"""What kernels are launched on, in which dtypes, and how TMA loads what they are given."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .language import INTERPRETED
 
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and Triton's names of them
+# The same, fp32 by how it is multiplied: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+KINDS = ("bf16", "fp16", "tf32", "ieee")
+PRECISIONS = ("ieee", "tf32")
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 
@@ -51,6 +57,26 @@ def check_current(device: torch.device) -> None:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels are launched where x is: Triton launches on the current GPU."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def kind_of(dtype: torch.dtype, precision: str) -> str:
+    """One of KINDS."""
+    return precision if dtype == torch.float32 else DTYPES[dtype]
+
+
+def fits_tma(x: Tensor) -> bool:
+    """Whether TMA can load blocks of x, whose last dim is dense: it and its rows begin at multiples of 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return x.numel() > 0 and aligned and x.data_ptr() % 16 == 0
+
+
+def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Of such blocks of x, which `fits_tma`."""
+    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
+    row = -(-x.shape[-1] // 16) * 16
+    strides = [stride if size > 1 else row for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
 
 
 @functools.lru_cache

@@ -7,33 +7,20 @@ session compiles what has changed. Some of sm_90 in `make test`, all in `make te
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
-import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.native_build import cache
+from tests.compile.resources import kept
 from tests.workers import REPOSITORY
 
-_MEASURE = """
-import pickle, sys
-from pathlib import Path
-from tests.compile.resources import measure_all
-if __name__ == "__main__":
-    results = measure_all(tuple(map(int, sys.argv[3:])), Path(sys.argv[2]))
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(results, file)
-"""
-_WAIT_SECONDS = 550  # below faulthandler_timeout, which bounds the test
-_running: list[tuple[subprocess.Popen[bytes], Path]] = []
+_STALLED_SECONDS = 300  # in which not one kernel came out
+_running: list[subprocess.Popen[bytes]] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,27 +31,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if isinstance(item, pytest.Function)]
-    wanted = {item.callspec.params["arch"] for item in items if "kernel_resources" in item.fixturenames}
+    wanted = {item.callspec.params["arch"] for item in items if "kernels_are_compiled" in item.fixturenames}
     if wanted and not session.config.option.collectonly:
-        path = Path(tempfile.mkdtemp(prefix="fused_tp_tests_"), "resources")
-        command = ["nice", "-n", "19", sys.executable, "-c", _MEASURE, str(path), str(cache() / "kernel_resources")]
+        command = ["nice", "-n", "19", sys.executable, "-m", "tests.compile.resources", "--keep"]
         command += map(str, sorted(wanted))
-        _running.append((subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True), path))
+        _running.append(subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True))
 
 
 def pytest_sessionfinish() -> None:
-    for process, path in _running:
+    for process in _running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its own processes too
         process.wait()
-        shutil.rmtree(path.parent, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def kernel_resources() -> Iterator[list[Any]]:
-    """`measure_all()` for the architectures of the selected tests, by a process that runs since the session began."""
-    process, path = _running[0]
-    process.wait(_WAIT_SECONDS)
+def kernels_are_compiled() -> None:
+    """Returns once what the selected tests compile is kept, by a process that runs since the session began."""
+    # On a busy machine that takes longer than a test may; what bounds it is that kernels go on to come out.
+    faulthandler.cancel_dump_traceback_later()
+    (process,) = _running
+    while process.poll() is None:
+        before = _last_kept()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STALLED_SECONDS)
+        assert process.poll() is not None or _last_kept() > before, f"nothing compiled in {_STALLED_SECONDS} s"
     assert process.returncode == 0, "see above for what it has written to stderr"
-    with path.open("rb") as file:
-        yield pickle.load(file)
+
+
+def _last_kept() -> int:
+    return kept().stat().st_mtime_ns if kept().exists() else 0

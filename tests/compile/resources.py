@@ -73,53 +73,41 @@ def compiled(variant: Variant) -> Any:
     A process that interprets kernels cannot do it.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
 
-    source = _source(variant)
+    source, target, options = _source(variant)
     try:
         with _silence():
-            return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=dict(variant.options))
+            return triton.compile(source, target=target, options=vars(options))
     except Exception as error:
         raise RuntimeError(f"{variant.kernel} {variant.name} does not compile for sm_{variant.arch}") from error
 
 
-def _source(variant: Variant) -> Any:
-    from triton.compiler import ASTSource
+def _source(variant: Variant) -> tuple[Any, Any, Any]:
+    """(source, target, options) as Triton makes them of a launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    names: list[str] = variant.function.arg_names
-    wrong = set(names) ^ set(variant.arguments)
-    if wrong:
-        raise ValueError(f"{variant.kernel} {variant.name}: arguments {sorted(wrong)} are not those of the kernel.")
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def typed(path: tuple[int, ...], given: Any, constant: bool, odd: bool) -> Any:
-        """The argument's part of the signature; tuples have parts of their own."""
-        if not constant and isinstance(given, tuple):
-            parts = [typed((*path, index), part, False, False) for index, part in enumerate(given)]
-            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
-        if constant or not isinstance(given, str):
-            constants[path] = given
-            return "constexpr"
-        if given[0] in "*i" and not odd:
-            attributes[path] = [["tt.divisibility", 16]]
-        return given
-
-    for index, parameter in enumerate(variant.function.params):
-        odd = bool(parameter.do_not_specialize)
-        name = parameter.name
-        signature[name] = typed((index,), variant.arguments[name], parameter.is_constexpr, odd)
-    return ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
+    kernel, _, arguments = variant.launch
+    target = GPUTarget("cuda", variant.arch, 32)
+    backend = make_backend(target)
+    bound = create_function_from_signature(kernel.signature, kernel.params, backend)(**arguments)
+    options, *parts = kernel._pack_args(backend, arguments, *bound)
+    return ASTSource(kernel, *parts), target, options
 
 
-def measure(variant: Variant, kept: Path) -> Resources:
-    """Resources of a variant, compiled unless `kept`, a folder, has those of the same source and settings."""
-    file = kept / f"{_digest(variant)}.json"
+def kept() -> Path:
+    """The folder of what has been measured."""
+    return cache() / "kernel_resources"
+
+
+def measure(variant: Variant) -> Resources:
+    """Resources of a variant, compiled unless those of the same source and settings are `kept`."""
+    file = kept() / f"{_digest(variant)}.json"
     if file.exists():
         return Resources(**json.loads(file.read_text()))
     found = _measured(variant)
-    kept.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(found)))
     unfinished.replace(file)
@@ -132,8 +120,9 @@ def _digest(variant: Variant) -> str:
 
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     settings.pop("TRITON_CACHE_DIR", None)
-    whole = (triton.__version__, _source(variant).hash(), variant.kernel, variant.name, variant.arch)
-    more = (sorted(variant.options.items()), variant.matrix_instruction, sorted(settings.items()))
+    source, _, options = _source(variant)
+    whole = (triton.__version__, source.hash(), variant.kernel, variant.name, variant.arch)
+    more = (options.hash(), variant.matrix_instruction, sorted(settings.items()))
     return hashlib.sha256(repr((whole, more)).encode()).hexdigest()
 
 
@@ -155,8 +144,8 @@ def _measured(variant: Variant) -> Resources:
     )
 
 
-def measure_all(archs: Sequence[int], kept: Path) -> list[Resources | str]:
-    """Resources of all variants, in order; the error's text where one did not compile. `kept`: as for `measure`.
+def measure_all(archs: Sequence[int]) -> list[Resources | str]:
+    """Resources of all variants, in order; the error's text where one did not compile.
 
     In new processes, as many as there are cores: a process that interprets kernels cannot compile them, and ptxas
     takes one core. Compiled code goes to a temporary folder, since it is large and nobody runs it.
@@ -168,12 +157,17 @@ def measure_all(archs: Sequence[int], kept: Path) -> list[Resources | str]:
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
         concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool,
     ):
-        return list(pool.map(_measure_one, range(count), itertools.repeat(archs), itertools.repeat(kept), chunksize=4))
+        return list(pool.map(_measure_number, range(count), itertools.repeat(archs), chunksize=4))
 
 
-def _measure_one(index: int, archs: Sequence[int], kept: Path) -> Resources | str:
+def _measure_number(index: int, archs: Sequence[int]) -> Resources | str:
+    return measure_or_say(all_variants(archs)[index])
+
+
+def measure_or_say(variant: Variant) -> Resources | str:
+    """`measure`, or the error's text."""
     try:
-        return measure(all_variants(archs)[index], kept)
+        return measure(variant)
     except RuntimeError as error:
         return f"{error}: {str(error.__cause__)[:500]}"
 
@@ -216,8 +210,8 @@ def table(found: Sequence[Resources]) -> str:
         "",
         f"Compiled, not run, by Triton {triton.__version__} on {_today()}: `python -m tests.compile.resources`.",
         "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
-        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn`",
-        "both (dW). `fma`: CUDA cores, which is what full fp32 precision takes.",
+        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX).",
+        "`fma`: CUDA cores, which is what full fp32 precision takes.",
     ]
     header = ("variant", "registers", "warps", "shared memory, KiB", "tensor memory, columns", "spills, bytes")
     for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
@@ -346,10 +340,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exits with 1 where something spills, does not compile or is not as it should be, and says what."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile.resources", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--keep", nargs="+", type=int, metavar="ARCH", help="only compile for these, for the tests")
+    options = parser.parse_args(arguments)
+    if options.keep:
+        measure_all(tuple(options.keep))
+        return 0
+    out = options.out
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        results = measure_all(ARCHS, cache() / "kernel_resources")
+        results = measure_all(ARCHS)
         complaints = [one if isinstance(one, str) else one.complaint for one in results]
         found = [one for one in results if isinstance(one, Resources)]
         _write(out / "kernel_resources.md", table(found), found)

@@ -13,19 +13,18 @@ pytest.importorskip("triton")
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tests.compile import resources
-from tests.compile.resources import Resources, compiled, measure
+from tests.compile.resources import Resources, compiled, measure, measure_or_say
 from tests.compile.variants import ARCHS, SAMPLE, Variant, all_variants
 
 
 @pytest.mark.parametrize("arch", [SAMPLE, *(pytest.param(arch, marks=pytest.mark.full) for arch in ARCHS)])
-def test_every_kernel_compiles(arch: int, kernel_resources: list[Any]) -> None:
-    wrong = [one if isinstance(one, str) else one.complaint for one in kernel_resources]
+@pytest.mark.usefixtures("kernels_are_compiled")
+def test_every_kernel_compiles(arch: int) -> None:
+    found = [measure_or_say(variant) for variant in all_variants((arch,))]
+    wrong = [one if isinstance(one, str) else one.complaint for one in found]
     assert not any(wrong), "\n".join(filter(None, wrong))
-    measured = {(one.kernel, one.name, one.arch) for one in kernel_resources}
-    assert measured >= {(variant.kernel, variant.name, variant.arch) for variant in all_variants((arch,))}
 
 
 @pytest.mark.full
@@ -47,8 +46,8 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
         for variant in all_variants((90,))
         if variant.kernel == kernel
         and variant.name.startswith("bf16 nt")
-        and variant.arguments["C"].FLATTEN
-        and variant.arguments["C"].BLOCK_N == 256
+        and variant.constants.FLATTEN
+        and variant.constants.BLOCK_N == 256
     )
     asm = compiled(variant).asm
     whole = [m.group(0) for m in re.finditer(r"^( *)(?:%\S+ = )?scf\.for .*?^\1\}", asm["ttgir"], re.M | re.S)]
@@ -69,7 +68,7 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
     variant = next(
         variant
         for variant in all_variants((90,))
-        if variant.kernel == "attention ring" and variant.name.startswith("bf16 64 ") and variant.arguments["C"].TMA
+        if variant.kernel == "attention ring" and variant.name.startswith("bf16 64 ") and variant.constants.TMA
     )
     lines = compiled(variant).asm["ttgir"].splitlines()
 
@@ -97,11 +96,13 @@ def test_what_came_out_is_kept_until_something_changes(tmp_path: Path, monkeypat
         return Resources(variant.kernel, variant.name, variant.arch, 32, 0, 0, 0, 4, "", False)
 
     monkeypatch.setattr(resources, "_measured", measured)
-    assert measure(variant, tmp_path) == measure(variant, tmp_path) and len(made) == 1
-    changed = replace(variant, arguments={**variant.arguments, "WORLD": 7})
-    for other in (changed, replace(variant, arch=80), replace(variant, options={"num_warps": 8})):
-        measure(other, tmp_path)
+    monkeypatch.setattr(resources, "kept", lambda: tmp_path)
+    assert measure(variant) == measure(variant) and len(made) == 1
+    kernel, grid, arguments = variant.launch
+    changed = [replace(variant, launch=(kernel, grid, arguments | more)) for more in ({"WORLD": 7}, {"num_warps": 8})]
+    for other in (*changed, replace(variant, arch=80)):
+        measure(other)
         assert made[-1] is other
     monkeypatch.setenv("TRITON_SOMETHING", "1")
-    measure(variant, tmp_path)
+    measure(variant)
     assert made[-1] is variant and len(made) == 5

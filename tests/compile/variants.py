@@ -1,355 +1,278 @@
-"""Every compilation of a Triton kernel that launches may ask for: kernels x dtypes x configs x architectures, W = 8.
+"""What launches ask Triton to compile: kernels x dtypes x configs x architectures, W = 8, as the launchers ask for it.
 
-fp16 and bf16 differ in the name of a type, so fp16 is compiled the way that its architecture loads best, once per
-kernel and config. By pointers K is odd, since masks along K take registers; by TMA there are none. Layouts as BLAS
-names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX), `tn` both (dW).
+The launchers are called with small tensors of the CPU in the place of a GPU's; what they would launch is noted. fp16
+and bf16 differ in the name of a type, so fp16 is compiled the way that its architecture loads best, once per kernel and
+config. By pointers K is no multiple of a block, since masks along K take registers; by TMA it is. Layouts as BLAS names
+them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
+from unittest import mock
 
-from fused_tp.triton_kernels.attention import backward, blocks, decode, forward, ring_forward, ring_keys
-from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config, padded
-from fused_tp.triton_kernels.attention.launch import constants
-from fused_tp.triton_kernels.comm import gather
-from fused_tp.triton_kernels.comm.workspace import WorkspaceArguments
-from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm, gemm_all_reduce, gemm_reduce_scatter
-from fused_tp.triton_kernels.gemm.configs import KINDS, GemmConfig, fused_configs, gemm_configs
-from fused_tp.triton_kernels.gemm.launch import OPERANDS, Launch, LoadPlan, by_pointers, sum_constants
-from fused_tp.triton_kernels.gemm.tiles import Matrix, Sizes
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_tp.attention.kernels.triton import terms_of
+from fused_tp.attention.layout import TokenLayout, Tokens
+from fused_tp.attention.plan import make_step, ring_plan
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
+from fused_tp.triton_kernels.attention import launch as attention_launch
+from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Puller, Shards, stage_launch
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.device import KINDS
+from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm.configs import fused_configs
+from fused_tp.triton_kernels.gemm.launch import Launch
 
 WORLD = 8
 ARCHS = (80, 90, 100)
 SAMPLE = 0  # in the place of an architecture: some of sm_90, which take half a minute
-WS = {"ws": WorkspaceArguments("*i64", "*i64", "*i64", "i64", "i64"), "rank": "i32", "WORLD": WORLD}
+M, N, SEQ, HEADS, KV_HEADS = 256, 256, 128, 16, 8
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel.
-
-    `arguments` has all of them by name: constexprs as they are; of the others a type as Triton writes it ("*bf16",
-    "i32", "tensordesc<bf16[128, 64]>"), 1 or None where the launch would make a constant of that, or a tuple of these.
-    Pointers and integers are taken for multiples of 16, as Triton finds aligned tensors and round sizes to be, but for
-    those that the kernel does not specialize.
-    """
+    """One compilation of a kernel."""
 
     kernel: str
     name: str
     arch: int
-    function: Any
-    arguments: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    launch: LaunchOf
     matrix_instruction: bool = True  # whether it must multiply by that of its architecture
+
+    @property
+    def constants(self) -> Any:
+        """The constexpr `C` of its kernel."""
+        return self.launch[2]["C"]
+
+
+class Handle:
+    """The memory of ranks that are nowhere."""
+
+    rank = 0
+
+    def __init__(self, buffer: Tensor, world_size: int) -> None:
+        self.buffer, self.world_size = buffer, world_size
+        self.buffer_ptrs = [buffer.data_ptr()] * world_size
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        return self.buffer.view(dtype)[storage_offset:][: prod(sizes)].view(tuple(sizes))
+
+
+def workspace_of(kind: Any, world_size: int = WORLD) -> Any:
+    buffer = torch.empty(64 << 20, dtype=torch.uint8)
+    with mock.patch.object(Workspace, "_check_device", lambda *_: None):
+        return kind(buffer, Handle(buffer, world_size), timeout_seconds=20.0)
+
+
+def empty(kind: str, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32))
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[LaunchOf]]:
+    """What is launched within it, on tensors of the CPU; nothing runs."""
+    launches: list[LaunchOf] = []
+
+    def run(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
+        launches.append((kernel, grid, arguments))
+
+    with (
+        mock.patch.object(triton.JITFunction, "run", run),
+        mock.patch.object(attention_launch, "INTERPRETED", tl.constexpr(True)),
+    ):
+        yield launches
 
 
 # -- matmuls -----------------------------------------------------------------------------------------------------------
 
 
-def _element(kind: str) -> str:
-    return "fp32" if kind in ("tf32", "ieee") else kind
-
-
-def _operand(element: str, tma: bool, rows: int, columns: int, swapped: bool = False) -> str:
-    block = f"{columns}, {rows}" if swapped else f"{rows}, {columns}"
-    return f"tensordesc<{element}[{block}]>" if tma else f"*{element}"
-
-
-def _strides(swapped: bool) -> tuple[Any, Any]:
-    return (1, "i32") if swapped else ("i32", 1)
-
-
-def _gemm(arch: int) -> Iterator[Variant]:
-    """Every kind, config and layout of `gemm`, as they lie with bias."""
-    for kind in KINDS:
-        for tma in (True, False):
-            if kind == "fp16" and tma != (arch >= 90):
-                continue
-            for config in gemm_configs(arch, kind, tma=tma):
-                for layout in ("nt", "nn", "tn"):
-                    # By TMA, gemm transposes 16-bit operands only.
-                    if layout == "nt" or kind == "bf16" or (not tma and kind != "fp16"):
-                        yield _gemm_variant(arch, kind, tma, config, layout)
-
-
-def _gemm_variant(arch: int, kind: str, tma: bool, config: GemmConfig, layout: str) -> Variant:
-    element, x_swapped, w_swapped = _element(kind), layout[0] == "t", layout[1] == "n"
-    plan = LoadPlan((config,), tma, "", x_swapped, w_swapped)
-    half = config.block_n // 2 if config.split_store else config.block_n
-    arguments = {
-        "x": _operand(element, tma, config.block_m, config.block_k, x_swapped),
-        "w": _operand(element, tma, config.block_n, config.block_k, w_swapped),
-        "y": _operand(element, True, config.block_m, half) if tma else Matrix(f"*{element}", "i32"),
-        "bias_ptr": f"*{element}",
-        "sizes": Sizes("i32", _strides(x_swapped), _strides(w_swapped)),
-        **dict.fromkeys("MN", "i32"),
-        "C": plan.constants(kind if element == "fp32" else "ieee", even_k=tma),
-    }
-    name = f"{kind} {layout} {'tma' if tma else 'pointers'} {config}"
-    return Variant("gemm", name, arch, gemm.gemm_kernel, arguments, config.options(), kind != "ieee")
-
-
 def _launches(arch: int) -> Iterator[tuple[str, Launch, bool]]:
-    """(kind, launch, whether by TMA) of what is shipped beside collectives."""
+    """(kind, launch, whether its architecture loads best this way) of what is shipped, by pointers and by TMA."""
     for kind in KINDS:
         for config in fused_configs(arch, kind):
-            precision = kind if _element(kind) == "fp32" else "ieee"
-            launch = Launch(config.programs_per_sm, config.pointers, precision, tma_config=config.tma)
-            for tma in (False, True) if config.tma else (False,):
-                yield kind, launch, tma
+            launch = Launch(config.programs_per_sm, config.pointers, kind if kind in ("tf32", "ieee") else "ieee")
+            yield kind, launch, config.tma is None
+            if config.tma is not None:
+                yield kind, replace(launch, tma_config=config.tma), True
 
 
-def _sum(
-    kernel: str,
-    function: Any,
-    arch: int,
-    kind: str,
-    launch: Launch,
-    tma: bool,
-    arguments: Mapping[str, Any],
-    *,
-    way: str = "",
-    layout: str = "nt",
-    products: int = 1,
-) -> Variant:
-    """A matmul that ends in a sum over ranks."""
-    element, x_swapped, w_swapped = _element(kind), layout[0] == "t", layout[1] == "n"
-    config = launch.tma_config if tma else by_pointers(launch, products)
-    assert config is not None
-    operands: dict[str, Any] = dict.fromkeys(OPERANDS)
-    for i in range(products):
-        operands[f"x{i}"] = _operand(element, tma, config.block_m, config.block_k, x_swapped)
-        operands[f"w{i}"] = _operand(element, tma, config.block_n, config.block_k, w_swapped)
-    plan = LoadPlan((config,), tma, "", x_swapped, w_swapped)
-    c = sum_constants(launch, plan, 4 if element == "fp32" else 2, products, tma, way != "one-shot")
-    several = f"{products} products" if products > 1 else ""
-    name = " ".join(filter(None, [kind, layout, several, way, "tma" if tma else "pointers", str(config)]))
-    common = {
-        **operands,
-        **WS,
-        "sizes": (Sizes("i32", _strides(x_swapped), _strides(w_swapped)),) * products,
-        "bias_ptr": f"*{element}",
-        "out": Matrix(f"*{element}", "i32"),
-        **dict.fromkeys("MN", "i32"),
-        "terms_offset": "i64",
-        "C": c,
-    }
-    return Variant(kernel, name, arch, function, {**common, **arguments}, config.all_registers(), kind != "ieee")
+def _operands(kind: str, launch: Launch, layout: str) -> tuple[Tensor, Tensor]:
+    k = 128 if launch.tma_config else 40 if launch.config.block_k == 16 else 48
+    return empty(kind, M, k), empty(kind, k, N).t() if layout == "nn" else empty(kind, N, k)
 
 
-def _gemm_reduce_scatter(arch: int) -> Iterator[Variant]:
-    """Every config, with a bias; in bf16 also the sum of three products with transposed weights (dX)."""
-    for kind, launch, tma in _launches(arch):
-        if kind == "fp16" and tma != bool(launch.tma_config):
-            continue
-        cases = [("nt", 1)]
-        if kind == "bf16" and not tma:
-            cases += [("nn", 3)] if launch.tma_config else [("nn", 3), ("nn", 1)]
-        for layout, products in cases:
-            yield _sum(
-                "gemm_reduce_scatter", gemm_reduce_scatter.gemm_reduce_scatter_kernel, arch, kind, launch, tma,
-                {"rows_per_rank": "i32"}, layout=layout, products=products,
-            )  # fmt: skip
+def _matmul(kernel: str, arch: int, kind: str, launch: LaunchOf, *words: str) -> Variant:
+    _, _, given = launch
+    c = given["C"]
+    flags = " split_store" * c.SPLIT_STORE + " flatten" * c.FLATTEN
+    config = f"{c.BLOCK_M}x{c.BLOCK_N}x{c.BLOCK_K} warps {given['num_warps']} stages {given['num_stages']}{flags}"
+    how = "tma" if c.TMA else "" if "direct" in words else "pointers"
+    return Variant(kernel, " ".join(filter(None, (kind, *words, how, config))), arch, launch, kind != "ieee")
 
 
-def _gemm_all_reduce(arch: int) -> Iterator[Variant]:
-    """Every config two-shot, with all that may follow the sum; in bf16 also one-shot, multimem and three products.
+def _sums(arch: int) -> Iterator[Variant]:
+    """Every config of both sums, with all that may follow them; in bf16 also one-shot, and three products.
 
-    A transposed weight costs registers by pointers only, so it is there where they are the only way.
+    A transposed weight (dX) costs registers by pointers only: one product of it is there where they are all there is.
     """
-    for kind, launch, tma in _launches(arch):
-        best = tma == bool(launch.tma_config)
+    workspace = workspace_of(Workspace)
+    for kind, launch, best in _launches(arch):
         if kind == "fp16" and not best:
             continue
-        cases = [("two-shot", "nt", 1)]
+        pointers, n, whole = launch.tma_config is None, empty(kind, N), empty(kind, M, N)
+        cases = [("", "nt", 1), ("two-shot", "nt", 1)]
         if kind == "bf16":
-            cases.append(("two-shot", "nn", 3))
-            if best:
-                cases.append(("one-shot", "nt", 1))
-                cases.append(("multimem", "nt", 1) if tma else ("two-shot", "nn", 1))
-        element = _element(kind)
+            cases += [("two-shot", "nn", 3), *[("one-shot", "nt", 1)] * best, *[("", "nn", 3)] * pointers]
+            cases += [("", "nn", 1), ("two-shot", "nn", 1)] * (best and pointers)
         for way, layout, products in cases:
-            arguments = {
-                **dict.fromkeys(("residual", "normed"), Matrix(f"*{element}", "i32")),
-                "norm_weight_ptr": f"*{element}",
-                "eps": "fp32",
-                **dict.fromkeys(("multicast", "sums_offset"), "i64"),
-                "TWO_SHOT": way != "one-shot",
-                "MULTIMEM": way == "multimem",
-            }
-            function = gemm_all_reduce.gemm_all_reduce_kernel
-            yield _sum(
-                "gemm_all_reduce", function, arch, kind, launch, tma, arguments,
-                way=way, layout=layout, products=products,
-            )  # fmt: skip
+            operands = [_operands(kind, launch, layout)] * products
+            how: dict[str, Any] = {"workspace": workspace, "launch": launch, "bias": n}
+            with noted() as found:
+                if way:
+                    how |= {"two_shot": way == "two-shot", "residual": whole, "norm_weight": n}
+                    gemm_all_reduce.gemm_all_reduce(operands, **how)
+                else:
+                    gemm_reduce_scatter.gemm_reduce_scatter(operands, **how)
+            kernel = "gemm_all_reduce" if way else "gemm_reduce_scatter"
+            yield _matmul(kernel, arch, kind, found[0], layout, f"{products} products" if products > 1 else "", way)
 
 
-def _all_gather_gemm(arch: int) -> Iterator[Variant]:
+def _gathers(arch: int) -> Iterator[Variant]:
     """Every config copied and direct; in bf16 also the weight transposed, three weights, and W = 1."""
-    for element in ("bf16", "fp16", "fp32"):
-        stage = {**dict.fromkeys(("rows", "K"), "i32"), "x_ptr": f"*{element}", "strides": ("i32", 1)}
-        yield Variant("gather_stage", element, arch, gather.stage_kernel, stage | WS, {}, False)
-        relay = dict.fromkeys(("K", "copied", "first_row", "rows", "awaited"), "i32")
-        arguments = {"gathered_ptr": f"*{element}"} | relay | WS
-        yield Variant("gather_relay", element, arch, gather.relay_kernel, arguments, {"num_warps": 1}, False)
-    for kind, launch, tma in _launches(arch):
-        for direct in (False,) if tma else (False, True):
-            for layout, weights in (("nt", 1), ("nn", 1), ("nt", 3)) if kind == "bf16" else (("nt", 1),):
-                yield _all_gather_variant(arch, kind, launch, tma, direct, layout, weights)
-            if kind == "bf16" and tma:
-                yield _all_gather_variant(arch, kind, launch, tma, direct, "nt", 1, world=1)
-
-
-def _all_gather_variant(
-    arch: int, kind: str, launch: Launch, tma: bool, direct: bool, layout: str, weights: int, world: int = WORLD
-) -> Variant:
-    element, w_swapped = _element(kind), layout == "nn"
-    config = launch.tma_config if tma else all_gather_gemm.by_pointers(launch.config)
-    assert config is not None
-    x = _operand(element, tma, config.block_m, config.block_k)
-    w = _operand(element, tma, config.block_n, config.block_k, w_swapped)
-    weight = all_gather_gemm.Weight(f"*{element}", f"*{element}", "i32", _strides(w_swapped))
-    plan = LoadPlan((config,), tma, "", False, w_swapped)
-    arguments = {
-        "x_own": x,
-        "x": None if direct else x,
-        **{f"w{i}": w if i < weights else None for i in range(all_gather_gemm.MAX_WEIGHTS)},
-        "weights": (weight,) * weights,
-        "gathered_ptr": f"*{element}" if direct else None,
-        **dict.fromkeys(("M", "K", "rows_per_rank"), "i32"),
-        **WS,
-        "WORLD": world,
-        "DIRECT": direct,
-        "LAST": True,
-        "C": all_gather_gemm.gather_constants(launch, plan, weights, tma),
-    }
-    how = ("tma" if tma else "direct" if direct else "pointers") + (" alone" if world == 1 else "")
-    name = f"{kind} {layout} {f'{weights} weights ' if weights > 1 else ''}{how} {config}"
-    function = all_gather_gemm.all_gather_gemm_kernel
-    return Variant("all_gather_gemm", name, arch, function, arguments, config.all_registers(), kind != "ieee")
+    workspace, alone = workspace_of(GatherWorkspace), workspace_of(GatherWorkspace, 1)
+    for kind in ("bf16", "fp16", "fp32"):
+        x = empty(kind, M, 48)
+        yield Variant("gather_stage", kind, arch, stage_launch(x, workspace, 4), False)
+        relay = Puller(x, True, Shards(M, M // WORLD, 48), workspace).relay_launch(None, None)
+        yield Variant("gather_relay", kind, arch, relay, False)
+    for kind, launch, _ in _launches(arch):
+        plain = [("nt", 1, "", workspace)]
+        cases = plain + [("nt", 1, "direct", workspace)] * (launch.tma_config is None)
+        if kind == "bf16":
+            cases += [(layout, weights, *rest) for layout, weights in (("nn", 1), ("nt", 3)) for _, _, *rest in cases]
+            cases += [("nt", 1, "alone", alone)] * (launch.tma_config is not None)
+        for layout, weights, way, where in cases:
+            x, w = _operands(kind, launch, layout)
+            shards = Shards(M, M // where.world_size, x.shape[1])
+            used = [(w, empty(kind, M, N), empty(kind, N))] * weights
+            own, gathered = x[: shards.rows_per_rank], empty(kind, *x.shape)
+            found = all_gather_gemm.matmul_launch(own, used, gathered, shards, where, launch, way == "direct")
+            several = f"{weights} weights" if weights > 1 else ""
+            yield _matmul("all_gather_gemm", arch, kind, found, layout, several, way)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attention(kernel: str, arch: int, function: Any, more: Callable[..., Mapping[str, Any]]) -> Iterator[Variant]:
-    """bf16 for all head dims, plain and "rich": with softcap, slopes, dropout and fewer heads of keys; rich ones of 64
-    have the configs of 128. fp16 once per kernel, with a head dim of v that is not that of q; fp32 in 128.
-
-    `more(kind, rich, dtype)`: the arguments of this kernel alone.
-    """
-    wanted = [("bf16", 64, 64, False), ("bf16", 128, 128, False), ("bf16", 128, 128, True)]
-    wanted += [("bf16", 256, 256, False), ("bf16", 256, 256, True)]
+def _attention(arch: int) -> Iterator[tuple[str, int, int, bool]]:
+    """(kind, head dims of q and v, whether rich): bf16 for all head dims, plain and "rich": with softcap, slopes and
+    dropout; rich ones of 64 have the configs of 128. fp16 with a head dim of v that is not that of q; fp32 in 128."""
+    yield from (("bf16", 64, 64, False), ("bf16", 128, 128, False), ("bf16", 128, 128, True))
+    yield from (("bf16", 256, 256, False), ("bf16", 256, 256, True))
     if arch == 90:
-        wanted.append(("fp16", 192, 128, False))
+        yield "fp16", 192, 128, False
     if arch == 80:  # those of fp32 are the same everywhere
-        wanted += [("tf32", 128, 128, False), ("ieee", 128, 128, False)]
-    for kind, head_dim, v_head_dim, rich in wanted:
-        config = attention_config(kernel, arch, kind, max(head_dim, v_head_dim), plain=not rich)
-        dtype = _element(kind)
-        given: dict[str, Any] = {
-            **dict.fromkeys(("q", "k", "v", "grad_out"), blocks.Heads(f"*{dtype}", ("i32",) * 3)),
-            **dict.fromkeys(("k_tma", "q_tma"), _rows_descriptor(dtype, config, head_dim)),
-            **dict.fromkeys(("v_tma", "grad_tma"), _rows_descriptor(dtype, config, v_head_dim)),
-            **dict.fromkeys(("dq", "dk", "dv"), blocks.Heads("*fp32", ("i32",) * 3)),
-            **dict.fromkeys(("lse", "sums"), blocks.Heads("*fp32", ("i32",) * 2)),
-            "d_slopes": "*fp32" if rich else None,
-            "mask": blocks.Mask(*("*i32",) * 5),
-            "scores": blocks.ScoreArguments("*fp32" if rich else None, "fp32", "fp32", "fp32"),
-            "tiles": "*i32",
-            **dict.fromkeys(blocks.ODD, "i32"),
-            **WS,
+        yield from (("tf32", 128, 128, False), ("ieee", 128, 128, False))
+
+
+def _scores(rich: bool, *, dropout: bool = True) -> Any:
+    slopes = torch.ones(HEADS) if rich else None
+    return terms_of(Scores(0.125, 30.0 if rich else 0.0, slopes, Dropout(0.1, 1 << 40) if rich and dropout else None))
+
+
+def _steps(arch: int) -> Iterator[Variant]:
+    """Forward, plain from and to a state and rich from none to out and lse, with sinks; and backward."""
+    whole = Tokens((range(SEQ),))
+    step = make_step(AttentionMask(SEQ, SEQ, causal=True), whole, whole)
+    for kind, head_dim, v_head_dim, rich in _attention(arch):
+        q, k, v, grad = (
+            empty(kind, 2, SEQ, heads, dim)
+            for heads, dim in ((HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
+        )
+        sums = [torch.empty(2, HEADS, SEQ) for _ in range(2)]
+        configs = {
+            name: attention_config(name, arch, kind, max(head_dim, v_head_dim), plain=not rich)
+            for name in ("forward", "queries", "keys")
         }
-        given |= more(rich, dtype)
-        how = {"capped": rich, "alibi": rich, "dropout": rich, "tma": config.tma, "first": rich and kernel == "forward"}
-        precision = kind if dtype == "fp32" else "ieee"
-        given["C"] = constants(config, head_dim, v_head_dim, precision, **how)
-        dims = str(head_dim) + (f"/{v_head_dim}" if v_head_dim != head_dim else "")
-        name = f"{kind} {dims} {'rich ' if rich else ''}{config}"
-        # wgmma and tcgen05 take 64 rows, and fp32 in full precision has no matrix unit.
-        units = dtype != "fp32" and (config.rows >= 64 or arch == 80)
-        arguments = {name: given[name] for name in function.arg_names}
-        yield Variant(f"attention {kernel}", name, arch, function, arguments, config.options(), units)
+        how: dict[str, Any] = {"precision": kind if kind in ("tf32", "ieee") else "ieee"}
+        with noted() as found:
+            if rich:
+                sinks = torch.ones(HEADS)
+                forward.flash_attention(q, k, v, step, _scores(rich), sinks=sinks, config=configs["forward"], **how)
+            else:
+                state = torch.empty(2, SEQ, HEADS, v_head_dim), *sums
+                forward.flash_forward(q, k, v, step, _scores(rich), state, config=configs["forward"], **how)
+            gradients = [torch.empty(x.shape) for x in (q, k, v)]
+            how |= {f"{name}_config": configs[name] for name in ("queries", "keys")}
+            d_slopes = torch.empty(HEADS) if rich else None
+            backward.flash_backward(grad, q, k, v, *sums, *gradients, step, _scores(rich), d_slopes=d_slopes, **how)
+        for (name, config), launch in zip(configs.items(), found, strict=True):
+            yield _variant(name, arch, kind, (head_dim, v_head_dim), rich, config, launch)
 
 
-def _rows_descriptor(dtype: str, config: AttentionConfig, width: int) -> str | None:
-    return f"tensordesc<{dtype}[1, 1, {config.block}, {padded(width)}]>" if config.tma else None
-
-
-def _flash_forward(arch: int) -> Iterator[Variant]:
-    """Plain ones from and to a state, the others from none to out and lse."""
-    sums = blocks.Heads("*fp32", ("i32",) * 2)
-    state = forward.StateArguments(blocks.Heads("*fp32", ("i32",) * 3), sums, sums)
-
-    def more(rich: bool, dtype: str) -> dict[str, Any]:
-        if rich:
-            return {"state": None, "out": blocks.Heads(f"*{dtype}", ("i32",) * 3), "sinks": "*fp32"}
-        return {"state": state, "out": None, "lse": None, "sinks": None}
-
-    yield from _attention("forward", arch, forward.forward_kernel, more)
-
-
-def _flash_backward(arch: int) -> Iterator[Variant]:
-    for kernel, function in (("queries", backward.queries_kernel), ("keys", backward.keys_kernel)):
-        yield from _attention(kernel, arch, function, lambda rich, dtype: {})
+def _variant(
+    name: str, arch: int, kind: str, dims: tuple[int, int], rich: bool, config: AttentionConfig, launch: LaunchOf
+) -> Variant:
+    # wgmma and tcgen05 take 64 rows, and fp32 in full precision has no matrix unit.
+    units = kind in ("bf16", "fp16") and (config.rows >= 64 or arch == 80)
+    size = "/".join(map(str, dict.fromkeys(dims)))
+    return Variant(f"attention {name}", f"{kind} {size} {'rich ' * rich}{config}", arch, launch, units)
 
 
 def _ring(arch: int) -> Iterator[Variant]:
     """The kernels of a forward, the rich ones with sinks."""
-    for element in ("bf16", "fp16", "fp32"):
-        heads = blocks.Heads(f"*{element}", ("i32",) * 3)
-        stage = {"k": heads, "v": heads, "own": f"*{element}", "unneeded": "i64"}
-        stage |= dict.fromkeys(("rows", "heads", "pairs", "per_group"), "i32")
-        stage |= dict.fromkeys(("D", "DV", "PADDED_D", "PADDED_DV"), 128)
-        yield Variant("ring_stage", element, arch, ring_keys.stage_kernel, stage | WS, {}, False)
-    relay = dict.fromkeys(("group", "chunk", "source", "last", "awaited", "freed"), "i32")
-    yield Variant("ring_relay", "", arch, ring_keys.relay_kernel, relay | WS, {"num_warps": 1}, False)
+    workspace = workspace_of(ring_keys.RingWorkspace)
+    plan = ring_plan(AttentionMask(WORLD * SEQ, WORLD * SEQ, causal=True), WORLD, TokenLayout("zigzag"))
+    for kind in ("bf16", "fp16", "fp32"):
+        k = empty(kind, 2, SEQ, KV_HEADS, 128)
+        layout = keys_layout(plan, 0, k, k)
+        yield Variant("ring_stage", kind, arch, ring_keys.stage_launch(k, k, layout, workspace, 4), False)
+    yield Variant("ring_relay", "", arch, ring_keys.KeysPuller(layout, workspace).relay_launch(None, None), False)
+    for kind, head_dim, v_head_dim, rich in _attention(arch):
+        config = attention_config("ring", arch, kind, max(head_dim, v_head_dim), plain=not rich)
+        q, k = (empty(kind, 2, SEQ, heads, head_dim) for heads in (HEADS, KV_HEADS))
+        v, out = (empty(kind, 2, SEQ, heads, v_head_dim) for heads in (KV_HEADS, HEADS))
+        launch = ring_forward._launch(
+            q, out, torch.empty(2, HEADS, SEQ), kv_chunks(plan, 0), _scores(rich), keys_layout(plan, 0, k, v),
+            workspace, 4, torch.ones(HEADS) if rich else None, kind if kind in ("tf32", "ieee") else "ieee", config,
+            range(1),
+        )  # fmt: skip
+        yield _variant("ring", arch, kind, (head_dim, v_head_dim), rich, config, launch)
 
-    def more(rich: bool, dtype: str) -> dict[str, Any]:
-        return {
-            "out": blocks.Heads(f"*{dtype}", ("i32",) * 3),
-            "sinks": "*fp32" if rich else None,
-            "tables": ring_forward.Tables(*("*i32",) * 3),
-            **dict.fromkeys(ring_forward.RING_ODD, "i32"),
-        }
 
-    yield from _attention("ring", arch, ring_forward.ring_kernel, more)
-
-
-def _flash_decode(arch: int) -> Iterator[Variant]:
-    """Plain over a dense cache and rich over pages, in few rows and in many; fp32 once: it is the same everywhere."""
+def _decode(arch: int) -> Iterator[Variant]:
+    """Plain over a dense cache in parts and rich over pages, in few rows and in many; fp32 once: it is the same
+    everywhere."""
     wanted = [("bf16", 64, 16, False), ("bf16", 128, 16, True), ("bf16", 128, 64, False), ("bf16", 256, 64, True)]
-    found = blocks.Heads("*fp32", ("i32",) * 3)
-    odd = dict.fromkeys(decode.ODD, "i32")
-    parts = decode.Parts(*("*fp32",) * 3)
-    for kind, head_dim, rows, rich in wanted + ([("ieee", 128, 16, True)] if arch == 80 else []):
-        config, dtype = decode_config(kind, head_dim, rows), _element(kind)
-        arguments: dict[str, Any] = {
-            **dict.fromkeys("qkv", blocks.Heads(f"*{dtype}", ("i32",) * 3)),
-            **dict.fromkeys(("starts", "stops"), "*i32"),
-            **dict.fromkeys(("pages", "places", "k_indices"), "*i32" if rich else None),
-            "scores": blocks.ScoreArguments("*fp32" if rich else None, "fp32", "fp32", "fp32"),
-            "parts": None if rich else parts,
-            "found": found if rich else None,
-            **odd,
-            "C": constants(config, head_dim, head_dim, "ieee", capped=rich, alibi=rich),
-        }
-        name = f"{kind} {head_dim} {'rich, paged ' if rich else ''}{config}"
+    for kind, head_dim, rows, rich in wanted + [("ieee", 128, 16, True)] * (arch == 80):
+        config = decode_config(kind, head_dim, rows)
+        q, cache = empty(kind, 2, rows // 2, HEADS, head_dim), empty(kind, 16, SEQ, KV_HEADS, head_dim)
+        seen, table = torch.empty(2, rows // 2, dtype=torch.int32), torch.empty(2, 16, dtype=torch.int32)
+        pages = {"pages": table, "places": seen, "k_indices": table} if rich else {}
+        cache, terms = cache if rich else cache[:2], _scores(rich, dropout=False)
+        with noted() as found:
+            splits = 1 if rich else 2
+            decode.flash_decode(q, cache, cache, seen, seen, SEQ, terms, splits=splits, config=config, **pages)
         # Few rows fill no tile of wgmma and tcgen05, and the cache's bytes bound it.
         units = arch == 80 and kind != "ieee"
-        yield Variant("attention decode", name, arch, decode.parts_kernel, arguments, config.options(), units)
-    arguments = {
-        "parts": parts,
-        "found": found,
-        **odd,
-        "C": constants(decode_config("bf16", 128, 64), 128, 128, "ieee"),
-    }
-    arguments = {name: arguments[name] for name in decode.merge_kernel.arg_names}
-    yield Variant("attention decode merge", "64x128", arch, decode.merge_kernel, arguments, {"num_warps": 8}, False)
+        yield Variant("attention decode", f"{kind} {head_dim} {'rich, paged ' * rich}{config}", arch, found[0], units)
+        if (head_dim, rich) == (128, False):
+            yield Variant("attention decode merge", "64x128", arch, found[1], False)
 
 
 @functools.cache
@@ -358,6 +281,7 @@ def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
     if SAMPLE in archs:
         hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
         return [*hopper.values(), *(all_variants(rest) if (rest := tuple(a for a in archs if a != SAMPLE)) else ())]
-    families = (_gemm, _all_gather_gemm, _gemm_reduce_scatter, _gemm_all_reduce)
-    families += (_flash_forward, _flash_backward, _ring, _flash_decode)
-    return [variant for family in families for arch in archs for variant in family(arch)]
+    families = (_gathers, _sums, _steps, _ring, _decode)
+    found = [variant for family in families for arch in archs for variant in family(arch)]
+    order = {kernel: place for place, kernel in enumerate(dict.fromkeys(variant.kernel for variant in found))}
+    return sorted(found, key=lambda one: (order[one.kernel], one.arch))

@@ -1,4 +1,4 @@
-"""What tests on a GPU share: hardware queues for all streams, and matmuls that need not be tuned.
+"""What tests on a GPU share: hardware queues for all streams.
 
 Triton compiles hundreds of kernels for them, one after the other: with pytest-xdist, `pytest -n 8 tests/gpu` takes a
 fraction of the time. (But for test_local_ranks.py, which has an eye on the time; ranks of several processes take turns
@@ -10,16 +10,5 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 # Before CUDA starts: streams that share a queue run one after the other, and ranks need to run at once.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-@pytest.fixture
-def default_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gemm` takes the first of its configs: tuning would compile all of them for each of a test's variants."""
-    from fused_tp.triton_kernels.gemm import gemm as module
-
-    every = module.gemm_configs
-    monkeypatch.setattr(module, "gemm_configs", lambda *args, **kinds: every(*args, **kinds)[:1])

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.gpu_matmul import only
 from benchmarks.gpu_ranks import ALWAYS, normal, set_flags
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.triton_kernels.comm.gather import ARRIVED, ORDER, RUNS, GatherWorkspace
@@ -22,7 +21,6 @@ from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.device import arch_of
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
 from fused_tp.triton_kernels.gemm.all_gather_gemm import workspace_bytes as gather_bytes
-from fused_tp.triton_kernels.gemm.gemm import gemm, plan_gemm
 from fused_tp.triton_kernels.gemm.gemm_all_reduce import gemm_all_reduce
 from fused_tp.triton_kernels.gemm.gemm_all_reduce import workspace_bytes as sum_bytes
 from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter
@@ -36,25 +34,6 @@ DTYPE = torch.bfloat16
 def close(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
     error = float((actual.double() - wanted).norm() / wanted.norm())
     assert error < 1e-2, f"{name}: {error:.3g}"
-
-
-def matmuls() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    for m, n, k in SHAPES:
-        x = normal(m, k, dtype=DTYPE, device=device, seed=1)
-        w = normal(n, k, dtype=DTYPE, device=device, seed=2)
-        bias = normal(n, dtype=DTYPE, device=device, seed=4)
-        product = x.double() @ w.double().t()
-        multiply(x, w, product, "gemm")
-        multiply(x, w.t().contiguous().t(), product, "gemm, weight transposed")
-        multiply(x, w, product + bias.double(), "gemm with bias", bias=bias)
-
-
-def multiply(x: torch.Tensor, w: torch.Tensor, wanted: torch.Tensor, name: str, **rest: Any) -> None:
-    """By every config, once: to time them, as a first call does, would take minutes here."""
-    for config in plan_gemm(x, w).configs:
-        with only(config):
-            close(gemm(x, w, **rest), wanted, f"{name} by {config}")
 
 
 def fused(rank: LocalRank) -> None:
@@ -87,16 +66,19 @@ def fused(rank: LocalRank) -> None:
             set_flags(sums)
             out = gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch)
             arrived(out, wanted, world, "gemm_reduce_scatter")
+            bias = normal(n, dtype=DTYPE, device=device, seed=22)
             for direct in (False, True):
                 set_flags(gathers)
                 waits_for_copies = world > 1 and not direct
                 if waits_for_copies:
                     set_arrived(gathers)
-                (out,), _ = all_gather_gemm(
-                    x if world == 1 else shard, [w], workspace=gathers, launch=launch, rows=m, direct=direct
-                )
+                outs, _ = all_gather_gemm(
+                    x if world == 1 else shard, [w, w.t().contiguous().t()], workspace=gathers, launch=launch,
+                    rows=m, biases=[bias, None], direct=direct,
+                )  # fmt: skip
                 if not waits_for_copies:  # it need not have waited
-                    arrived(out, wanted, world, "all_gather_gemm")
+                    arrived(outs[0], wanted + bias.double(), world, "all_gather_gemm with bias")
+                    arrived(outs[1], wanted, world, "all_gather_gemm, weight transposed")
             rank.synchronize()
             assert sums.expired() is None and gathers.expired() is None
 
@@ -126,7 +108,6 @@ def made(rank: LocalRank, kind: Any, nbytes: int) -> Any:
 
 
 def main() -> None:
-    matmuls()
     for world_size in (1, 2):
         run_local(world_size, fused, device="cuda", timeout=500)
     torch.cuda.synchronize()

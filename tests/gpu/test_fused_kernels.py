@@ -1,14 +1,16 @@
-"""Matmuls fused with their collective, W ranks as threads on one GPU, each with its share of the SMs, against fp64.
+"""Matmuls and rings fused with their communication, W ranks as threads on one GPU, each with its share of the SMs.
 
-Calls of a test follow each other without a reset or a barrier, their kernels are late at random, and all ranks must
-hold the same bits where they hold the same thing.
+Against fp64. Calls of a test follow each other without a reset or a barrier, their kernels are late at random, and all
+ranks must hold the same bits where they hold the same thing. Calls of a ring have masks for which ranks look at other
+ranks' keys, or at none of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,10 +19,26 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.gpu_ranks import RankMemory, normal, prepare
-from benchmarks.local_ranks import LocalRank, run_local
+from benchmarks.gpu_ranks import RankMemory, normal, prepare, set_flags
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
+from fused_tp.attention.layout import TokenLayout
+from fused_tp.attention.plan import ring_plan
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.spec import AttentionMask
 from fused_tp.runtime.partition import shard_range
-from tests.reference import assert_within_dtype_error, matmul64, rms_norm64
+from fused_tp.triton_kernels.attention.launch import Terms
+from fused_tp.triton_kernels.attention.ring_forward import ring_forward
+from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.device import arch_of
+from fused_tp.triton_kernels.gemm import all_gather_gemm as gathers
+from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
+from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
+from fused_tp.triton_kernels.gemm.configs import fused_configs
+from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
+from tests.attention_reference import dense_attention, dense_mask
+from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +46,7 @@ MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
 EPS = 1e-5
 SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter"]
 GATHERS = ["copy_engine", "direct"]
+RINGS = ["ring", "ring_in_groups"]
 # Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
 FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
@@ -40,31 +59,30 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Call:
-    """One call of one rank: how to launch it in a workspace, and what must come out."""
+    """One call of one rank: how to launch it in a workspace, and how to check what comes out."""
 
     launch: Callable[[Any], list[Tensor]]
-    wanted: list[Tensor]  # fp64
-    terms: int
-    dtype: torch.dtype
-    everywhere: bool  # the same bits on all ranks
+    check: Callable[[list[Tensor], str], None]
     nbytes: int
+    everywhere: bool = False  # the same bits on all ranks
 
-    def check(self, results: list[Tensor], name: str) -> None:
-        for result, wanted in zip(results, self.wanted, strict=True):
+
+def near(wanted: list[Tensor], dtype: torch.dtype, terms: int) -> Callable[[list[Tensor], str], None]:
+    def check(results: list[Tensor], name: str) -> None:
+        for result, one in zip(results, wanted, strict=True):
             # Terms travel in dtype: one rounding each, of random sign, and one of the sum. The norm adds one.
-            assert_within_dtype_error(result, wanted, self.dtype, reduced_over=self.terms, roundings=3, name=name)
+            assert_within_dtype_error(result, one, dtype, reduced_over=terms, roundings=3, name=name)
+
+    return check
 
 
 def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+    if op in RINGS:
+        return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
     return (gather_call if op in GATHERS else sum_call)(rank, op, shape, dtype, seed)
 
 
 def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
-    from fused_tp.triton_kernels.device import arch_of
-    from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
-    from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
-    from fused_tp.triton_kernels.gemm.launch import launch_for
-
     m, n, k = shape
     world, device = rank.world_size, rank.device
     xs = [normal(m, k, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
@@ -74,70 +92,86 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
     norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
     total = sum((matmul64(x, w) for x, w in zip(xs, ws, strict=True)), start=bias.double())
     launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
-    product = [(xs[rank.rank], ws[rank.rank])]
+    product, how = [(xs[rank.rank], ws[rank.rank])], {"launch": launch, "bias": bias}
     if op == "reduce_scatter":
-        start, stop = shard_range(m, world, rank.rank)
         nbytes = scatters.workspace_bytes(m, n, dtype, world, launch)
-
-        def scatter(workspace: Any) -> list[Tensor]:
-            return [scatters.gemm_reduce_scatter(product, workspace=workspace, launch=launch, bias=bias)]
-
-        return Call(scatter, [total[start:stop]], world * k, dtype, False, nbytes)
-    two_shot = op.startswith("two_shot")
-    nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=two_shot)
-    tail = {"residual": residual, "norm_weight": norm_weight, "eps": EPS} if op.endswith("norm") else {}
-    wanted = [total + residual.double()] if tail else [total]
-    if tail:
-        wanted.append(rms_norm64(wanted[0], norm_weight, EPS))
+        return Call(
+            lambda workspace: [scatters.gemm_reduce_scatter(product, workspace=workspace, **how)],
+            near([total[slice(*shard_range(m, world, rank.rank))]], dtype, world * k),
+            nbytes,
+        )
+    how["two_shot"] = op.startswith("two_shot")
+    wanted = [total]
+    if op.endswith("norm"):
+        how |= {"residual": residual, "norm_weight": norm_weight, "eps": EPS}
+        wanted = [total + residual.double(), rms_norm64(total + residual.double(), norm_weight, EPS)]
 
     def reduce(workspace: Any) -> list[Tensor]:
-        results = reduces.gemm_all_reduce(
-            product, workspace=workspace, launch=launch, two_shot=two_shot, bias=bias, **tail
-        )
+        results = reduces.gemm_all_reduce(product, workspace=workspace, **how)
         return [result for result in results if result is not None]
 
-    return Call(reduce, wanted, world * k, dtype, True, nbytes)
+    nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
+    return Call(reduce, near(wanted, dtype, world * k), nbytes, everywhere=True)
 
 
 def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
-    from fused_tp.triton_kernels.device import arch_of
-    from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
-    from fused_tp.triton_kernels.gemm.launch import launch_for
-
     m, n, k = shape
-    world, device = rank.world_size, rank.device
+    world, device, keep = rank.world_size, rank.device, op == "copy_engine"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
     biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
-    start, stop = shard_range(m, world, rank.rank)
+    shard = x[slice(*shard_range(m, world, rank.rank))]
     # What hands shards over needs an SM that the matmul leaves free.
     launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
+    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep, "direct": op == "direct"}
 
     def gather(workspace: Any) -> list[Tensor]:
-        outs, gathered = all_gather_gemm(
-            x[start:stop],
-            ws,
-            workspace=workspace,
-            launch=launch,
-            rows=m,
-            biases=biases,
-            gathered=op == "copy_engine",
-            direct=op == "direct",
-        )
+        outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
         return [*outs, *([] if gathered is None else [gathered])]
 
-    wanted = [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)]
-    if op == "copy_engine":
-        wanted.append(x.double())
-    return Call(gather, wanted, k, dtype, False, workspace_bytes(-(-m // world), k, dtype, world))
+    check_outs = near([matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)], dtype, k)
+
+    def check(results: list[Tensor], name: str) -> None:
+        check_outs(results[:2], name)
+        assert all(torch.equal(gathered, x) for gathered in results[2:]) and len(results) == 2 + keep, name
+
+    return Call(gather, check, gathers.workspace_bytes(-(-m // world), k, dtype, world))
 
 
-def workspace_kind(op: str) -> Any:
-    if op not in GATHERS:
-        return None
-    from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+    """Of `rank`, which holds its part of a sequence; `shape`: tokens, heads, head_dim."""
+    seq, heads, head_dim = shape
+    how: dict[str, Any] = (
+        {"causal": True},
+        {"causal": True, "window": (seq // (4 * rank.world_size), 0), "layout": "contiguous"},  # neighbours' keys only
+        {},
+        {"causal": True, "cu_seqlens": (0, seq // 3, seq // 3, seq), "layout": "contiguous"},
+        {"causal": True, "window": (0, 0)},  # nobody's keys but its own
+    )[seed % 5]
+    layout = how.pop("layout", "zigzag")
+    plan = ring_plan(AttentionMask(seq, seq, **how), rank.world_size, TokenLayout(layout))
+    q, k, v = (seeded(2, seq, n, head_dim, dtype=dtype, seed=10 * seed + i) for i, n in enumerate((heads, 2, 2)))
+    seen, distance = dense_mask(seq, seq, **how)
+    mine = torch.from_numpy(plan.queries[rank.rank].indices)
+    wanted_out, wanted_lse = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
+    here = [x[:, mine].to(rank.device) for x in (q, k, v)]
+    keys = keys_layout(plan, rank.rank, *here[1:])
+    if op == "ring_in_groups":
+        keys = replace(keys, groups=keys.pairs)
+    # Two relays of each rank may take an SM each, as they come while others are still free.
+    programs = max(1, rank.sms - 2)
 
-    return GatherWorkspace
+    def attend(workspace: Any) -> list[Tensor]:
+        chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
+        return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
+
+    def check(results: list[Tensor], name: str) -> None:
+        out, lse = results
+        # Probabilities are rounded to dtype, and the result once.
+        assert_within_dtype_error(out.cpu(), wanted_out, dtype, reduced_over=seq, roundings=3, name=name)
+        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+    return Call(attend, check, keys.nbytes(rank.world_size))
 
 
 def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> RankMemory:
@@ -148,8 +182,9 @@ def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float
         rank.synchronize()
         del kept
 
+    kind = GatherWorkspace if op in GATHERS else RingWorkspace if op in RINGS else None
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
-    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
+    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=kind)
 
 
 def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[Tensor]], workspace: Any) -> None:
@@ -163,9 +198,6 @@ def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[
             for theirs in everyone:
                 for mine, other in zip(results[number], theirs[number], strict=True):
                     assert torch.equal(mine, other), f"{op}, call {number}: ranks hold different bits"
-    if op == "copy_engine":
-        for number, call in enumerate(calls):
-            assert torch.equal(results[number][-1].double(), call.wanted[-1]), f"call {number}: x gathered"
 
 
 def in_a_row(
@@ -208,7 +240,7 @@ IN_A_ROW: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", IN_A_ROW)
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
+@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
 def test_calls_in_a_row(op: str, case: str) -> None:
     world_size, *args = IN_A_ROW[case]
     run_local(world_size, in_a_row, op, *args, device="cuda")
@@ -241,7 +273,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
 
 
 @pytest.mark.parametrize(("world_size", "missing"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
+@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
 def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, missing: int) -> None:
     texts = run_local(world_size, without_one, op, missing, device="cuda")
     # Which wait expires first is chance, and a rank may hear of it from one that gave up; together they name it.
@@ -252,7 +284,7 @@ def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, m
 def captured(rank: LocalRank, op: str) -> None:
     """A graph of one call, replayed between calls outside of it; its inputs change under it."""
     shape = (300, 520, 200)
-    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(10)]
+    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's have one mask
     memory = prepared(rank, op, calls[:2])
     workspace = memory.workspace
     graph = torch.cuda.CUDAGraph()
@@ -280,17 +312,50 @@ def captured(rank: LocalRank, op: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
+@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
 def test_a_graph_is_replayed_between_other_calls(op: str, world_size: int) -> None:
     run_local(world_size, captured, op, device="cuda")
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "tf32", "ieee"])
+def test_every_config_and_layout(kind: str) -> None:
+    """On one rank, which waits for nobody; normally a launch takes the config that fits its size."""
+    rank = LocalGroup(1, "cuda").rank(0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    sums = Workspace(*rank.allocate(32 << 20), timeout_seconds=20)
+    shards = GatherWorkspace(*rank.allocate(16 << 20), timeout_seconds=20)
+    for config in fused_configs(arch_of(rank.device), kind):
+        precision = kind if dtype == torch.float32 else "ieee"
+        launch = Launch(config.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
+        for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # by TMA, and by pointers
+            for x_swapped, w_swapped in itertools.product((False, True), repeat=2):
+                x = normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
+                w = normal(*((k, n) if w_swapped else (n, k)), dtype=dtype, device=rank.device, seed=2)
+                x, w = x.t() if x_swapped else x, w.t() if w_swapped else w
+                bias = normal(n, dtype=dtype, device=rank.device, seed=4)
+                (y,), _ = gathers.all_gather_gemm(x, [w], workspace=shards, launch=launch, rows=m, biases=[bias])
+                z = scatters.gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch, bias=bias)
+                wanted = matmul64(x, w, bias)
+                for result in (y, z):
+                    error = float((result.double() - wanted).norm() / wanted.norm())
+                    assert error < {"tf32": 2e-3, "ieee": 1e-5}.get(kind, 7e-3), f"{config} {m}x{n}x{k}: {error:.3g}"
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    rank = LocalGroup(1, "cuda").rank(0)
+    m, n, k = 70_000, 64, 32_768
+    if torch.cuda.mem_get_info(rank.device)[0] < 12 * m * k:  # x in fp32, twice, and in bf16, and some room
+        pytest.skip("needs 28 GB of free GPU memory")
+    x = normal(m, k, dtype=BF16, device=rank.device, seed=1)
+    w = normal(n, k, dtype=BF16, device=rank.device, seed=2)
+    workspace = GatherWorkspace(*rank.allocate(gathers.workspace_bytes(m, k, BF16, 1)), timeout_seconds=20)
+    launch = launch_for(BF16, m, n, 1, arch=arch_of(rank.device), sms=rank.sms)
+    (y,), _ = gathers.all_gather_gemm(x, [w], workspace=workspace, launch=launch, rows=m)
+    assert_within_dtype_error(y[-256:], matmul64(x[-256:], w), BF16, reduced_over=k, name="the last rows")
+
+
 def several_products(rank: LocalRank) -> None:
     """dX of q, k and v: a sum over products as well as over ranks."""
-    from fused_tp.triton_kernels.device import arch_of
-    from fused_tp.triton_kernels.gemm.gemm_reduce_scatter import gemm_reduce_scatter, workspace_bytes
-    from fused_tp.triton_kernels.gemm.launch import launch_for
-
     m, n, ks = 260, 392, (128, 40, 77)
     pairs = [
         [
@@ -307,10 +372,10 @@ def several_products(rank: LocalRank) -> None:
     start, stop = shard_range(m, rank.world_size, rank.rank)
 
     def scatter(workspace: Any) -> list[Tensor]:
-        return [gemm_reduce_scatter(pairs[rank.rank], workspace=workspace, launch=launch)]
+        return [scatters.gemm_reduce_scatter(pairs[rank.rank], workspace=workspace, launch=launch)]
 
-    nbytes = workspace_bytes(m, n, torch.bfloat16, rank.world_size, launch)
-    call = Call(scatter, [total[start:stop]], rank.world_size * sum(ks), torch.bfloat16, False, nbytes)
+    nbytes = scatters.workspace_bytes(m, n, torch.bfloat16, rank.world_size, launch)
+    call = Call(scatter, near([total[start:stop]], torch.bfloat16, rank.world_size * sum(ks)), nbytes)
     memory = prepared(rank, "reduce_scatter", [call])
     check_calls(rank, "reduce_scatter", [call], [scatter(memory.workspace)], memory.workspace)
 
@@ -321,8 +386,6 @@ def test_products_are_summed_too() -> None:
 
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:
     """With all flags set a rank runs alone, as the benchmarks time it; its peers' terms are zeros."""
-    from benchmarks.gpu_ranks import set_flags
-
     call = make_call(rank, op, shape, torch.bfloat16, 1)
     memory = prepared(rank, op, [call])
     if rank.rank == 0:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -82,25 +83,35 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 # -- one launch -------------------------------------------------------------------------------------------------------
 
 
-def many_calls(group: Any, late_rank: int) -> None:
-    """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late."""
+def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
+    """One call of each mask of the GPU's tests, and a workspace for them."""
     from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
-    from tests.gpu.test_ring_kernel import make_call, run_calls
+    from tests.gpu.test_fused_kernels import ring_call
 
-    rank, world, device = group.rank(), group.size(), torch.device("cpu")
+    rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
+    calls = [ring_call(rank, "ring", (21 + seed % 3, 2, 8), torch.float32, seed) for seed in range(5)]
+    buffer, handle = allocate_cpu(resolve_group(group), max(call.nbytes for call in calls))
+    return calls, ring_keys.RingWorkspace(buffer, handle, timeout_seconds=timeout_seconds)
+
+
+def many_calls(group: Any, late_rank: int) -> None:
+    """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late; the
+    same call gives the same bits."""
+    rank = group.rank()
     draw = random.Random(rank)
-
-    def late() -> None:
-        if rank == late_rank or draw.random() < 0.2:
-            time.sleep(0.05 * draw.random())  # another order of arrival each time
-
     with small_chunks():
-        calls = [make_call(rank, world, number, 21, 2, 8, torch.float32, device) for number in range(5)]
-        buffer, handle = allocate_cpu(resolve_group(group), max(call.nbytes for call in calls))
-        workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=30)
+        calls, workspace = ring_calls(group, 30)
+        results = []
         with delays(rank, on=rank == late_rank, chance=0.02):
-            run_calls(calls, workspace, late, repeat=2)
+            for number in range(10):
+                if rank == late_rank or draw.random() < 0.2:
+                    time.sleep(0.05 * draw.random())  # another order of arrival each time
+                results.append(calls[number % 5].launch(workspace))
+    assert workspace.expired() is None
+    for number, (call, first, again) in enumerate(zip(calls, results[:5], results[5:], strict=True)):
+        call.check(first, f"call {number}")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), number
 
 
 @pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (3, 2)])
@@ -137,13 +148,9 @@ def test_all_steps_are_one_launch() -> None:
 
 def untold(group: Any) -> tuple[str, bool]:
     """What becomes of a launch whose second chunk is never told of."""
-    from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
-    from tests.gpu.test_ring_kernel import make_call
 
-    call = make_call(group.rank(), group.size(), 2, 21, 2, 8, torch.float32, torch.device("cpu"))
-    buffer, handle = allocate_cpu(resolve_group(group), call.nbytes)
-    workspace = ring_keys.RingWorkspace(buffer, handle, timeout_seconds=1.0)
+    calls, workspace = ring_calls(group, 1.0)
     relay = ring_keys.KeysPuller.relay_launch
 
     def silent(self: Any, before: Any, behind: Any) -> Any:
@@ -151,7 +158,7 @@ def untold(group: Any) -> tuple[str, bool]:
 
     dist.barrier(group)
     with mock.patch.object(ring_keys.KeysPuller, "relay_launch", silent):
-        out, lse = call.launch(workspace)
+        out, lse = calls[2].launch(workspace)
     return str(workspace.expired()), bool(out.isnan().all() and lse.isnan().all())
 
 
@@ -165,11 +172,10 @@ def test_what_has_not_arrived_is_not_computed_with() -> None:
 def test_a_workspace_that_is_too_small_is_refused(group: Any) -> None:
     from benchmarks.local_ranks import LocalGroup
     from fused_tp.triton_kernels.attention import ring_keys
-    from tests.gpu.test_ring_kernel import make_call
 
-    small = ring_keys.RingWorkspace(*LocalGroup(1).rank(0).allocate(1 << 13), timeout_seconds=1)
+    small = ring_keys.RingWorkspace(*LocalGroup(1).rank(0).allocate(5000), timeout_seconds=1)
     with pytest.raises(ValueError, match="Make it larger"):
-        make_call(0, 1, 0, 900, 2, 8, torch.float32, torch.device("cpu")).launch(small)
+        ring_calls(group, 1.0)[0][0].launch(small)
 
 
 def explained(group: Any) -> list[str]:
@@ -268,7 +274,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
     dist.destroy_process_group(other)
 
     module = import_module("fused_tp.ops.ring_attention")  # the op has its name
-    real = module._select
+    real = module._ring
 
     def by_messages(*args: Any) -> Any:
         ring = real(*args)
@@ -277,7 +283,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
     checked = FUSED | {"FUSED_TP_CHECK": "1"}
     with (
         mock.patch.dict(os.environ, checked),
-        mock.patch.object(module, "_select", by_messages),
+        mock.patch.object(module, "_ring", by_messages),
         pytest.raises(RankMismatchError) as raised,
     ):
         fused_tp.ring_attention(q, q, q, group=group)

@@ -3,6 +3,7 @@ shared memory."""
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -112,9 +113,36 @@ def test_many_calls_with_no_reset(world_size, late_rank):
 @interpreted(2)
 def test_operands_of_any_strides(group):
     for op in OPS[:2]:
-        call(
-            group, workspace_of(group), op, 33, 20, 17, torch.float32, lay_out=lambda t: t.t().contiguous().t()
-        )()  # fmt: skip
+        how = {"lay_out": lambda t: t.t().contiguous().t()}
+        call(group, workspace_of(group), op, 33, 20, 17, torch.float32, **how)()
+
+
+@pytest.mark.full
+@interpreted(1)
+def test_matmul_of_one_rank(group):
+    """Tiles of 32: dtypes, transposed operands, sizes that do not fit a tile; inf and NaN stay in their rows."""
+
+    def multiply(x, w, bias=None):
+        launch = launch_for(x.dtype, len(x), len(w), 1, arch=0, sms=3)
+        return launched("reduce_scatter", [(x, w)], workspace_of(group), launch, bias=bias)[0]
+
+    def operand(rows, columns, dtype, seed, swapped):
+        lies = seeded(*((columns, rows) if swapped else (rows, columns)), dtype=dtype, seed=seed)
+        return lies.t() if swapped else lies
+
+    sizes = ((64, 48, 80), (37, 53, 29), (1, 1, 1), (97, 8, 1), (2, 3, 131))
+    layouts = itertools.product((False, True), repeat=2)
+    for dtype, (m, n, k), layout in itertools.product((torch.bfloat16, torch.float16, torch.float32), sizes, layouts):
+        x, w = operand(m, k, dtype, 1, layout[0]), operand(n, k, dtype, 2, layout[1])
+        bias = seeded(n, dtype=dtype, seed=4) if layout[0] else None
+        assert_within_dtype_error(multiply(x, w, bias), matmul64(x, w, bias), dtype, reduced_over=k, roundings=2)
+    x, w = seeded(40, 33, dtype=torch.bfloat16), seeded(35, 33, dtype=torch.bfloat16, seed=1)
+    x[3, 5], x[7, 2] = torch.inf, torch.nan
+    y = multiply(x, w)
+    assert bool(torch.isnan(y[7]).all()) and bool(torch.isinf(y[3]).all())
+    assert bool(torch.isfinite(y[[row for row in range(40) if row not in (3, 7)]]).all())
+    halfway, ones = torch.tensor([[1.0, 2.0**-8]]).bfloat16(), torch.tensor([[1.0, 1.0], [1.0, 3.0]]).bfloat16()
+    assert multiply(halfway, ones).tolist() == [[1.0, 1.015625]]  # to the nearest even
 
 
 def several_products(group, op, dtype, ks):
@@ -179,13 +207,11 @@ def test_launches_depend_on_what_all_ranks_know():
             assert launch_for(torch.bfloat16, m, n, 8, arch=arch, sms=132, sm_margin=4) == launch
     large = launch_for(torch.bfloat16, 8192, 8192, 8, arch=90, sms=132)
     assert (large.block_m, large.block_n, large.programs) == (128, 256, 132)
-    assert launch_for(torch.float32, 64, 64, 2, arch=0, sms=4, programs=3).programs == 3
     for wrong, how in {
         "dtype must be": {"dtype": torch.float64},
         "precision must be": {"precision": "fp8"},
         "arch must be": {"arch": 70},
         "sm_margin must leave": {"sm_margin": 132},
-        "programs must be": {"programs": 0},
     }.items():
         with pytest.raises(ValueError, match=wrong):
             launch_for(**{"dtype": torch.bfloat16, "m": 8, "n": 8, "world_size": 2, "arch": 90, "sms": 132} | how)
@@ -219,20 +245,15 @@ def test_bad_input_is_refused_before_anything_runs(group):
     workspace = workspace_of(group)
     x, w = torch.zeros(8, 4), torch.zeros(6, 4)
 
-    def refused(message, x=x, w=w, products=None, two_shot=True, **how):
+    def refused(message, x=x, w=w, products=None, **how):
         with pytest.raises(ValueError, match=message):
-            reduces.gemm_all_reduce(
-                products or [(x, w)], workspace=workspace, launch=LAUNCH, two_shot=two_shot, **how
-            )  # fmt: skip
+            launched("two_shot", products or [(x, w)], workspace, **how)
 
     refused(r"x must be \[M, K\] and weight \[N, K\]; got \(8, 4\) and \(6, 3\)", w=torch.zeros(6, 3))
     refused(r"both bf16, fp16 or fp32; got torch.float64 and torch.float64", x=x.double(), w=w.double())
     refused(r"bias must be \(6,\); got \(8,\)", bias=torch.zeros(8))
     refused(r"residual must be torch.float32 on cpu as x is; got torch.float16", residual=torch.zeros(8, 6).half())
-    refused(r"out must have its rows in one piece; its strides are \(1, 8\)", out=torch.zeros(6, 8).t())
-    refused("multimem adds bf16 or fp16 terms; x is torch.float32", multimem=True)
-    refused("multimem needs GPUs joined by an NVSwitch; x is on cpu", x=x.half(), w=w.half(), multimem=True)
-    refused("multimem needs two_shot=True", multimem=True, two_shot=False)
+    refused(r"residual must have its rows in one piece; its strides are \(1, 8\)", residual=torch.zeros(6, 8).t())
     refused(r"products must be 1 to 4 pairs \(x, weight\); got 5", products=[(x, w)] * 5)
     refused(r"products must have one M, N and dtype; .* products\[1\] \(7, 4\) by", products=[(x, w), (x[:7], w)])
     refused(r"products\[1\]\[0\] must be \[M, K\] and products\[1\]\[1\]", products=[(x, w), (x, w[:, :3])])

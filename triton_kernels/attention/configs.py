@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# As Triton names them; fp32 by how it is multiplied.
-KINDS = ("bf16", "fp16", "tf32", "ieee")
 KERNELS = ("forward", "ring", "queries", "keys")
 MAX_HEAD_DIM = 256
 
@@ -115,9 +113,9 @@ _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
 def attention_config(
     kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True, shared_bytes: int = 163 << 10
 ) -> AttentionConfig:
-    """The config of `kernel` (KERNELS) for numbers of `kind` (KINDS) and the larger head dim of q and v, on `arch`:
-    80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared memory
-    that a program may have, at least `device.LEAST_SHARED_BYTES`.
+    """The config of `kernel` (KERNELS) for numbers of `kind` (`device.KINDS`) and the larger head dim of q and v, on
+    `arch`: 80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared
+    memory that a program may have, at least `device.LEAST_SHARED_BYTES`.
 
     Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
     """

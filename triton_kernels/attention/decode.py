@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import on_device, sms_of
+from ..device import kind_of, on_device, sms_of
 from ..language import rounded
 from .blocks import Score, Seen
 from .configs import AttentionConfig, decode_config, padded
 from .forward import finished, fold, no_keys
-from .launch import Terms, check_per_head, check_rows, constants, heads_of, kind_of, obstacle
+from .launch import Terms, check_tensors, constants, heads_of
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging them costs more than it saves
@@ -203,7 +203,9 @@ def flash_decode(
     Example:
         found = flash_decode(q, k_cache, v_cache, starts, stops, 4096, Terms(scale=128**-0.5))
     """
-    _check(q, k, v, terms, paged=pages is not None)
+    check_tensors(q, k, v, terms, paged=pages is not None)
+    if terms.dropout is not None and terms.dropout.p > 0:
+        raise ValueError("Decoding drops nothing; give terms without dropout, and train with flash_attention.")
     batch, new, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
     found = q.new_empty((batch, new, heads, v_head_dim + 1), dtype=torch.float32)
@@ -247,27 +249,3 @@ def flash_decode(
         if splits > 1:
             merge_kernel[(programs,)](parts=parts, found=heads_of(found), **shape, C=c, num_warps=8)
     return found
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, paged: bool) -> None:
-    why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
-    if why is not None:
-        raise ValueError(f"{why[0].upper()}{why[1:]}.")
-    if terms.dropout is not None and terms.dropout.p > 0:
-        raise ValueError("Decoding drops nothing; give terms without dropout, and train with flash_attention.")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or x.dtype != q.dtype or x.device != q.device or (x.stride(-1) != 1 and x.shape[-1] > 1):
-            raise ValueError(
-                f"{name} must have four dims, the last dense, in {q.dtype} on {q.device}; got {list(x.shape)} with "
-                f"strides {x.stride()} in {x.dtype} on {x.device}."
-            )
-        check_rows(name, x)
-    batch, _, heads, head_dim = q.shape
-    fits = k.shape[3] == head_dim and v.shape[:3] == k.shape[:3] and heads % k.shape[2] == 0
-    if not fits or (not paged and k.shape[0] != batch):
-        raise ValueError(
-            "k must be [batch, capacity, kv_heads, head_dim], or in place of the first two [pages, page_size], and v "
-            f"[..., any], with a number of kv_heads that divides that of heads; q, k, v are {list(q.shape)}, "
-            f"{list(k.shape)}, {list(v.shape)}."
-        )
-    check_per_head("slopes", terms.slopes, q)

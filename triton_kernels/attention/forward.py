@@ -60,7 +60,6 @@ from .configs import AttentionConfig
 from .launch import (
     Terms,
     check,
-    check_alike,
     check_like,
     check_per_head,
     config_for,
@@ -262,7 +261,10 @@ def flash_forward(
     per_row = (q.shape[0], q.shape[2], q.shape[1])
     given = {"weighted": (weighted, (*q.shape[:3], v.shape[3])), "highest": (highest, per_row)}
     check_like(q, {**given, "total": (total, per_row)})
-    check_alike({"highest": highest, "total": total})
+    if highest.stride() != total.stride():
+        raise ValueError(
+            f"highest and total must have the same strides; they have {highest.stride()} and {total.stride()}."
+        )
     results = {"state": StateArguments(*map(heads_of, state))}
     _launch(q, k, v, step, terms, results, precision, config, first=fresh)
 

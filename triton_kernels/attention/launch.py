@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import LEAST_SHARED_BYTES, arch_of, shared_bytes_of
+from ..device import (
+    DTYPES,
+    LEAST_SHARED_BYTES,
+    PRECISIONS,
+    arch_of,
+    fits_tma,
+    kind_of,
+    shared_bytes_of,
+    tma_descriptor,
+)
 from ..language import INTERPRETED
 from .blocks import Constants, Heads, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
 from .tiles import Step
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-PRECISIONS = ("ieee", "tf32")
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
 _ROW_STRIDES = 2**31 // 256  # elements; blocks have 128 rows at most, and offsets inside of them 32 bits
 
@@ -135,8 +141,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, step: Step, terms: Terms, precision: 
         raise ValueError(f"the mask is of {step.rows} queries and {step.keys} keys; q and k have {rows} and {keys}.")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str) -> None:
-    """`check` of all but the mask."""
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str = "ieee", *, paged: bool = False
+) -> None:
+    """`check` of all but the mask; `paged`: the rows of k and v lie in pages [pages, page_size]."""
     why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
     if why is not None:
         raise ValueError(f"{why[0].upper()}{why[1:]}.")
@@ -150,11 +158,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
         check_rows(name, x)
-    batch, _, heads, head_dim = q.shape
-    _, keys, kv_heads, _ = k.shape
-    if k.shape != (batch, keys, kv_heads, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+    fits = k.shape[3] == q.shape[3] and v.shape[:3] == k.shape[:3] and q.shape[2] % k.shape[2] == 0
+    if not fits or not (paged or k.shape[0] == q.shape[0]):
+        rows = "pages, page_size" if paged else "batch, keys"
         raise ValueError(
-            "k must be [batch, keys, kv_heads, head_dim] and v [batch, keys, kv_heads, any], with a number of kv_heads "
+            f"k must be [{rows}, kv_heads, head_dim] and v [{rows}, kv_heads, any], with a number of kv_heads "
             f"that divides that of heads; q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
         )
     check_per_head("slopes", terms.slopes, q)
@@ -196,18 +204,6 @@ def check_like(q: Tensor, given: Mapping[str, tuple[Tensor | None, Sequence[int]
         check_rows(name, x)
 
 
-def check_alike(sums: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless these lie alike."""
-    strides = {x.stride() for x in sums.values()}
-    if len(strides) > 1:
-        raise ValueError(f"{' and '.join(sums)} must have the same strides; they have {sorted(strides)}.")
-
-
-def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """One of `configs.KINDS`."""
-    return precision if dtype == torch.float32 else DTYPES[dtype]
-
-
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
     """The shipped config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
@@ -234,27 +230,12 @@ def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -
     }
 
 
-def fits_tma(x: Tensor) -> bool:
-    """Whether TMA can load blocks of x [B, S, H, D]: it begins, and its rows lie, at multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    return x.numel() > 0 and x.element_size() <= 2 and aligned and x.data_ptr() % 16 == 0
-
-
-def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[TensorDescriptor | None, ...]:
+def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
     """Of each tensor [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head; None of all where one
     does not fit TMA, or the config does without."""
-    if not (config.tma and all(fits_tma(x) for x in tensors)):
+    if not (config.tma and all(x.element_size() <= 2 and fits_tma(x) for x in tensors)):
         return (None,) * len(tensors)
-    return tuple(_descriptor(x, config.block) for x in tensors)
-
-
-def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    turned = x.transpose(1, 2)
-    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
-    row = -(-x.shape[3] // 16) * 16
-    strides = [stride if size > 1 else row for stride, size in zip(turned.stride(), turned.shape, strict=True)]
-    return TensorDescriptor(turned, list(turned.shape), [*strides[:3], 1], [1, 1, block, padded(x.shape[3])])
+    return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded(x.shape[3]))) for x in tensors)
 
 
 def heads_of(x: Tensor) -> Heads:

@@ -31,26 +31,13 @@ class Step(Protocol):
     and k_indices; the tiles are kept in the same dict.
     """
 
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def keys(self) -> int: ...
-
-    @property
-    def q_breaks(self) -> tuple[int, ...]: ...
-
-    @property
-    def k_breaks(self) -> tuple[int, ...]: ...
-
-    @property
-    def starts(self) -> Any: ...
-
-    @property
-    def stops(self) -> Any: ...
-
-    @property
-    def seen_by(self) -> tuple[Any, Any]: ...
+    rows: int
+    keys: int
+    q_breaks: tuple[int, ...]
+    k_breaks: tuple[int, ...]
+    starts: Any
+    stops: Any
+    seen_by: tuple[Any, Any]
 
     def on(self, device: torch.device) -> dict[str, Tensor]: ...
 

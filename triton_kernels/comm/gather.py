@@ -42,7 +42,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -214,14 +214,6 @@ def region_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int
     return region_offset(world_size) + rows_per_rank * k * dtype.itemsize
 
 
-class ReadableHandle(Handle, Protocol):
-    """A handle that also gives peers' memory as tensors, for the copy engine."""
-
-    def get_buffer(
-        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
-    ) -> Tensor: ...
-
-
 class GatherWorkspace(Workspace):
     """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers only, which only this one does.
 
@@ -230,7 +222,7 @@ class GatherWorkspace(Workspace):
         workspace = GatherWorkspace(buffer, handle, timeout_seconds=60)
     """
 
-    def __init__(self, buffer: Tensor, handle: ReadableHandle, *, timeout_seconds: float) -> None:
+    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
         # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
         # nothing says that the driver makes streams meanwhile.
         self.streams: list[torch.cuda.Stream] = []
@@ -243,10 +235,6 @@ class GatherWorkspace(Workspace):
         self.nbytes = buffer.nbytes
         self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
-
-    def barrier(self) -> None:
-        """Refused: a call in between that pulls nothing would leave the next one waiting."""
-        raise ValueError("A GatherWorkspace has gathers only; use the barrier of a Workspace.")
 
     def check_room(self, rows_per_rank: int, k: int, dtype: torch.dtype) -> None:
         """Raises ValueError where a shard of [rows_per_rank, k] does not fit."""

@@ -254,12 +254,6 @@ def is_last(call, counter, count):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def barrier_kernel(ws, rank, WORLD: tl.constexpr):
-    """A call that moves nothing: ends once all ranks have begun it."""
-    end(begin(ws, rank, WORLD), WORLD, 0)
-
-
-@triton.jit(do_not_specialize=["rank"])
 def begin_kernel(ws, rank, WORLD: tl.constexpr):
     """Begins a call, and no more: for a rank that gives up in it."""
     begin(ws, rank, WORLD)

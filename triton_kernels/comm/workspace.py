@@ -52,16 +52,15 @@ class WorkspaceArguments(NamedTuple):
 class Handle(Protocol):
     """What a workspace needs of a symmetric memory handle, ours or torch's."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def buffer_ptrs(self) -> list[int]: ...
+    rank: int
+    world_size: int
+    buffer_ptrs: list[int]
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -172,12 +171,6 @@ class Workspace:
             offsets.append(offset)
             offset += aligned(count * nbytes)
         return offsets
-
-    def barrier(self) -> None:
-        """A kernel that ends once all ranks have launched it."""
-        from .signals import barrier_kernel
-
-        barrier_kernel[(1,)](**self.arguments(), WORLD=self.world_size)
 
     def leave(self) -> None:
         """Ends this rank's part, for a host that will launch nothing more: all waits of peers for it, now and later.

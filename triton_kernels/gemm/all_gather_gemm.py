@@ -85,12 +85,12 @@ def multiply_shard(x, w, weight, x_row, y_row, rows, K, first, C: tl.constexpr):
     tiles = tiles_m * tiles_n
     programs = tl.num_programs(0)
     y = Matrix(weight.y + tl.cast(y_row, tl.int64) * weight.n, weight.n)
-    for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN, warp_specialize=C.WARP_SPECIALIZE):
+    for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN):
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
         total = zeros(C.BLOCK_M, C.BLOCK_N)
         sizes = Sizes(K, (K, 1), weight.strides)
         total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
-        store_result(y, total, weight.bias, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE, False)
+        store_result(y, total, weight.bias, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE)
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
 
@@ -248,7 +248,7 @@ def all_gather_gemm(
     stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
     groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
     matmuls = [
-        _matmul_launch(
+        matmul_launch(
             x_shard, group, kept if not direct or index == 0 else None, shards, workspace, launch, direct,
             last=index == len(groups) - 1,
         )
@@ -322,7 +322,7 @@ def _checked(
     return shards
 
 
-def _matmul_launch(
+def matmul_launch(
     x_shard: Tensor,
     used: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     kept: Tensor | None,
@@ -331,22 +331,25 @@ def _matmul_launch(
     launch: Launch,
     direct: bool,
     *,
-    last: bool,
+    last: bool = True,
 ) -> LaunchOf:
-    """The matmul of up to MAX_WEIGHTS weights, each with its result and bias."""
+    """The matmul of up to MAX_WEIGHTS weights, each with its result and bias.
+
+    Alone, on a workspace of one rank, it waits for nothing: what the benchmarks compare with.
+    """
     weights = [weight for weight, _, _ in used]
     x_own = x_shard
     if not x_own.is_contiguous() or x_own.data_ptr() % 16:
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
-        plan = LoadPlan((launch.config,), False, "x lies in several ranks' memory", False, is_swapped(weights[0]))
+        plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
     else:
         assert kept is not None
         if not x_own.shape[0]:
             x_own = kept  # no tile of it will be loaded
         plan = plan_loads([(x, weight) for x in (x_own, kept) for weight in weights], launch)
     if not plan.tma:
-        plan = dataclasses.replace(plan, configs=(by_pointers(plan.config),))
+        plan = plan._replace(config=by_pointers(plan.config))
     config = plan.config
     operands = {"x_own": x_own, "x": None if direct else kept}
     operands |= {f"w{i}": weights[i] if i < len(weights) else None for i in range(MAX_WEIGHTS)}
@@ -370,7 +373,7 @@ def _matmul_launch(
     arguments |= workspace.arguments(workspace.timeout_ns * (1 if direct else 2))
     tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(workspace.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
-    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | config.all_registers()
+    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | config.options()
 
 
 def _is_read_in_place(x_shard: Tensor) -> bool:

@@ -10,24 +10,18 @@ added in fp32 in the order of the ranks, and rounded once. `two_shot` says who s
     one-shot   everybody everything: a tile goes to all ranks, W times the traffic, but one hop. For small M.
     two-shot   tile t's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
                begin with the next rank's tiles and end with their own, so at any time they write to different owners.
-    multimem   two-shot through an NVSwitch: a term stays in its rank's memory, the switch adds them when the owner
-               reads (in fp32), and copies what the owner writes to all ranks. Half the traffic of two-shot, for
-               GPUs that are joined by multicast (sm_90 and later). 16-bit dtypes only.
 
-A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. In what
-order the switch adds is its own affair, and need not be the same from call to call; all ranks get the same bits even
-so, because each sum is read once, by one rank. A tile of which something did not arrive in time is NaN, on every rank.
+A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. A tile of
+which something did not arrive in time is NaN, on every rank.
 
-Tiles are pushed to their reader, not pulled (multimem's terms apart): once the flag is there the data is local, and no
-read waits for the link.
+Tiles are pushed to their reader, not pulled: once the flag is there the data is local, and no read waits for the link.
 
 The norm of a row of tiles is taken by whichever program stores the last of them, so no program waits for another of its
 own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.
 
 Sources: one-shot and two-shot all-reduce: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005; flags per tile: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs
-Through Kernel Fusion", 2024; sums in the switch: Klenk et al., "An In-Network Architecture for Accelerating
-Shared-Memory Multiprocessor Collectives", 2020.
+Through Kernel Fusion", 2024.
 """
 
 from __future__ import annotations
@@ -39,19 +33,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm import ptx
 from ..comm.signals import begin, end, is_last, put, wait
 from ..comm.slots import put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
-from ..device import arch_of
-from ..language import or_nan, zeros
+from ..language import or_nan
 from .launch import Launch, check_like, check_products, operand_arguments
 from .tiles import Matrix, add_bias, load_tile, multiply_products, store_tile, tile_at, tile_offsets
 
 OP = tl.constexpr(OPS.index("matmul_all_reduce"))
 
 
-@triton.jit(do_not_specialize=["rank", "multicast"])
+@triton.jit(do_not_specialize=["rank"])
 def gemm_all_reduce_kernel(
     x0,
     w0,
@@ -72,12 +64,10 @@ def gemm_all_reduce_kernel(
     eps,
     ws,
     rank,
-    multicast,
     terms_offset,
     sums_offset,
     WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    MULTIMEM: tl.constexpr,
     C: tl.constexpr,
 ):
     call = begin(ws, rank, WORLD)
@@ -92,8 +82,8 @@ def gemm_all_reduce_kernel(
     tiles = tiles_m * tiles_n
     per_owner = tl.cdiv(tiles, WORLD)
     rounds = rounds_of(program, programs, tiles)
-    # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), multimem ones by tile, and the
-    # sums behind them. Flags are numbered so too, multimem's as two-shot's.
+    # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), and the sums behind them, as
+    # flags do.
     first_sum = WORLD * per_owner
 
     for step in tl.range(0, rounds, flatten=C.FLATTEN):
@@ -103,10 +93,7 @@ def gemm_all_reduce_kernel(
         if TWO_SHOT:
             owner = tile // per_owner
             slot = (tile - owner * per_owner) * WORLD + rank
-            if MULTIMEM:
-                store_slot(call, rank, tile, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-            else:
-                store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
+            store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
             put_tile(call, owner, WORLD + slot)
         else:
             slot = tile * WORLD + rank
@@ -125,34 +112,19 @@ def gemm_all_reduce_kernel(
                 first_slot -= rank * per_owner * WORLD
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
             good = wait_terms(call, first_slot, tile, WORLD, OP)
-            if MULTIMEM:
-                ptx.alias_fence()
             for strip in tl.range(0, STRIPS):
                 place = tile * STRIPS + strip
-                if MULTIMEM:
-                    # A rank that gave up must not touch the others, see `signals`: they learn of it by its flags.
-                    total = zeros(C.STRIP_M, C.BLOCK_N)
-                    if good:
-                        terms = multicast_at(call, multicast, terms_offset, place, ELEMENT, C.STRIP_M, C.BLOCK_N)
-                        total = ptx.multimem_sum(terms, ELEMENT, C.STRIP_M, C.BLOCK_N)
-                else:
-                    total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
+                total = sum_terms(call, first_slot, strip, terms_offset, ELEMENT, WORLD, C)
                 strip_m = tile_m * STRIPS + strip
                 total = add_bias(total, bias_ptr, tile_n, N)
                 if residual is not None:
                     total += load_tile(residual, strip_m, tile_n, M, N, C.STRIP_M, C.BLOCK_N).to(tl.float32)
                 total = or_nan(total, good)
-                if MULTIMEM:
-                    if good:
-                        sums = multicast_at(call, multicast, sums_offset, place, ELEMENT, C.STRIP_M, C.BLOCK_N)
-                        ptx.multimem_store(sums, total, ELEMENT)
-                elif TWO_SHOT:
+                if TWO_SHOT:
                     for distance in tl.range(1, WORLD):
                         store_slot(call, (rank + distance) % WORLD, place, total, sums_offset, ELEMENT)
                 store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
-                if MULTIMEM:
-                    ptx.alias_fence()
                 for distance in tl.range(1, WORLD):
                     put(call, (rank + distance) % WORLD, WORLD + first_sum + tile, good)
             if norm_weight_ptr is not None:
@@ -175,15 +147,6 @@ def gemm_all_reduce_kernel(
                 if norm_weight_ptr is not None:
                     norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
     end(call, WORLD, OP)
-
-
-@triton.jit
-def multicast_at(
-    call, multicast, data_offset, slot, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Address, at all ranks at once, of slot number `slot` of [BLOCK_M, BLOCK_N] elements."""
-    half = multicast + (call.epoch & 1) * call.ws.half_bytes + data_offset
-    return half + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N * (ELEMENT.primitive_bitwidth // 8))
 
 
 @triton.jit
@@ -216,12 +179,10 @@ def gemm_all_reduce(
     workspace: Workspace,
     launch: Launch,
     two_shot: bool,
-    multimem: bool = False,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, normed): sum over ranks and products of x @ weight^T (+ bias) (+ residual); its RMS norm by norm_weight.
 
@@ -232,13 +193,10 @@ def gemm_all_reduce(
         launch: tiles and programs, the same on all ranks; see `launch_for`. With fewer programs on the device than
             `launch.programs` at once the ranks must share it fairly, see `signals`.
         two_shot: who sums, the same on all ranks.
-        multimem: the NVSwitch adds, for a two-shot sum; the same on all ranks.
         bias, norm_weight: [N], residual: [M, N] with rows in one piece; the same values on all ranks.
-        out: [M, N] in rows of one piece, in place of new memory; may be `residual`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit, a workspace that is too small, or `multimem`
-            where there is none.
+        ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
 
     Example:
         y, _ = gemm_all_reduce([(x_shard_k, w_shard_k)], workspace=workspace, launch=launch, two_shot=True)
@@ -248,11 +206,7 @@ def gemm_all_reduce(
     check_like("bias", bias, (n,), x)
     check_like("residual", residual, (m, n), x)
     check_like("norm_weight", norm_weight, (n,), x)
-    check_like("out", out, (m, n), x)
-    if multimem:
-        check_multimem(x, workspace, two_shot)
-    if out is None:
-        out = x.new_empty(m, n)
+    out = x.new_empty(m, n)
     normed = None if norm_weight is None else x.new_empty(m, n)
     if m == 0 or n == 0:
         return out, normed
@@ -264,28 +218,24 @@ def gemm_all_reduce(
         bias_ptr=bias,
         residual=None if residual is None else Matrix(residual, residual.stride(0)),
         norm_weight_ptr=norm_weight,
-        out=Matrix(out, out.stride(0)),
+        out=Matrix(out, n),
         normed=None if normed is None else Matrix(normed, n),
         M=m,
         N=n,
         eps=eps,
         **workspace.arguments(),
-        multicast=workspace.multicast_address if multimem else 0,
         terms_offset=terms_offset,
         sums_offset=sums_offset,
         WORLD=world,
         TWO_SHOT=two_shot,
-        MULTIMEM=multimem,
         **operand_arguments(products, launch, flatten=two_shot),
     )
     return out, normed
 
 
-def workspace_bytes(
-    m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, *, two_shot: bool, multimem: bool = False
-) -> int:
-    """Bytes of the smallest workspace for `gemm_all_reduce` of a result [m, n]; `multimem` takes what two-shot does."""
-    return needed_bytes(world_size, _slots(m, n, dtype, world_size, launch, two_shot or multimem))
+def workspace_bytes(m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, *, two_shot: bool) -> int:
+    """Bytes of the smallest workspace for `gemm_all_reduce` of a result [m, n]."""
+    return needed_bytes(world_size, _slots(m, n, dtype, world_size, launch, two_shot))
 
 
 def _slots(
@@ -298,17 +248,3 @@ def _slots(
     per_owner = -(-tiles // world_size)
     terms, sums = (per_owner, tiles) if two_shot else (tiles, 0)
     return [(world_size * terms, slot_bytes), (sums, slot_bytes)]
-
-
-def check_multimem(x: Tensor, workspace: Workspace, two_shot: bool) -> None:
-    """Raises ValueError where the switch cannot add x's products."""
-    if not two_shot:
-        raise ValueError("multimem needs two_shot=True: one rank reads each sum from the switch, and sends it to all.")
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"multimem adds bf16 or fp16 terms; x is {x.dtype}. Use multimem=False.")
-    if x.device.type != "cuda":
-        raise ValueError(f"multimem needs GPUs joined by an NVSwitch; x is on {x.device}. Use multimem=False.")
-    if arch_of(x.device) < 90:
-        raise ValueError("multimem needs sm_90 or later. Use multimem=False.")
-    if not workspace.multicast_address:
-        raise ValueError("multimem needs a workspace with a multicast address, and this one has none.")

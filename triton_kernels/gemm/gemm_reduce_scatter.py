@@ -105,7 +105,6 @@ def gemm_reduce_scatter(
     launch: Launch,
     rows_per_rank: int | None = None,
     bias: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """out [M_r, N]: this rank's rows of the sum over ranks and products of x @ weight^T (+ bias).
 
@@ -116,7 +115,6 @@ def gemm_reduce_scatter(
         launch: tiles and programs, the same on all ranks; see `launch_for`.
         rows_per_rank: c, where it is not ceil(M / W); the same on all ranks.
         bias: [N], added once, to the sum.
-        out: [M_r, N] with rows in one piece, in place of new memory.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
@@ -130,15 +128,13 @@ def gemm_reduce_scatter(
     rows_per_rank = _rows_per_rank(m, world, rows_per_rank)
     rows = min(max(m - rank * rows_per_rank, 0), rows_per_rank)
     check_like("bias", bias, (n,), x)
-    check_like("out", out, (rows, n), x)
-    if out is None:
-        out = x.new_empty(rows, n)
+    out = x.new_empty(rows, n)
     if m == 0 or n == 0:
         return out
     (terms_offset,) = workspace.layout(_slots(rows_per_rank, n, x.dtype, world, launch))
     gemm_reduce_scatter_kernel[(launch.programs,)](
         bias_ptr=bias,
-        out=Matrix(out, out.stride(0)),
+        out=Matrix(out, n),
         M=m,
         N=n,
         rows_per_rank=rows_per_rank,

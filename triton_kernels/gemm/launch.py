@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..comm.workspace import Workspace
-from ..device import check_current
-from .configs import DTYPES, Constants, FusedConfig, GemmConfig, fused_configs
+from ..device import DTYPES, PRECISIONS, check_current, kind_of, tma_descriptor
+from ..device import fits_tma as rows_fit_tma
+from .configs import Constants, FusedConfig, GemmConfig, fused_configs
 from .tiles import Sizes
 
 # Matmuls that one launch adds up: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4
 OPERANDS = tuple(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
-
-ALIGNED = "operands are aligned"
-UNALIGNED = "an operand has rows that are not in one piece, or do not begin at multiples of 16 bytes"
-TRANSPOSED = "a transposed operand of this dtype is loaded by pointers: tensor cores transpose 16-bit numbers only"
 
 
 def is_swapped(t: Tensor) -> bool:
@@ -34,25 +30,14 @@ def is_swapped(t: Tensor) -> bool:
 
 
 def fits_tma(t: Tensor) -> bool:
-    """Whether TMA can load (or store) blocks of `t`."""
-    if t.numel() == 0:
-        return False
+    """Whether TMA can load blocks of `t`."""
     rows = t.t() if is_swapped(t) else t
-    in_one_piece = rows.stride(1) == 1
-    aligned = rows.shape[0] == 1 or (rows.stride(0) > 0 and rows.stride(0) * t.element_size() % 16 == 0)
-    return in_one_piece and aligned and t.data_ptr() % 16 == 0
+    return rows.stride(1) == 1 and rows_fit_tma(rows)
 
 
-def descriptor(t: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Of blocks [rows, columns] of `t`; where it is `swapped`, of the transposed matrix in blocks [columns, rows]."""
-    block = list(block)
-    if is_swapped(t):
-        t = t.t()
-        block.reverse()
-    size, length = t.shape
-    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
-    stride = t.stride(0) if size > 1 else -(-length // 16) * 16
-    return TensorDescriptor(t, [size, length], [stride, 1], block)
+def descriptor(t: Tensor, block: Sequence[int]) -> Any:
+    """Of blocks [rows, columns] of `t`; where it `is_swapped`, of the transposed matrix in blocks [columns, rows]."""
+    return tma_descriptor(t.t(), block[::-1]) if is_swapped(t) else tma_descriptor(t, block)
 
 
 def sizes_of(x: Tensor, w: Tensor) -> Sizes:
@@ -105,7 +90,6 @@ def launch_for(
     sms: int,
     sm_margin: int = 0,
     precision: str = "ieee",
-    programs: int | None = None,
 ) -> Launch:
     """The launch of a matmul [m, n] over `world_size` ranks, chosen from what all ranks know alike.
 
@@ -116,7 +100,6 @@ def launch_for(
         sms: multiprocessors of the GPU; the same on all ranks.
         sm_margin: how many of them to leave to what runs beside.
         precision: of fp32: "ieee" or "tf32".
-        programs: how many to launch, in place of one or two for each SM.
 
     Raises:
         ValueError: a dtype, precision or number that is not as above.
@@ -126,15 +109,13 @@ def launch_for(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bf16, fp16 or fp32; got {dtype}.")
-    if precision not in ("ieee", "tf32"):
+    if precision not in PRECISIONS:
         raise ValueError(f"precision must be 'ieee' or 'tf32'; got {precision!r}.")
     if min(m, n) < 0 or world_size < 1:
         raise ValueError(f"m and n must be 0 or more and world_size 1 or more; got {m}, {n} and {world_size}.")
     if not 0 <= sm_margin < sms:
         raise ValueError(f"sm_margin must leave at least one of the {sms} SMs; got {sm_margin}.")
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs must be at least 1; got {programs}.")
-    kind = precision if dtype == torch.float32 else DTYPES[dtype]
+    kind = kind_of(dtype, precision)
     choices = fused_configs(arch, kind)
     if not choices:
         raise ValueError(f"arch must be 80, 90, 100 or, interpreted, 0; got {arch}.")
@@ -145,7 +126,7 @@ def launch_for(
         return world_size * -(-rows_per_rank // choice.block_m) * -(-n // choice.block_n)
 
     def at_once(choice: FusedConfig) -> int:
-        return programs or max(1, min(choice.programs_per_sm * (sms - sm_margin), tiles(choice)))
+        return max(1, min(choice.programs_per_sm * (sms - sm_margin), tiles(choice)))
 
     def time(choice: FusedConfig) -> float:
         rounds = -(-tiles(choice) // at_once(choice))
@@ -155,51 +136,35 @@ def launch_for(
     return Launch(at_once(best), best.pointers, precision if kind == precision else "ieee", tma_config=best.tma)
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """How this rank loads the operands of a launch and why, and the tiles that it may take: the first, unless timed."""
+class LoadPlan(NamedTuple):
+    """How this rank loads the operands of a launch, and its tiles."""
 
-    configs: tuple[GemmConfig, ...]
+    config: GemmConfig
     tma: bool
-    reason: str
     x_swapped: bool
     w_swapped: bool
 
-    @property
-    def config(self) -> GemmConfig:
-        return self.configs[0]
-
-    def constants(
-        self, precision: str, *, even_k: bool, flatten: bool = True, config: GemmConfig | None = None
-    ) -> Constants:
+    def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> Constants:
         """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
-        c = config or self.config
+        c = self.config
         return Constants(
-            *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten, c.warp_specialize),
+            *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
             *(precision, self.tma, self.x_swapped, self.w_swapped, even_k),
         )
-
-
-def tma_obstacle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> str:
-    """Why TMA cannot load these operands of one launch; empty where it can."""
-    swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
-    if not all(fits_tma(t) for t in (*xs, *ws)):
-        return UNALIGNED
-    if any(len(both) > 1 for both in swapped):
-        return "the products' operands do not lie alike"
-    return TRANSPOSED if True in swapped[0] | swapped[1] and xs[0].element_size() != 2 else ""
 
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
     """By TMA where all operands are aligned for it and lie alike, else by pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
+    swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
     # By pointers it is about speed alone how the others lie.
-    swapped = is_swapped(xs[0]), is_swapped(ws[0])
-    if launch.tma_config is None:
-        reason = "this launch has no tiles for TMA"
-    elif not (reason := tma_obstacle(xs, ws)):
-        return LoadPlan((launch.tma_config,), True, ALIGNED, *swapped)
-    return LoadPlan((by_pointers(launch, len(products)),), False, reason, *swapped)
+    of_first = is_swapped(xs[0]), is_swapped(ws[0])
+    # Tensor cores transpose 16-bit numbers only.
+    transposes = not any(of_first) or xs[0].element_size() == 2
+    alike = all(len(found) == 1 for found in swapped)
+    if launch.tma_config is not None and alike and transposes and all(map(fits_tma, (*xs, *ws))):
+        return LoadPlan(launch.tma_config, True, *of_first)
+    return LoadPlan(by_pointers(launch, len(products)), False, *of_first)
 
 
 def by_pointers(launch: Launch, products: int) -> GemmConfig:
@@ -224,7 +189,7 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
     arguments["sizes"] = tuple(sizes_of(x, w) for x, w in products)
     even_k = all(x.shape[1] % config.block_k == 0 for x, _ in products)
     arguments["C"] = sum_constants(launch, plan, products[0][0].element_size(), len(products), even_k, flatten)
-    return arguments | config.all_registers()
+    return arguments | config.options()
 
 
 def sum_constants(
@@ -254,8 +219,10 @@ def check_products(products: Sequence[tuple[Tensor, Tensor]], workspace: Workspa
     return first.shape[0], products[0][1].shape[0]
 
 
-def check_operands(x: Tensor, weight: Tensor, x_name: str = "x", weight_name: str = "weight") -> None:
-    """Raises ValueError where x [M, K] and weight [N, K] have other shapes, or dtypes that no kernel multiplies."""
+def check_matmul(
+    x: Tensor, weight: Tensor, workspace: Workspace, x_name: str = "x", weight_name: str = "weight"
+) -> None:
+    """Raises ValueError where x [M, K] and weight [N, K] are not what a kernel multiplies, or not where it runs."""
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{x_name} must be [M, K] and {weight_name} [N, K]; got {tuple(x.shape)} and {tuple(weight.shape)}."
@@ -265,12 +232,6 @@ def check_operands(x: Tensor, weight: Tensor, x_name: str = "x", weight_name: st
             f"{x_name} and {weight_name} must be both bf16, fp16 or fp32; got {x.dtype} and {weight.dtype}."
         )
 
-
-def check_matmul(
-    x: Tensor, weight: Tensor, workspace: Workspace, x_name: str = "x", weight_name: str = "weight"
-) -> None:
-    """`check_operands`, and where they lie."""
-    check_operands(x, weight, x_name, weight_name)
     if not x.device == weight.device == workspace.state.device:
         raise ValueError(
             f"{x_name}, {weight_name} and the workspace must be on one device; they are on {x.device}, "

@@ -85,26 +85,15 @@ def add_bias(values, bias_ptr, tile_n, N):
 
 
 @triton.jit
-def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr, TMA: tl.constexpr):
-    """Writes total (+ bias) to tile (tile_m, tile_n) of y [M, N]; with SPLIT the left columns, then the right ones.
-
-    y is a `Matrix`, or, with TMA, a descriptor of blocks of what is stored at once.
-    """
+def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
+    """Writes total (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N]; with SPLIT the left columns, then the right
+    ones."""
     if SPLIT:
         left, right = halves(total)
-        _store_columns(y, left, bias_ptr, tile_m, 2 * tile_n, M, N, TMA)
-        _store_columns(y, right, bias_ptr, tile_m, 2 * tile_n + 1, M, N, TMA)
+        store_tile(y, add_bias(left, bias_ptr, 2 * tile_n, N), tile_m, 2 * tile_n, M, N)
+        store_tile(y, add_bias(right, bias_ptr, 2 * tile_n + 1, N), tile_m, 2 * tile_n + 1, M, N)
     else:
-        _store_columns(y, total, bias_ptr, tile_m, tile_n, M, N, TMA)
-
-
-@triton.jit
-def _store_columns(y, values, bias_ptr, tile_m, tile_n, M, N, TMA: tl.constexpr):
-    values = add_bias(values, bias_ptr, tile_n, N)
-    if TMA:
-        y.store([tile_m * values.shape[0], tile_n * values.shape[1]], rounded(values, y.dtype))
-    else:
-        store_tile(y, values, tile_m, tile_n, M, N)
+        store_tile(y, add_bias(total, bias_ptr, tile_n, N), tile_m, tile_n, M, N)
 
 
 @triton.jit
