@@ -82,10 +82,10 @@ class FusedConfig:
 
 
 _FLAT = {"flatten": True, "split_store": True}
-_INTERPRETED = [FusedConfig(*[GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)] * 2)]
+_INTERPRETED = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)
 _SMALL_16, _SMALL_32 = (GemmConfig(64, 64, block_k, 4, 4, programs_per_sm=2) for block_k in (64, 32))
 _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
-    0: {"16": _INTERPRETED, "tf32": _INTERPRETED},
+    0: {kind: [FusedConfig(_INTERPRETED, _INTERPRETED)] for kind in ("16", "tf32")},
     80: {
         "16": [
             FusedConfig(GemmConfig(128, 128, 32, 8, 4)),
