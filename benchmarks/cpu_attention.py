@@ -87,13 +87,9 @@ def ring_attention(
 
     def whole() -> Callable[[], list[Tensor]]:
         from fused_tp.ops.ring_attention import attention_over
-        from fused_tp.runtime.group import SINGLE_NAME
-
-        alone = {"layout": "zigzag", "scale": None, "window": None, "softcap": 0.0, "dropout_p": 0.0}
-        alone |= dict.fromkeys(("alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seq_len", "seq_len_kv"))
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention_over(q, k, v, SINGLE_NAME, 1, 0, **{**alone, **how})[0]
+            return attention_over(q, k, v, None, alone=True, **how)
 
         return _runner(attention, q, k, v, d_out, backward)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from fused_tp.attention.layout import all_tokens
 from fused_tp.attention.spec import Dropout
 from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.transport.torch_dist import TorchDist
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 from tests.workers import run_ranks
@@ -94,6 +96,26 @@ def on_ranks(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attentio
         parts = [out.detach(), lse.detach(), *found[:3], by_head.get("alibi_slopes"), by_head.get("sinks")]
         results.append([queries, keys, *parts])
     return results
+
+
+def sent(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -> list[list[int]]:
+    """For each case the bytes of every message, or all-to-all, that this rank gives to others, forward and backward."""
+    found: list[list[int]] = []
+    shift, all_to_all = TorchDist.shift, TorchDist.all_to_all
+
+    def shifted(self: TorchDist, name: str, x: Tensor, *more: Any) -> Any:
+        found[-1].append(x.nbytes)
+        return shift(self, name, x, *more)
+
+    def exchanged(self: TorchDist, name: str, x: Tensor, send_sizes: Any, recv_sizes: Any) -> Any:
+        found[-1].append(sum(send_sizes))
+        return all_to_all(self, name, x, send_sizes, recv_sizes)
+
+    with patch.object(TorchDist, "shift", shifted), patch.object(TorchDist, "all_to_all", exchanged):
+        for one in cases:
+            found.append([])
+            on_ranks(group, [one], op)
+    return found
 
 
 def whole(one: Case, ranks: list[list[Tensor | None]]) -> list[Tensor | None]:

@@ -1,13 +1,23 @@
-"""Attention over a whole sequence on one process in fp64, with every mask and score of `ring_attention`: S x S."""
+"""Attention over a whole sequence on one process in fp64, with every mask and score of `ring_attention`: S x S.
+
+And attention by steps of a kernel, to be compared with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.spec import AttentionMask, Dropout
+from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
+from fused_tp.attention.layout import Tokens
+from fused_tp.attention.plan import Step, make_step
+from fused_tp.attention.softmax import SoftmaxState, row_sums
+from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.transport.base import accumulate_dtype
+from tests.reference import seeded
 
 
 def dense_mask(
@@ -84,3 +94,94 @@ def dense_attention(
         p = p * dropout.kept(q.shape[0], q.shape[2], *places) / (1 - dropout.p)
     lse = torch.where(empty, -torch.inf, lse).squeeze(-1)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+# -- by steps of a kernel ---------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_slopes: Tensor
+
+
+def kernel_inputs(
+    mask: AttentionMask, dtype: torch.dtype, *, batch: int = 1, heads: int = 2, kv_heads: int = 2, dim: int = 16,
+    v_dim: int | None = None, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    v_dim = dim if v_dim is None else v_dim
+    shapes = [
+        (batch, mask.seq_len, heads, dim),
+        (batch, mask.seq_len_kv, kv_heads, dim),
+        (batch, mask.seq_len_kv, kv_heads, v_dim),
+        (batch, mask.seq_len, heads, v_dim),
+    ]
+    return Inputs(*(seeded(*shape, dtype=dtype, seed=seed + number) for number, shape in enumerate(shapes)))
+
+
+def whole_reference(mask: AttentionMask, scores: Scores, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
+    """(out, lse, gradients) in fp64."""
+    leaves = [t.detach().double().requires_grad_() for t in x[:3]]
+    slopes = torch.zeros(x.q.shape[2]) if scores.alibi_slopes is None else scores.alibi_slopes
+    slopes = slopes.double().requires_grad_()
+    how: Any = {"scale": scores.scale, "softcap": scores.softcap, "dropout": scores.dropout}
+    q, k, v = leaves
+    out, lse = dense_attention(q, k, v, *dense(mask), alibi_slopes=slopes, **how)
+    grads = torch.autograd.grad(out, (*leaves, slopes), x.grad_out.double())
+    return out.detach(), lse.detach(), Gradients(*grads)
+
+
+def everything(mask: AttentionMask) -> tuple[Tokens, Tokens]:
+    """All queries and all keys."""
+    return Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),))
+
+
+def one_step(mask: AttentionMask) -> Step:
+    """That of one rank."""
+    return make_step(mask, *everything(mask))
+
+
+def forward(
+    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, queries: Tokens | None = None,
+    keys: Sequence[Tokens] = (),
+) -> SoftmaxState:  # fmt: skip
+    """The state of these queries after a step for each of `keys`; of all after one step where they are left out."""
+    queries, q = queries or everything(mask)[0], x.q if queries is None else x.q[:, queries.indices]
+    state = SoftmaxState.empty(q, x.v.shape[-1])
+    for tokens in keys or [everything(mask)[1]]:
+        step = make_step(mask, queries, tokens)
+        if not step.empty:
+            k, v = (t[:, tokens.indices][:, step.k_start : step.k_stop] for t in (x.k, x.v))
+            part = state.rows(step.q_start, step.q_stop)
+            kernel.forward(step, scores, q[:, step.q_start : step.q_stop], k, v, part)
+    return state
+
+
+def backward(
+    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, out: Tensor, lse: Tensor,
+    sums: Tensor | None = None, *, keys: Sequence[Tokens] = (), start: float = 0.0,
+) -> Gradients:  # fmt: skip
+    """Of all queries, a step for each of `keys`, added to `start`."""
+    wide = accumulate_dtype(x.q.dtype)
+    sums = row_sums(x.grad_out, out, None) if sums is None else sums
+    found = Gradients(*(torch.full(t.shape, start, dtype=wide) for t in (x.q, x.k, x.v, x.q[0, 0, :, 0])))
+    queries, all_keys = everything(mask)
+    for tokens in keys or [all_keys]:
+        step, indices = make_step(mask, queries, tokens), torch.from_numpy(tokens.indices)
+        if step.empty:
+            continue
+        rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+        k, v, dk, dv = (t[:, indices] for t in (x.k, x.v, found.dk, found.dv))
+        saved = Saved(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
+        slopes = found.d_slopes if scores.alibi_slopes is not None else None
+        kernel.backward(step, scores, saved.part(rows, seen), Sums(found.dq, dk, dv, slopes).part(rows, seen))
+        found.dk[:, indices], found.dv[:, indices] = dk, dv
+    return found

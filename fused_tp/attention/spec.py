@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -187,34 +187,43 @@ class Scores:
         )
 
 
-class AttentionArguments(NamedTuple):
-    """The checked arguments of one call behind q, k and v: what travels through torch.library.
+CHECKED: Any = None
+"""Default of keywords that are None until a check has put a value in their place."""
 
-    The tensors of documents are on the CPU; their values are read in the op, which a compiler does not look into.
+
+class AttentionArguments(NamedTuple):
+    """The arguments of one call behind q, k and v, with the defaults of the keywords: what travels through
+    torch.library, once `ops.attention_arguments.checked_arguments` has replaced those that are `CHECKED`.
+
+    The tensors of documents are on the CPU then; their values are read in the op, which a compiler does not look into.
+
+    Attributes:
+        window: [left, right] once it has been checked.
+        first_head: the number of q's first head in the whole.
+        joined: of the `TokenLayout`; 0 until the arguments have been checked.
     """
 
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_kv: Tensor | None
-    seed: Tensor | None
-    causal: bool
-    left: int
-    right: int
-    scale: float
-    softcap: float
-    dropout_p: float
-    first_head: int
-    layout: str
-    joined: int
-    strided: bool
-    seq_len: SymInt
-    seq_len_kv: SymInt
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    seed: Tensor | None = None
+    causal: bool = False
+    window: list[int] = CHECKED
+    scale: float = CHECKED
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    first_head: int = 0
+    layout: str = "zigzag"
+    joined: int = 0
+    strided: bool = False
+    seq_len: SymInt = CHECKED
+    seq_len_kv: SymInt = CHECKED
 
     def __str__(self) -> str:
         return (
             f"causal={self.causal}, layout={str(self.token_layout)!r}, scale={self.scale!r}, "
-            f"window={(self.left, self.right)}, softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, "
+            f"window={tuple(self.window)}, softcap={self.softcap!r}, dropout_p={self.dropout_p!r}, "
             f"seq_len_kv={self.seq_len_kv}"
         )
 
@@ -242,7 +251,8 @@ class AttentionArguments(NamedTuple):
                 f"cu_seqlens has {max(0, len(bounds) - 1)} documents and cu_seqlens_kv {len(bounds_kv) - 1}; queries "
                 "and keys belong to the same documents."
             )
-        return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (self.left, self.right), bounds, bounds_kv)
+        left, right = self.window
+        return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
         """What to compute, for q, k and v of this dtype."""

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
-from fused_tp.runtime.group import group_identity
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,16 @@ class CpContext:
         which is drawn by head, then differs between them also where their random numbers are the same; and it must not
         where all hold all heads.
         """
-        out, _ = attention_over(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            *group_identity(self.mesh),
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention_over(
+            q,
+            k,
+            v,
+            self.mesh,
             layout=self.layout,
             cu_seqlens=self.cu_seqlens,
             seq_len=self.seq_len,
-            first_head=self.tp_rank * q.shape[1] if heads_sharded else 0,
+            first_head=self.tp_rank * q.shape[2] if heads_sharded else 0,
             **keywords,
         )
         return out.transpose(1, 2)

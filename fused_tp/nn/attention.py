@@ -29,7 +29,7 @@ from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
 from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
-from fused_tp.ops.context_parallel_decode import decode_over
+from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
@@ -312,7 +312,7 @@ class ParallelAttention(nn.Module):
         if call.context is not None:
             out = self._attend_cached(q, k, v, call.context, call)
         elif self.cp_group is not None:
-            out = self._attend_over(q, k, v, group_identity(self.cp_group), self.cp_layout, call)
+            out = self._attend_over(q, k, v, call)
         else:
             out = self._attend_here(q, k, v, call)
         return cast(Tensor, self.o_proj(out.flatten(-2)))
@@ -327,22 +327,21 @@ class ParallelAttention(nn.Module):
         q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
         return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
 
-    def _attend_over(
-        self, q: Tensor, k: Tensor, v: Tensor, group: tuple[str, int, int], layout: str, call: _Call
-    ) -> Tensor:
-        out, _ = attention_over(
+    def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        """Over `cp_group`, else over this rank."""
+        return attention_over(
             q,
             k,
             v,
-            *group,
-            layout=layout,
+            self.cp_group,
+            alone=self.cp_group is None,
+            layout="contiguous" if self.cp_group is None else self.cp_layout,
             dropout_p=self._dropout_p,
             cu_seqlens=call.cu_seqlens,
             seq_len=call.seq_len,
             first_head=self._first_head(),
             **self._scores(q),
         )
-        return out
 
     def _attend_here(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         cache = cast("KVCache | None", call.kv_cache)
@@ -358,8 +357,8 @@ class ParallelAttention(nn.Module):
             return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
         if cache is not None:
             lengths = torch.full((q.shape[0],), k.shape[1])
-            return decode_over(q, k, v, SINGLE_NAME, 1, cache_seqlens=lengths, **how)[0]
-        return self._attend_over(q, k, v, (SINGLE_NAME, 1, 0), "contiguous", call)
+            return decode(DecodeArguments(q, k, v, lengths, **how), alone=True)[0]
+        return self._attend_over(q, k, v, call)
 
     @property
     def _dropout_p(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -15,8 +15,14 @@ from fused_tp.attention.decode import equal_length_runs
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout, local_length
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
-from fused_tp.ops.attention_arguments import ScoreKeywords
-from fused_tp.ops.context_parallel_decode import decode_over
+from fused_tp.ops.attention_arguments import (
+    SCORE_KEYWORDS,
+    ScoreKeywords,
+    ScoreOutAndLseKeywords,
+    ScoreOutKeywords,
+    check_keywords,
+)
+from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
 
 if TYPE_CHECKING:
@@ -213,13 +219,11 @@ class ContextCache(ABC):
         self._set_lengths(after)
 
     @overload
-    def attend(
-        self, q: Tensor, *, return_lse: Literal[False] = False, tokens: int = 0, **keywords: Unpack[ScoreKeywords]
-    ) -> Tensor: ...
+    def attend(self, q: Tensor, *, tokens: int = 0, **keywords: Unpack[ScoreOutKeywords]) -> Tensor: ...
 
     @overload
     def attend(
-        self, q: Tensor, *, return_lse: Literal[True], tokens: int = 0, **keywords: Unpack[ScoreKeywords]
+        self, q: Tensor, *, tokens: int = 0, **keywords: Unpack[ScoreOutAndLseKeywords]
     ) -> tuple[Tensor, Tensor]: ...
 
     def attend(
@@ -231,18 +235,10 @@ class ContextCache(ABC):
         the new tokens below 2**24, which the ranks compare; 0 where they are not known.
         """
         check_tensor("q", q)
+        check_keywords("attend", keywords, SCORE_KEYWORDS)
         keys, values, table = self._shards(q)
-        out, lse = decode_over(
-            q,
-            keys,
-            values,
-            *group_identity(self.group)[:2],
-            cache_seqlens=torch.tensor(self._before(q.shape[0])),
-            page_table=table,
-            block=self.block,
-            tokens=tokens,
-            **keywords,
-        )
+        where: dict[str, Any] = {"block": self.block, "tokens": tokens, "group": self.group, **keywords}
+        out, lse = decode(DecodeArguments(q, keys, values, torch.tensor(self._before(q.shape[0])), table, **where))
         return (out, lse) if return_lse else out
 
     one_by_one = False  # whether `_write` takes one sequence at a time

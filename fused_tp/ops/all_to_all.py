@@ -185,7 +185,7 @@ def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, 
 
 
 def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
-    arguments = checked_arguments(q, k, v, size, 0)
+    arguments = checked_arguments(AttentionArguments(), q, k, v, size, 0)
     check_shared(q.shape[2], size)
     columns = moved_columns(q.shape, k.shape, v.shape)
     moved = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)

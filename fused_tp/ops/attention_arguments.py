@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf, isfinite
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from fused_tp.ops.arguments import (
 )
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.transport.base import checksum
+
+if TYPE_CHECKING:
+    from typing_extensions import Required
 
 
 class ScoreKeywords(TypedDict, total=False):
@@ -53,36 +56,42 @@ class AttentionKeywords(ScoreKeywords, total=False):
     seq_len_kv: int | None
 
 
-SCORE_DEFAULTS: ScoreKeywords = {
-    "causal": False,
-    "scale": None,
-    "window": None,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "sinks": None,
-}
-DEFAULTS: AttentionKeywords = {
-    **SCORE_DEFAULTS,
-    "layout": "zigzag",
-    "dropout_p": 0.0,
-    "cu_seqlens": None,
-    "cu_seqlens_kv": None,
-    "seq_len": None,
-    "seq_len_kv": None,
-}
+A = TypeVar("A", bound=Any)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_keywords(defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Decorator of a function whose `**keywords` these are: `inspect.signature` and `help` name them one by one."""
+# Of functions that return (out, lse) where `return_lse` is True, and out alone where it is not.
+class OutKeywords(AttentionKeywords, total=False):
+    return_lse: Literal[False]
+
+
+class OutAndLseKeywords(AttentionKeywords, total=False):
+    return_lse: Required[Literal[True]]
+
+
+class ScoreOutKeywords(ScoreKeywords, total=False):
+    return_lse: Literal[False]
+
+
+class ScoreOutAndLseKeywords(ScoreKeywords, total=False):
+    return_lse: Required[Literal[True]]
+
+
+def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> Callable[[F], F]:
+    """Decorator of a function whose `**keywords` are those of a TypedDict, with the defaults of the NamedTuple
+    `arguments`: `inspect.signature` and `help` name them one by one."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
-        kinds = {name: kind.__forward_arg__ for name, kind in AttentionKeywords.__annotations__.items()}
         named = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-            for name, default in defaults.items()
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=arguments._field_defaults[name],
+                annotation=kind.__forward_arg__,
+            )
+            for name, kind in keywords.__annotations__.items()
         ]
         vars(function)["__signature__"] = signature.replace(parameters=[*own, *named])
         return function
@@ -90,73 +99,72 @@ def with_keywords(defaults: Mapping[str, Any]) -> Callable[[F], F]:
     return decorate
 
 
-def completed(op: str, keywords: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`keywords` with the defaults of those that were not given; TypeError for names that `op` does not have."""
-    for name in keywords:
-        if name not in defaults:
+# Compilers do not trace a look at the annotations.
+_ATTENTION_KEYWORDS = frozenset(AttentionKeywords.__annotations__)
+SCORE_KEYWORDS = frozenset(ScoreKeywords.__annotations__)
+
+
+def check_keywords(op: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise TypeError for names that the public function `op` does not have."""
+    for name in given:
+        if name not in known:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
-    return {**defaults, **keywords}
 
 
-def checked_arguments(
-    q: Any, k: Any, v: Any, size: int, rank: int, *, op: str = "ring_attention", first_head: int = 0, **keywords: Any
-) -> AttentionArguments:
-    """What the ops take behind q, k and v, of rank `rank` among `size` that share the sequence.
+def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> AttentionArguments:
+    """What the ops take behind q, k and v for these keywords of the public function `op`; not checked yet."""
+    check_keywords(op, keywords, _ATTENTION_KEYWORDS)
+    dropout_p = checked_number("dropout_p", keywords.get("dropout_p", 0.0), lambda p: 0 <= p < 1, "in [0, 1)")
+    # Of the CPU's generator, whatever the device: reading it on the host waits for nothing.
+    seed = torch.randint(2**63 - 1, (1,)) if dropout_p else None
+    return AttentionArguments(**{**keywords, **inner, "seed": seed})
 
-    Args:
-        op: the public function that was called.
-        first_head: the number of q's first head in the whole.
-        keywords: any of AttentionKeywords.
+
+def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int) -> AttentionArguments:
+    """`given` as the ops take them, of rank `rank` among `size` that share the sequence.
 
     Raises:
         TypeError, ValueError: one of them does not fit.
     """
-    given = completed(op, keywords, DEFAULTS)
-    causal, layout = given["causal"], given["layout"]
     check_heads(q, k, v)
-    check_bool("causal", causal)
-    bounds, bounds_kv = (on_host(name, given[name]) for name in ("cu_seqlens", "cu_seqlens_kv"))
+    check_bool("causal", given.causal)
+    bounds, bounds_kv = on_host("cu_seqlens", given.cu_seqlens), on_host("cu_seqlens_kv", given.cu_seqlens_kv)
+    layout, seq_len_kv = given.layout, cast("int | None", given.seq_len_kv)
     check_layout(layout, documents=bounds is not None)
     if bounds is None and bounds_kv is not None:
         raise ValueError("cu_seqlens_kv was given without cu_seqlens; queries and keys belong to the same documents.")
-    seq_len_kv = given["seq_len_kv"]
     if seq_len_kv is None and bounds_kv is None and k.shape[1] != q.shape[1]:
         raise ValueError(
             f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
             "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
             "of another sequence."
         )
-    total = total_kv = total_length("seq_len", given["seq_len"], "q", q.shape[1], size, rank, layout)
+    total = total_kv = total_length("seq_len", given.seq_len, "q", q.shape[1], size, rank, layout)
     if seq_len_kv is not None or k.shape[1] != q.shape[1]:
         total_kv = total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
     for name, length in (("q", total), ("k", total_kv)):
         if length >= 2**31:
             raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
-    left, right = checked_window(given["window"])
-    scale, softcap = checked_scale(given["scale"], q.shape[3]), checked_softcap(given["softcap"])
-    dropout_p = checked_number("dropout_p", given["dropout_p"], lambda p: 0 <= p < 1, "in [0, 1)")
-    for name in ("alibi_slopes", "sinks"):
-        check_per_head(name, given[name], q)
-    return AttentionArguments(
-        given["alibi_slopes"],
-        given["sinks"],
-        bounds,
-        bounds_kv,
-        # Of the CPU's generator, whatever the device: reading it on the host waits for nothing.
-        torch.randint(2**63 - 1, (1,)) if dropout_p else None,
-        causal,
-        left,
-        right,
-        scale,
-        softcap,
-        dropout_p,
-        first_head,
-        layout,
-        1,
-        False,
-        total,
-        total_kv,
+    return checked_scores(given, q)._replace(
+        cu_seqlens=bounds,
+        cu_seqlens_kv=bounds_kv,
+        dropout_p=float(given.dropout_p),
+        joined=1,
+        seq_len=total,
+        seq_len_kv=total_kv,
     )
+
+
+def checked_scores(given: A, q: Tensor) -> A:
+    """`given`, a NamedTuple with all ScoreKeywords, with those but `causal` checked."""
+    for name in ("alibi_slopes", "sinks"):
+        check_per_head(name, getattr(given, name), q)
+    checked: A = given._replace(
+        window=list(checked_window(given.window)),
+        scale=checked_scale(given.scale, q.shape[3]),
+        softcap=checked_softcap(given.softcap),
+    )
+    return checked
 
 
 def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.ops.attention_arguments import DEFAULTS, AttentionKeywords, completed, with_keywords
-from fused_tp.ops.ulysses_attention import ALONE, Ranks, attention_by_heads
-from fused_tp.runtime.group import group_identity
+from fused_tp.ops.attention_arguments import (
+    AttentionKeywords,
+    OutAndLseKeywords,
+    OutKeywords,
+    arguments_of,
+    with_keywords,
+)
+from fused_tp.ops.ulysses_attention import attention_by_heads
+from fused_tp.runtime.group import ALONE, group_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,8 +30,7 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[AttentionKeywords],
+    **keywords: Unpack[OutKeywords],
 ) -> Tensor: ...
 
 
@@ -38,12 +43,11 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     ulysses_dim: str | int | None = None,
     ring_dim: str | int | None = None,
-    return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
+    **keywords: Unpack[OutAndLseKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@with_keywords(DEFAULTS)
+@with_keywords(AttentionKeywords)
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -97,13 +101,11 @@ def context_parallel_attention(
         q,
         k,
         v,
-        ALONE if inner is None else Ranks(*group_identity(mesh.get_group(inner))),
-        ALONE if ring is None else Ranks(*group_identity(mesh.get_group(ring))),
+        arguments_of("context_parallel_attention", keywords),
+        *(ALONE if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
         # The ring's ranks are then neighbours in the mesh's order, and those that share heads are not.
         strided=inner is not None and ring is not None and ring > inner,
-        op="context_parallel_attention",
         return_lse=return_lse,
-        **completed("context_parallel_attention", keywords, DEFAULTS),
     )
 
 

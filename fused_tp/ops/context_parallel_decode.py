@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -21,24 +21,23 @@ from fused_tp.attention.decode import (
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
-from fused_tp.attention.spec import Scores
+from fused_tp.attention.spec import CHECKED, Scores
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_integers
 from fused_tp.ops.attention_arguments import (
-    SCORE_DEFAULTS,
+    SCORE_KEYWORDS,
     ScoreKeywords,
+    ScoreOutAndLseKeywords,
+    ScoreOutKeywords,
     check_dtypes,
-    check_per_head,
+    check_keywords,
     check_shapes,
-    checked_scale,
-    checked_softcap,
-    checked_window,
-    completed,
+    checked_scores,
     with_keywords,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op
 from fused_tp.ops.ring_attention import new_results
 from fused_tp.runtime import settings
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
 from fused_tp.schedules.base import Schedule
 from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
@@ -46,7 +45,51 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _GATHERED_BYTES = 64 << 20  # at a time
-_DEFAULTS: ScoreKeywords = {**SCORE_DEFAULTS, "causal": True}
+
+
+class DecodeArguments(NamedTuple):
+    """The arguments of one call, and what travels through torch.library once they are checked.
+
+    Attributes:
+        window: [left, right] once it has been checked.
+        tokens: a checksum of the new tokens, which ranks compare; 0 where the caller does not know them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    causal: bool = True
+    window: list[int] = CHECKED
+    scale: float = CHECKED
+    softcap: float = 0.0
+    block: int = DEFAULT_BLOCK
+    tokens: int = 0
+    world_size: int = 0  # until the arguments have been checked
+    group: AnyGroup = None
+
+    @property
+    def queries_at_once(self) -> int:
+        """All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time."""
+        q, v = self.q.shape, self.v.shape
+        a_row = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
+        return max(1, _GATHERED_BYTES // (self.world_size * a_row))
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """How many keys before and after its place a query sees."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
+    def __str__(self) -> str:
+        return (
+            f"cache_seqlens={self.cache_seqlens.tolist()}, scale={self.scale!r}, window={self.limits}, "
+            f"softcap={self.softcap!r}, block={self.block}, new={self.q.shape[1]}, "
+            f"ALiBi={self.alibi_slopes is not None}, sinks={self.sinks is not None}"
+        )
 
 
 @overload
@@ -59,8 +102,7 @@ def context_parallel_decode(
     cache_seqlens: Tensor,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[ScoreKeywords],
+    **keywords: Unpack[ScoreOutKeywords],
 ) -> Tensor: ...
 
 
@@ -74,12 +116,11 @@ def context_parallel_decode(
     cache_seqlens: Tensor,
     page_table: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
-    return_lse: Literal[True],
-    **keywords: Unpack[ScoreKeywords],
+    **keywords: Unpack[ScoreOutAndLseKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@with_keywords(_DEFAULTS)
+@with_keywords(ScoreKeywords, DecodeArguments)
 def context_parallel_decode(
     q: Tensor,
     k_cache_shard: Tensor,
@@ -137,70 +178,48 @@ def context_parallel_decode(
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Yang et al., "Context Parallelism for
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
-    where: dict[str, Any] = {"cache_seqlens": cache_seqlens, "page_table": page_table, "block": block}
-    where |= completed("context_parallel_decode", keywords, _DEFAULTS)
-    name, size, _ = group_identity(group)
-    out, lse = decode_over(q, k_cache_shard, v_cache_shard, name, size, **where)
+    check_keywords("context_parallel_decode", keywords, SCORE_KEYWORDS)
+    given: dict[str, Any] = {"block": block, "group": group, **keywords}
+    out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **given))
     return (out, lse) if return_lse else out
 
 
-def decode_over(
-    q: Tensor,
-    k_cache_shard: Tensor,
-    v_cache_shard: Tensor,
-    name: str,
-    size: int,
-    *,
-    cache_seqlens: Any,
-    page_table: Any = None,
-    block: Any = DEFAULT_BLOCK,
-    tokens: int = 0,
-    **keywords: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the `size` ranks of the group of that name ("": this rank alone); keywords: ScoreKeywords.
-
-    `tokens`: a checksum of the new tokens, which ranks compare; 0 where the caller does not know them.
-    """
-    scores = completed("context_parallel_decode", keywords, _DEFAULTS)
-    dtype = autocast_dtype(q)
-    if dtype is not None and isinstance(k_cache_shard, Tensor):
-        (q,) = cast(k_cache_shard.dtype, q)  # a cache is not copied; what is appended to one is cast as matmuls are
-    _check_cache(q, k_cache_shard, v_cache_shard, page_table)
-    by_head = {what: scores[what] for what in ("alibi_slopes", "sinks")}
-    for what, per_head in by_head.items():
-        check_per_head(what, per_head, q)
+def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call whose arguments have not been checked; `alone`: over this rank, whatever the group."""
     if torch.is_grad_enabled():
-        for what, t in {"q": q, "k_cache_shard": k_cache_shard, "v_cache_shard": v_cache_shard, **by_head}.items():
-            if t is not None and t.requires_grad:
+        for name, x in zip(_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
+            if getattr(x, "requires_grad", False):
                 raise ValueError(
-                    f"{what} requires a gradient, which context_parallel_decode has none of; call it under "
+                    f"{name} requires a gradient, which context_parallel_decode has none of; call it under "
                     "torch.no_grad(), and train with ring_attention."
                 )
-    lengths = _checked_integers("cache_seqlens", cache_seqlens, (q.shape[0],))
-    if page_table is not None:
-        page_table = _checked_integers("page_table", page_table, (q.shape[0], -1))
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        _check_capture(lengths, page_table)
-    check_bool("causal", scores["causal"])
-    check_int("block", block, 1, ": how many tokens in a row lie on one rank")
-    left, right = checked_window(scores["window"])
-    out, lse = CONTEXT_PARALLEL_DECODE.named(
-        q,
-        k_cache_shard,
-        v_cache_shard,
-        lengths.cpu(),
-        None if page_table is None else page_table.cpu(),
-        *by_head.values(),
-        checked_scale(scores["scale"], q.shape[3]),
-        left,
-        0 if scores["causal"] else right,
-        checked_softcap(scores["softcap"]),
-        int(block),
-        tokens,
-        size,
-        name,
-    )
+    if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        _check_capture(args.cache_seqlens, args.page_table)
+    if alone:
+        out, lse = CONTEXT_PARALLEL_DECODE.named(*_checked(args, 1)._replace(group=SINGLE_NAME))
+    else:
+        out, lse = CONTEXT_PARALLEL_DECODE(*args)
     return out, lse
+
+
+_NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
+
+
+def _prepare(args: DecodeArguments) -> DecodeArguments:
+    return args if args.world_size else _checked(args, group_identity(args.group).size)
+
+
+def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
+    if autocast_dtype(args.q) is not None and isinstance(args.k, Tensor):
+        (q,) = cast(args.k.dtype, args.q)  # a cache is not copied; what is appended to one is cast as matmuls are
+        args = args._replace(q=q)
+    _check_cache(*args[:3], args.page_table)
+    lengths, pages = _checked_integers("cache_seqlens", args.cache_seqlens, (args.q.shape[0],)).cpu(), args.page_table
+    if pages is not None:
+        pages = _checked_integers("page_table", pages, (args.q.shape[0], -1)).cpu()
+    check_bool("causal", args.causal)
+    check_int("block", args.block, 1, ": how many tokens in a row lie on one rank")
+    return checked_scores(args, args.q)._replace(cache_seqlens=lengths, page_table=pages, world_size=world_size)
 
 
 def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
@@ -234,39 +253,7 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     return checked
 
 
-class _Args(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cache_seqlens: Tensor
-    page_table: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    scale: float
-    left: int
-    right: int
-    softcap: float
-    block: int
-    tokens: int
-    world_size: int
-    group: AnyGroup
-
-    @property
-    def queries_at_once(self) -> int:
-        """All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time."""
-        q, v = self.q.shape, self.v.shape
-        a_row = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
-        return max(1, _GATHERED_BYTES // (self.world_size * a_row))
-
-    def __str__(self) -> str:
-        return (
-            f"cache_seqlens={self.cache_seqlens.tolist()}, scale={self.scale!r}, window={(self.left, self.right)}, "
-            f"softcap={self.softcap!r}, block={self.block}, new={self.q.shape[1]}, "
-            f"ALiBi={self.alibi_slopes is not None}, sinks={self.sinks is not None}"
-        )
-
-
-def _key(a: _Args) -> DispatchKey:
+def _key(a: DecodeArguments) -> DispatchKey:
     """By the parts that move first."""
     new = min(a.q.shape[1], a.queries_at_once)
     numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
@@ -274,19 +261,19 @@ def _key(a: _Args) -> DispatchKey:
     return DispatchKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
 
-def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     group, q = group_by_name(a.group), a.q
     layout = BlockCyclicLayout(group.size, group.rank, a.block)
     lengths = a.cache_seqlens.tolist()
     if lengths and min(lengths) < 0:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
-    scores, limits = Scores(a.scale, a.softcap, slopes), (a.left, a.right)
+    scores = Scores(a.scale, a.softcap, slopes)
     # Kernels take any strides but that of the last dim.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _rows(k, v, a.page_table, layout, lengths)
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
-    call = CacheCall(layout, scores, limits, kernel_for(q, v, scores), a.page_table is not None)
+    call = CacheCall(layout, scores, a.limits, kernel_for(q, v, scores), a.page_table is not None)
     if kernel_serves(query, q.shape[1]):
         mine = attend_by_kernel(call, q, lengths, k, v, a.page_table)
     else:
@@ -346,17 +333,18 @@ def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: i
     return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
 
 
-def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> _Args:
+def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor) -> DecodeArguments:
     _check_cache(q, k_cache_shard, v_cache_shard, None)
-    return _Args(q, k_cache_shard, v_cache_shard, q, None, None, None, 1.0, -1, -1, 0.0, 1, 0, size, None)
+    return DecodeArguments(q, k_cache_shard, v_cache_shard, q, world_size=size)
 
 
-CONTEXT_PARALLEL_DECODE: Op[_Args] = Op(
+CONTEXT_PARALLEL_DECODE: Op[DecodeArguments] = Op(
     "context_parallel_decode",
-    _Args,
+    DecodeArguments,
     "(Tensor, Tensor)",
     _forward,
     lambda a: new_results(a.q, a.v),
     key=_key,
     example=_example,
+    prepare=_prepare,
 )

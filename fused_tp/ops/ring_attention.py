@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -18,17 +18,18 @@ from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.arguments import autocast_dtype, cast
 from fused_tp.ops.attention_arguments import (
-    DEFAULTS,
     AttentionKeywords,
+    OutAndLseKeywords,
+    OutKeywords,
     annotate_mismatch,
+    arguments_of,
     checked_arguments,
-    completed,
     describe,
     with_keywords,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
+from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.fused_kernel import FusedKernel
@@ -42,30 +43,16 @@ if TYPE_CHECKING:
 
 
 @overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[AttentionKeywords],
-) -> Tensor: ...
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: GroupLike, **keywords: Unpack[OutKeywords]) -> Tensor: ...
 
 
 @overload
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *, group: GroupLike, **keywords: Unpack[OutAndLseKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@with_keywords(DEFAULTS)
+@with_keywords(AttentionKeywords)
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -125,19 +112,31 @@ def ring_attention(
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889; the
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
-    out, lse = attention_over(q, k, v, *group_identity(group), **completed(OP, keywords, DEFAULTS))
+    out, lse = RING_ATTENTION(q, k, v, *arguments_of(OP, keywords), group)
     return (out, lse) if return_lse else out
 
 
 def attention_over(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, size: int, rank: int, **keywords: Any
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the ranks of the group of that name ("": this rank alone); keywords: `checked_arguments`."""
+    q: Tensor, k: Tensor, v: Tensor, group: GroupLike, *, alone: bool = False, first_head: int = 0, **keywords: Any
+) -> Tensor:
+    """out of `ring_attention`, whose q begins with that head of the whole; `alone`: over this rank only."""
+    arguments, out = arguments_of(OP, keywords, first_head=first_head), q
+    if alone:
+        q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
+        out, _ = RING_ATTENTION.named(q, k, v, *arguments, SINGLE_NAME)
+    else:
+        out, _ = RING_ATTENTION(q, k, v, *arguments, group)
+    return out
+
+
+def checked_call(
+    q: Any, k: Any, v: Any, arguments: AttentionArguments, size: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
+    """q, k and v in autocast's dtype, and `checked_arguments`."""
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
-    out, lse = RING_ATTENTION.named(q, k, v, *checked_arguments(q, k, v, size, rank, **keywords), group_name)
-    return out, lse
+    return q, k, v, checked_arguments(arguments, q, k, v, size, rank)
 
 
 class _Args(NamedTuple):
@@ -146,6 +145,13 @@ class _Args(NamedTuple):
     v: Tensor
     attention: AttentionArguments
     group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    if a.attention.joined:  # by another op, for the ranks that share its sequence
+        return a
+    _, size, rank = group_identity(a.group)
+    return _Args(*checked_call(*a[:4], size, rank), a.group)
 
 
 class _Grads(NamedTuple):
@@ -275,7 +281,8 @@ RING_ATTENTION: Op[_Args] = Op(
     _fake,
     key=_key,
     backward_key=_key,
-    example=lambda size, q, k, v: _Args(q, k, v, checked_arguments(q, k, v, size, 0), None),
+    example=lambda size, q, k, v: _Args(*checked_call(q, k, v, AttentionArguments(), size, 0), None),
+    prepare=_prepare,
     saves=("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seed", 0, 1),
     backward=_backward,
     materialize_grads=False,

@@ -8,29 +8,30 @@ the same work whatever the mask; but there can be no more ranks than heads.
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
+from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
+    OP,
     SEQUENCE_TO_HEADS,
     Heads,
     HeadsExchange,
     check_shared,
     moved_columns,
 )
-from fused_tp.ops.arguments import autocast_dtype, cast
 from fused_tp.ops.attention_arguments import (
-    DEFAULTS,
     AttentionKeywords,
-    checked_arguments,
-    completed,
+    OutAndLseKeywords,
+    OutKeywords,
+    arguments_of,
     with_keywords,
 )
-from fused_tp.ops.ring_attention import RING_ATTENTION
-from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity
+from fused_tp.ops.ring_attention import RING_ATTENTION, checked_call
+from fused_tp.runtime.group import ALONE, GroupIdentity, GroupLike, group_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,29 +39,17 @@ if TYPE_CHECKING:
 
 @overload
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[AttentionKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *, group: GroupLike, **keywords: Unpack[OutKeywords]
 ) -> Tensor: ...
 
 
 @overload
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: GroupLike,
-    return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *, group: GroupLike, **keywords: Unpack[OutAndLseKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@with_keywords(DEFAULTS)
+@with_keywords(AttentionKeywords)
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -106,44 +95,29 @@ def ulysses_attention(
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
     Transformer Models", arXiv:2309.14509.
     """
-    op, ranks = "ulysses_attention", Ranks(*group_identity(group))
-    given = completed(op, keywords, DEFAULTS)
-    return attention_by_heads(q, k, v, ranks, ALONE, op=op, return_lse=return_lse, **given)
-
-
-class Ranks(NamedTuple):
-    """A group as `group_identity` tells it."""
-
-    name: str
-    size: int
-    rank: int
-
-
-ALONE = Ranks(SINGLE_NAME, 1, 0)
+    arguments = arguments_of(OP, keywords)
+    return attention_by_heads(q, k, v, arguments, group_identity(group), ALONE, return_lse=return_lse)
 
 
 def attention_by_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    inner: Ranks,
-    ring: Ranks,
+    arguments: AttentionArguments,
+    inner: GroupIdentity,
+    ring: GroupIdentity,
     *,
     strided: bool = False,
     return_lse: bool,
-    **keywords: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Heads shared out over `inner`, and of each share a ring over `ring`; the keywords of `checked_arguments`.
+    """Heads shared out over `inner`, and of each share a ring over `ring`.
 
     The rank of number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; where `strided`, part
     i * ring.size + r.
     """
-    dtype = autocast_dtype(q)
-    if dtype is not None:
-        q, k, v = cast(dtype, q, k, v)
     first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
     parts = inner.size * ring.size
-    arguments = checked_arguments(q, k, v, parts, first + inner.rank * stride, **keywords)
+    q, k, v, arguments = checked_call(q, k, v, arguments, parts, first + inner.rank * stride)
     check_shared(q.shape[2], inner.size)
     if inner.size == 1:
         out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -165,15 +165,26 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
     return _groups.get(process_group) if process_group in _pg_map else None
 
 
-def group_identity(group: GroupLike | GroupName) -> tuple[str, int, int]:
-    """Name, size and own rank of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
+class GroupIdentity(NamedTuple):
+    """What ops need to know of a group."""
+
+    name: str
+    size: int
+    rank: int
+
+
+ALONE = GroupIdentity(SINGLE_NAME, 1, 0)
+
+
+def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
+    """Of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
     if isinstance(group, GroupName):
         known = group_by_name(group)
-        return known.name, known.size, known.rank
+        return GroupIdentity(known.name, known.size, known.rank)
     process_group = _process_group(group)
     if process_group is None:
-        return SINGLE_NAME, 1, 0
-    return process_group.group_name, process_group.size(), process_group.rank()
+        return ALONE
+    return GroupIdentity(process_group.group_name, process_group.size(), process_group.rank())
 
 
 def group_name(group: GroupLike) -> str:

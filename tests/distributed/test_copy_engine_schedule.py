@@ -115,25 +115,6 @@ def test_many_calls_at_a_random_pace_in_growing_workspaces(world_size: int) -> N
     ranks(world_size, at_random, 3, 60)
 
 
-def growing(schedule: CopyEngineSchedule) -> list[int]:
-    """Bytes of the workspace after small, large, small; one gather is under way while it grows."""
-    sizes = []
-    for rows in (1, 5000, 2):
-        x, w = seeded(rows, 6, dtype=torch.float32, seed=rows), seeded(40, 6, dtype=torch.float32, seed=2)
-        moving = schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=rows)
-        y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
-        torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0), rtol=1e-4, atol=1e-4)
-        assert torch.equal(moving.wait(), x)
-        assert schedule.engine._slot is not None
-        sizes.append(schedule.engine._slot.buffer.nbytes)
-    return sizes
-
-
-def test_workspaces_grow_and_stay() -> None:
-    for first, second, third in ranks(2, growing):
-        assert first < second == third
-
-
 def two_engines(schedule: CopyEngineSchedule) -> None:
     """Calls of two groups, as far as copy engines know, one inside of the other."""
     other = CopyEngineSchedule(CopyEngine(schedule.engine._memory), schedule._plain)

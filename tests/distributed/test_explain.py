@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -20,37 +21,10 @@ from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.ops.op import OPS
 from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.schedules import registry
+from tests.distributed.test_every_op import calls
 from tests.workers import run_ranks
 
-M, K, N = 12, 8, 6
 Asked = list[tuple[Any, ...]]
-
-
-def leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
-
-
-def call_of(op: str, dtype: torch.dtype, dim: int | None) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """The op with its further arguments, and the tensors whose shapes `explain` takes."""
-    run = getattr(fused_tp, op)
-    names = tensor_arguments()[op]
-    if op in ("ring_attention", "ulysses_attention"):
-        return run, [leaf(1, 4, 4, 8, dtype=dtype), leaf(1, 4, 2, 8, dtype=dtype), leaf(1, 4, 2, 16, dtype=dtype)]
-    if op == "context_parallel_decode":
-        shapes = (2, 1, 4, 8), (2, 9, 2, 8), (2, 9, 2, 16)
-        tensors = [torch.ones(shape, dtype=dtype) for shape in shapes]  # all ranks have the same queries
-        return partial(run, cache_seqlens=torch.tensor([9, 4])), tensors
-    if names[-1] == "weight":
-        norm = {"residual": torch.ones(2, M, N, dtype=dtype), "norm_weight": torch.ones(N, dtype=dtype), "eps": 1e-5}
-        more = norm if op == "matmul_all_reduce_rms_norm" else {}
-        return partial(run, **more), [leaf(2, M, K, dtype=dtype), leaf(N, K, dtype=dtype)]
-    x = leaf(2, M, K, dtype=dtype)
-    if op == "all_reduce_rms_norm":
-        norm = {"residual": torch.ones_like(x), "norm_weight": torch.ones(K, dtype=dtype), "eps": 1e-5}
-        return partial(run, **norm), [x]
-    if op == "vocab_parallel_cross_entropy":
-        return partial(run, target=torch.zeros(2, M, dtype=torch.long)), [x]
-    return (run if dim is None else partial(run, dim=dim)), [x]
 
 
 @contextmanager
@@ -74,17 +48,21 @@ def asked() -> Iterator[Asked]:
         yield found
 
 
-def compare(group: dist.ProcessGroup, op: str, dtype: torch.dtype, dim: int | None) -> str:
-    call, tensors = call_of(op, dtype, dim)
+def explained_as(group: dist.ProcessGroup, op: str, tensors: list[torch.Tensor], **more: Any) -> Any:
+    shapes = [tuple(t.shape) for t in tensors[: len(tensor_arguments()[op])]]
+    return fused_tp.explain(op, *shapes, dtype=tensors[0].dtype, group=group, **more)
+
+
+def compare(group: dist.ProcessGroup, op: str, call: Callable[..., Any], tensors: list[Any], **more: Any) -> str:
     with asked() as forward:
-        out = call(*tensors, group=group)
-    out = out[0] if isinstance(out, tuple) else out
+        out = call(*tensors)
+    while not isinstance(out, torch.Tensor):
+        out = out[0]
     with asked() as backward:
         if out.requires_grad:
             out.float().sum().backward()
     with asked() as explained:
-        shapes = [tuple(t.shape) for t in tensors]
-        explanation = fused_tp.explain(op, *shapes, dtype=dtype, group=group, dim=dim)
+        explanation = explained_as(group, op, tensors, **more)
     if op == "ulysses_attention":  # there and back: two exchanges that go one way
         assert len(set(forward)) == len(set(backward)) == 1 and len(forward) == len(backward) == 2
         forward, backward = forward[:1], backward[:1]
@@ -94,12 +72,13 @@ def compare(group: dist.ProcessGroup, op: str, dtype: torch.dtype, dim: int | No
     return str(explanation)
 
 
-WITH_DIM = ("all_gather", "reduce_scatter")
-CASES = [(op, dim) for op in tensor_arguments() for dim in ((None, 1, -1) if op in WITH_DIM else (None,))]
-
-
 def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
-    return [compare(group, op, dtype, 0 if op in WITH_DIM and dim is None else dim) for op, dim in CASES]
+    known = {op: call for op, call in calls(group, dtype).items() if op in tensor_arguments()}
+    said = [compare(group, op, *call) for op, call in known.items()]
+    for op, dim in itertools.product(("all_gather", "reduce_scatter"), (0, 1, -1)):
+        run = partial(getattr(fused_tp, op), dim=dim, group=group)
+        said.append(compare(group, op, run, [torch.ones(2, 12, 8, dtype=dtype, requires_grad=True)], dim=dim))
+    return said
 
 
 @pytest.mark.parametrize("env", [{"FUSED_TP_SHM": "0"}, {"FUSED_TP_SHM": "1"}], ids=["gloo", "shm"])
@@ -133,11 +112,11 @@ def test_every_public_op_is_known() -> None:
 
 def step_provider(group: dist.ProcessGroup, op: str, dtype: torch.dtype) -> tuple[str, str]:
     """The provider in the name of the op's span, and the one explained."""
-    call, tensors = call_of(op, dtype, None)
+    call, tensors = calls(group, dtype)[op]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call(*tensors, group=group)
+        call(*tensors)
     (span,) = {event.key for event in profile.key_averages() if event.key.startswith("ring_attention (")}
-    explanation = fused_tp.explain(op, *(tuple(t.shape) for t in tensors), dtype=dtype, group=group)
+    explanation = explained_as(group, op, tensors)
     assert explanation.forward is not None and explanation.provider is not None
     schedule = explanation.forward.schedule if op == "ring_attention" else "local"  # all tokens are there by then
     return span, f"ring_attention ({schedule}, {explanation.provider.name})"

@@ -186,8 +186,7 @@ def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: 
 
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     how: Any = {"causal": True, "scale": keywords["scaling"], "dropout_p": keywords["dropout"]}
-    out, _ = attention_over(q, k, v, "", 1, 0, **how)
-    return out, None
+    return attention_over(q, k, v, None, alone=True, **how), None
 
 
 @on_layouts("cp2", full=["cp2_tp2"])

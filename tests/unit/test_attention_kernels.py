@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fused_tp.attention.kernels import select, triton
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
 from fused_tp.attention.kernels.native import NATIVE
 from fused_tp.attention.kernels.reference import REFERENCE, Reference
 from fused_tp.attention.kernels.select import choose_kernel, kernel_for
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU
 from fused_tp.attention.layout import Tokens
-from fused_tp.attention.plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.runtime.availability import AVAILABLE, unavailable
-from tests.attention_reference import dense, dense_attention
-from tests.reference import seeded
+from tests.attention_reference import Inputs, backward, forward, kernel_inputs, whole_reference
 
 SCALE = 0.3
 PLAIN = Scores(SCALE)
@@ -42,59 +37,14 @@ MASKS = {
 }
 
 
-def everything(mask: AttentionMask) -> Step:
-    """One rank's only step."""
-    return make_step(mask, Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),)))
-
-
-def made(mask: AttentionMask, dtype: torch.dtype, heads: int, kv_heads: int, width: int, v_width: int) -> list[Tensor]:
-    """q, k, v, grad_out."""
-    shapes = [
-        (2, mask.seq_len, heads, width),
-        (2, mask.seq_len_kv, kv_heads, width),
-        (2, mask.seq_len_kv, kv_heads, v_width),
-        (2, mask.seq_len, heads, v_width),
-    ]
-    return [seeded(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-
-
-def attend(
-    kernel: AttentionKernel,
-    steps: list[tuple[Step, int]],
-    scores: Scores,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-) -> list[Tensor]:
-    """[out, lse, dq, dk, dv] by these steps, one after the other, each with the row its keys begin at."""
-    state = SoftmaxState.empty(q, v.shape[3])
-    steps = [(step, first) for step, first in steps if not step.empty]
-    for step, first in steps:
-        rows, keys = slice(step.q_start, step.q_stop), slice(first + step.k_start, first + step.k_stop)
-        kernel.forward(step, scores, q[:, rows], k[:, keys], v[:, keys], state.rows(step.q_start, step.q_stop))
-    out, lse = state.result(q.dtype)
-    saved = Saved(q, k, v, out, lse, grad, row_sums(grad, out, None))
-    sums = Sums(*(torch.zeros(t.shape, dtype=lse.dtype) for t in (q, k, v)), None)
-    for step, first in steps:
-        rows, keys = slice(step.q_start, step.q_stop), slice(first + step.k_start, first + step.k_stop)
-        kernel.backward(step, scores, saved.part(rows, keys), sums.part(rows, keys))
-    return [out, lse, *sums[:3]]
-
-
-def run(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, *tensors: Tensor) -> list[Tensor]:
-    """By one step of everything."""
-    return attend(kernel, [(everything(mask), 0)], scores, *tensors)
-
-
-def wanted(mask: AttentionMask, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, **scores: Any) -> list[Tensor]:
-    q, k, v = (t.detach().double().clone().requires_grad_() for t in (q, k, v))
-    out, lse = dense_attention(q, k, v, *dense(mask), scale=SCALE, **scores)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
-
-
-def close(got: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> None:
-    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), got, reference, strict=True):
+def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, keys: Sequence[Tokens] = ()) -> None:
+    """Forward and backward, by a step for each of `keys`, against fp64."""
+    dtype = x.q.dtype
+    state = forward(kernel, mask, scores, x, keys=keys)
+    out, lse = state.result(dtype)
+    got = [out, lse, *backward(kernel, mask, scores, x, out, lse, keys=keys)[:3]]
+    wanted_out, wanted_lse, grads = whole_reference(mask, scores, x)
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), got, (wanted_out, wanted_lse, *grads), strict=False):
         # lse is fp32; gradients are what is left of larger terms that were rounded.
         eps = 1e-6 if name == "lse" and dtype != torch.float64 else torch.finfo(dtype).eps
         finite = torch.isfinite(other)
@@ -107,53 +57,29 @@ def close(got: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_masks(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     for name, mask in MASKS.items():
-        heads, kv_heads, width, v_width = (4, 2, 16, 16) if name != "window" else (3, 1, 5, 12)
-        tensors = made(mask, dtype, heads, kv_heads, width, v_width)
-        close(run(kernel, mask, PLAIN, *tensors), wanted(mask, *tensors), dtype)
+        sizes = {"heads": 4} if name != "window" else {"heads": 3, "kv_heads": 1, "dim": 5, "v_dim": 12}
+        check(kernel, mask, PLAIN, kernel_inputs(mask, dtype, batch=2, **sizes))
 
 
 @KERNEL
 def test_steps_add_up(kernel: AttentionKernel) -> None:
-    """Queries of a zigzag rank, and keys in three parts."""
+    """Keys in three parts, one of them of a zigzag rank."""
     mask = AttentionMask(300, 300, causal=True, window=(90, -1))
-    q, k, v, grad = made(mask, torch.float64, 2, 2, 8, 8)
-    reference = wanted(mask, q, k, v, grad)
     parts = [Tokens((range(40), range(260, 300))), Tokens((range(40, 41),)), Tokens((range(41, 260),))]
-    order = torch.from_numpy(np.concatenate([part.indices for part in parts]))
-    bounds = itertools.accumulate((part.length for part in parts), initial=0)
-    steps = [(make_step(mask, Tokens((range(300),)), part), first) for part, first in zip(parts, bounds, strict=False)]
-    got = attend(kernel, steps, PLAIN, q, k[:, order], v[:, order], grad)
-    close(got, [*reference[:3], *(t[:, order] for t in reference[3:])], torch.float64)
-
-
-@KERNEL
-def test_a_fresh_state_may_hold_anything(kernel: AttentionKernel) -> None:
-    """And a ring whose first step has but some of the rows does not read what it never wrote."""
-    mask = AttentionMask(100, 100, causal=True)
-    q, k, v, _ = made(mask, torch.float32, 2, 2, 8, 8)
-    states = [SoftmaxState.empty(q, 8), SoftmaxState.uninitialised(q, 8)]
-    for x in (states[1].weighted, states[1].highest, states[1].total):
-        x.fill_(torch.nan)
-    for state, fresh in zip(states, (False, True), strict=True):
-        kernel.forward(everything(mask), PLAIN, q, k, v, state, fresh=fresh)
-    for one, other in zip(*(state.result(q.dtype) for state in states), strict=True):
-        assert torch.equal(one, other)
+    check(kernel, mask, PLAIN, kernel_inputs(mask, torch.float64, batch=2, dim=8), parts)
 
 
 def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
     monkeypatch.setattr("fused_tp.attention.kernels.reference._KEYS", 24)
-    mask = MASKS["documents"]
-    tensors = made(mask, torch.float64, 4, 2, 8, 8)
-    slopes, dropout = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), Dropout(0.3, 12345678901234567)
-    how: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": slopes, "dropout": dropout}
-    got = run(Reference(), mask, Scores(SCALE, 2.0, slopes, dropout), *tensors)
-    close(got, wanted(mask, *tensors, **how), torch.float64)
+    mask, slopes = MASKS["documents"], torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    scores = Scores(SCALE, 2.0, slopes, Dropout(0.3, 12345678901234567))
+    check(Reference(), mask, scores, kernel_inputs(mask, torch.float64, batch=2, heads=4, dim=8))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any),
     st.booleans(),
     st.tuples(st.integers(-1, 50), st.integers(-1, 50)),
     st.sampled_from([TORCH_CPU, Reference()]),
@@ -168,9 +94,7 @@ def test_any_mask_in_small_tiles_and_blocks(
         patch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
         bounds = (0, *itertools.accumulate(lengths))
         mask = AttentionMask(bounds[-1], bounds[-1], causal, window, bounds, bounds)
-        tensors = made(mask, torch.float64, 2, 1, 4, 4)
-        if not everything(mask).empty:
-            close(run(kernel, mask, PLAIN, *tensors), wanted(mask, *tensors), torch.float64)
+        check(kernel, mask, PLAIN, kernel_inputs(mask, torch.float64, batch=2, kv_heads=1, dim=4))
 
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +144,10 @@ def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_flash_agrees_with_blocks() -> None:
+def test_cuda_flash() -> None:
     for mask in MASKS.values():
-        tensors = [t.cuda() for t in made(mask, torch.bfloat16, 4, 2, 20, 12)]
-        kernel = kernel_for(tensors[0], tensors[2], PLAIN)
-        got, reference = ([t.cpu().double() for t in run(one, mask, PLAIN, *tensors)] for one in (kernel, REFERENCE))
-        close([t.to(torch.bfloat16) for t in got], reference, torch.bfloat16)
+        x = kernel_inputs(mask, torch.bfloat16, batch=2, heads=4, dim=20, v_dim=12)
+        on_gpu = Inputs(*(t.cuda() for t in x))
+        kernel = kernel_for(on_gpu.q, on_gpu.v, PLAIN)
+        out, _ = forward(kernel, mask, PLAIN, on_gpu).result(torch.bfloat16)
+        torch.testing.assert_close(out.cpu().double(), whole_reference(mask, PLAIN, x)[0], atol=0.02, rtol=0.02)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fused_tp.attention import ring_fused
-from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, check_layout, local_length
+from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step, ring_plan
 from fused_tp.attention.ring_fused import kv_chunks
-from fused_tp.attention.spec import AttentionMask, read_bounds
+from fused_tp.attention.spec import AttentionMask
 from tests.attention_reference import dense
 
 
@@ -206,20 +206,6 @@ def test_a_window_to_both_sides_leaves_holes() -> None:
     assert plan.needed(1, 0).ranges == (range(974, 1054),)
     many = RingPlan(AttentionMask(4096, 4096, window=(3, 2)), 2, TokenLayout("zigzag", 32, strided=True))
     assert len(many.queries[0].ranges) > len(many.needed(0, 1).ranges) == 8  # one rank for many: few messages
-
-
-def test_what_is_no_layout_and_what_are_no_documents() -> None:
-    with pytest.raises(ValueError, match="layout is 'stripe'; it must be one of 'zigzag', 'contiguous', 'balanced'"):
-        check_layout("stripe")
-    with pytest.raises(ValueError, match="needs their cu_seqlens"):
-        check_layout("balanced")
-    check_layout("balanced", documents=True)
-    for bounds in ((), (0,), (1, 4), (0, 3), (0, 5, 4), (0, 2, 5)):
-        with pytest.raises(ValueError, match=r"cu_seqlens is \(.*\); it must begin with 0, .* the 4 tokens"):
-            read_bounds("cu_seqlens", torch.tensor(bounds, dtype=torch.int64), 4)
-    assert read_bounds("cu_seqlens", torch.tensor([0, 0, 4, 4]), 4) == (0, 0, 4, 4)
-    assert read_bounds("cu_seqlens", None, 4) == ()
-    assert read_bounds("cu_seqlens", torch.tensor([0, 1, 4], dtype=torch.int32), 4) == (0, 1, 4)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

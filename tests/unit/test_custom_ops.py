@@ -10,7 +10,7 @@ import torch
 from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
-from fused_tp.ops.attention_arguments import checked_arguments
+from fused_tp.ops.attention_arguments import arguments_of, checked_arguments
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
 from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
@@ -30,9 +30,9 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 Q, K = leaf(2, 6, 4, 8), leaf(2, 6, 2, 8, seed=1)
 CACHE = Q[:, :1].detach(), K.detach(), K.detach()
 BOUNDS = torch.tensor([0, 2, 6])
-ATTENTION = checked_arguments(
-    Q, K, K, 1, 0, causal=True, alibi_slopes=leaf(4).abs(), sinks=leaf(4, seed=2), dropout_p=0.5, cu_seqlens=BOUNDS
-)
+BY_HEAD = {"alibi_slopes": leaf(4).abs(), "sinks": leaf(4, seed=2)}
+GIVEN = arguments_of("ring_attention", {"causal": True, "dropout_p": 0.5, "cu_seqlens": BOUNDS, **BY_HEAD})
+ATTENTION = checked_arguments(GIVEN, Q, K, K, 1, 0)
 SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (ALL_GATHER_MATMUL, (leaf(2, 3, 4), [leaf(5, 4), leaf(6, 4)], [leaf(6)], [False, True], 1, 3, True, "")),
     (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), 1, "")),
@@ -45,7 +45,7 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
     (ALL_REDUCE, (leaf(3, 4), "")),
     (RING_ATTENTION, (Q, K, leaf(2, 6, 2, 8, seed=3), *ATTENTION, "")),
-    (CONTEXT_PARALLEL_DECODE, (*CACHE, torch.tensor([6, 3]), None, None, None, 0.3, -1, 0, 0.0, 4, 0, 1, "")),
+    (CONTEXT_PARALLEL_DECODE, (*CACHE, torch.tensor([6, 3]), None, None, None, True, [-1, -1], 0.3, 0.0, 4, 0, 1, "")),
     (SEQUENCE_POSITIONS, (BOUNDS, 6, "contiguous", True, "")),
     (SHARD_SEQUENCE, (leaf(2, 6), 1, "balanced", BOUNDS, "")),
     (UNSHARD_SEQUENCE, (leaf(2, 6), 1, "zigzag", 6, None, "")),

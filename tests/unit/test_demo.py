@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,6 @@ from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Run, Sample, report, shown_steps, verdict
 from fused_tp.cli.demo_run import (
     BYTES,
-    Trainer,
-    build_model,
-    generate_sample,
-    make_batch,
     make_tokens,
     plain_collectives,
 )
@@ -93,13 +88,6 @@ def test_bad_arguments_get_a_sentence(line: str, capsys: pytest.CaptureFixture[s
     assert message.startswith("fused-tp demo: ") and BAD_ARGUMENTS[line] in message
 
 
-def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
-    for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
-        monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
-        assert demo.start_method(settings_of(f"--device {device}")) == method
-
-
 def test_text(tmp_path: Path) -> None:
     tokenizer = BYTES
     tokens = make_tokens(tokenizer, None, seq=256, vocab_size=256)
@@ -113,61 +101,10 @@ def test_text(tmp_path: Path) -> None:
         make_tokens(tokenizer, tmp_path / "text", seq=512, vocab_size=256)
 
 
-def test_batches_depend_on_seed_and_step_only() -> None:
-    tokens = torch.arange(1000)
-
-    def batch(seed: int, step: int) -> torch.Tensor:
-        torch.manual_seed(torch.seed() % 1000)  # the global generator has no say
-        return make_batch(tokens, batch=3, seq=8, seed=seed, step=step)
-
-    assert batch(0, 5).shape == (3, 8)
-    assert torch.equal(batch(0, 5), batch(0, 5))
-    assert not torch.equal(batch(0, 5), batch(0, 6)) and not torch.equal(batch(0, 5), batch(1, 5))
-    assert torch.equal(make_batch(tokens[:8], batch=1, seq=8, seed=0, step=0), tokens[None, :8])
-
-
-def trainer(line: str) -> Trainer:
-    return Trainer(build_model(settings_of(line)), lr=1e-2, dtype="fp32", device="cpu")
-
-
-def test_training_the_example_lowers_the_loss_and_repeats() -> None:
-    tokens = make_tokens(BYTES, None, seq=16, vocab_size=256)
-
-    def losses() -> list[float]:
-        one, run = trainer(TINY), Run("single", 1, 1)
-        for step in range(8):
-            one.timed_step(make_batch(tokens, batch=2, seq=16, seed=0, step=0), step, run)
-        assert len(run.seconds) == len(run.waited) == 8 and min(run.seconds) > 0
-        return run.losses
-
-    first = losses()
-    assert first[-1] < first[0] - 0.5
-    assert losses() == first
-
-
 def test_plain_collectives() -> None:
     with plain_collectives():
         assert runtime_settings.forced_schedule() == "plain"
         assert not runtime_settings.shared_memory_allowed()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoint_and_one_of_other_sizes(tmp_path: Path) -> None:
-    saved, same = trainer(TINY), trainer(f"{TINY} --seed 1")
-    saved.save(tmp_path, steps=3)
-    assert same.load(tmp_path, alone=True) == 3
-    torch.testing.assert_close(same.model.state_dict(), saved.model.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"gate_proj.weight as \(48, 32\); this model has it as \(50, 32\)"):
-        trainer(f"{TINY} --intermediate 50").load(tmp_path, alone=True)
-
-
-def test_sample_of_the_example() -> None:
-    settings = settings_of(f"{TINY} --sample-tokens 5")
-    model = build_model(settings)
-    sample, again = (generate_sample(model, BYTES, settings) for _ in range(2))
-    assert sample is not None and sample.tokens == 5 and sample.prompt == "The "
-    assert again is not None and again.text == sample.text
-    assert generate_sample(model, BYTES, replace(settings, sample_tokens=0)) is None
 
 
 def test_example_cache_gives_the_logits_of_the_whole_sequence() -> None:

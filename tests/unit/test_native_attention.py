@@ -11,7 +11,6 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.base import Saved, Sums
 from fused_tp.attention.kernels.native import NativeCpu
-from fused_tp.attention.layout import Tokens, all_tokens
-from fused_tp.attention.plan import Step, make_step
+from fused_tp.attention.layout import Tokens
+from fused_tp.attention.plan import make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.transport.base import accumulate_dtype
+from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
+from tests.attention_reference import kernel_inputs as inputs
 from tests.native_build import REPOSITORY, build_program, native_build, require_sanitizer
-from tests.reference import assert_within_dtype_error, seeded
+from tests.reference import assert_within_dtype_error
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -52,108 +53,17 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-
-
-@dataclass
-class Gradients:
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    d_slopes: Tensor
-
-
-def inputs(
-    mask: AttentionMask, dtype: torch.dtype, *, batch: int = 1, heads: int = 2, kv_heads: int = 2, dim: int = 16,
-    v_dim: int | None = None, seed: int = 0,
-) -> Inputs:  # fmt: skip
-    v_dim = dim if v_dim is None else v_dim
-    return Inputs(
-        seeded(batch, mask.seq_len, heads, dim, dtype=dtype, seed=seed),
-        seeded(batch, mask.seq_len_kv, kv_heads, dim, dtype=dtype, seed=seed + 1),
-        seeded(batch, mask.seq_len_kv, kv_heads, v_dim, dtype=dtype, seed=seed + 2),
-        seeded(batch, mask.seq_len, heads, v_dim, dtype=dtype, seed=seed + 3),
-    )
-
-
-def whole(mask: AttentionMask) -> tuple[Tokens, Tokens]:
-    return Tokens((range(mask.seq_len),)), Tokens((range(mask.seq_len_kv),))
-
-
-def forward(
-    provider: NativeCpu, mask: AttentionMask, scores: Scores, x: Inputs, queries: Tokens, keys: list[Tokens]
-) -> SoftmaxState:
-    """The state of these queries after a step for each of `keys`."""
-    q = x.q[:, queries.indices]
-    state = SoftmaxState.empty(q, x.v.shape[-1])
-    for tokens in keys:
-        step = make_step(mask, queries, tokens)
-        if step.empty:
-            continue
-        k, v = (t[:, tokens.indices][:, step.k_start : step.k_stop] for t in (x.k, x.v))
-        rows = slice(step.q_start, step.q_stop)
-        provider.forward(step, scores, q[:, rows], k, v, state.rows(step.q_start, step.q_stop))
-    return state
-
-
-def backward(
-    provider: NativeCpu, step: Step, scores: Scores, x: Inputs, lse: Tensor, sums: Tensor, start: float = 0.0
-) -> Gradients:
-    """Of one step of all tokens, added to `start`."""
-    wide = accumulate_dtype(x.q.dtype)
-    made = [torch.full_like(t, start, dtype=wide) for t in (x.q, x.k, x.v)]
-    d_slopes = torch.full((x.q.shape[2],), start, dtype=wide)
-    if not step.empty:
-        rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        saved = Saved(x.q, x.k, x.v, x.q, lse.to(wide), x.grad_out, sums.to(wide))
-        slopes = d_slopes if scores.alibi_slopes is not None else None
-        provider.backward(step, scores, saved.part(rows, seen), Sums(*made, slopes).part(rows, seen))
-    return Gradients(made[0], made[1], made[2], d_slopes)
-
-
-def reference(mask: AttentionMask, scores: Scores, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
-    """(out, lse, gradients) in fp64, with a mask of all pairs."""
-    q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
-    heads = q.shape[2]
-    repeats = heads // k.shape[2]
-    slopes = torch.zeros(heads) if scores.alibi_slopes is None else scores.alibi_slopes
-    slopes = slopes.double().requires_grad_()
-    places, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
-    j = torch.arange(mask.seq_len_kv)
-    score = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(repeats, 2)) * scores.scale
-    if scores.softcap:
-        score = scores.softcap * torch.tanh(score / scores.softcap)
-    score = score - slopes[:, None, None] * (places[:, None] - j).abs()
-    score = score.masked_fill((j < starts[:, None]) | (j >= stops[:, None]), -torch.inf)
-    lse = torch.logsumexp(score, -1)
-    p = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    if scores.dropout is not None:
-        keep = scores.dropout.kept(q.shape[0], heads, torch.arange(mask.seq_len), j)
-        p = p * keep / (1 - scores.dropout.p)
-    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(repeats, 2))
-    out.backward(x.grad_out.double())
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (q, k, v, slopes)]
-    return out.detach(), lse.detach(), Gradients(*grads)
-
-
 def check(provider: NativeCpu, mask: AttentionMask, scores: Scores, x: Inputs) -> None:
     """Forward and backward of one step of everything."""
     dtype = x.q.dtype
-    out, lse, grads = reference(mask, scores, x)
-    queries, keys = whole(mask)
-    state = forward(provider, mask, scores, x, queries, [keys])
-    got, got_lse = state.result(dtype)
+    out, lse, grads = whole_reference(mask, scores, x)
+    got, got_lse = forward(provider, mask, scores, x).result(dtype)
     # Rounded: probabilities, then the result. A score is a sum over the head dim, and an error of it one of its exp.
     terms = mask.seq_len_kv + 16 * x.q.shape[-1]
     assert_within_dtype_error(got, out, dtype, reduced_over=terms, roundings=3, name="out")
     assert_within_dtype_error(got_lse, lse, got_lse.dtype, reduced_over=terms, roundings=3, name="lse")
     sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
-    made = backward(provider, make_step(mask, queries, keys), scores, x, lse, sums)
+    made = backward(provider, mask, scores, x, out, lse, sums)
     # Where few keys are seen, the two terms of dscore nearly cancel: what is left has the error of the terms.
     terms_size = abs(scores.scale) * (x.v.shape[-1] ** 0.5) * 8
     eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(made.dq.dtype).eps
@@ -214,10 +124,10 @@ def test_wide_heads_and_many_blocks(dtype: torch.dtype) -> None:
 def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
     mask = AttentionMask(100, 300)
     x = inputs(mask, torch.float32, dim=32)
-    x.q *= 30
-    x.k *= torch.linspace(0.1, 10, 300)[:, None, None]  # the highest score grows from block to block
-    out, lse, _ = reference(mask, Scores(0.2), x)
-    got, got_lse = forward(NativeCpu(isa), mask, Scores(0.2), x, *whole_in_list(mask)).result(torch.float32)
+    x.q.mul_(30)
+    x.k.mul_(torch.linspace(0.1, 10, 300)[:, None, None])  # the highest score grows from block to block
+    out, lse, _ = whole_reference(mask, Scores(0.2), x)
+    got, got_lse = forward(NativeCpu(isa), mask, Scores(0.2), x).result(torch.float32)
     assert lse.max() > 500
     # An error of a score, which is a product of up to some thousands, is one of the exponent.
     torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
@@ -235,9 +145,7 @@ def test_strided_tensors(isa: str, dtype: torch.dtype) -> None:
         view.copy_(t)
         return view
 
-    y = Inputs(spread(x.q), spread(x.k), spread(x.v), spread(x.grad_out))
-    provider, scores, (queries, keys) = NativeCpu(isa), Scores(0.2), whole(mask)
-    step = make_step(mask, queries, keys)
+    y, provider, scores, step = Inputs(*map(spread, x)), NativeCpu(isa), Scores(0.2), one_step(mask)
     wide = accumulate_dtype(dtype)
     states = [SoftmaxState.empty(x.q, 24) for _ in range(2)]
     states[1] = SoftmaxState(spread(states[1].weighted), states[1].highest.mT.contiguous().mT, states[1].total)
@@ -246,7 +154,7 @@ def test_strided_tensors(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(states[0].weighted, states[1].weighted) and torch.equal(states[0].total, states[1].total)
     out, lse = states[0].result(wide)
     sums = row_sums(x.grad_out, out, None)
-    dense = backward(provider, step, scores, x, lse, sums)
+    dense = backward(provider, mask, scores, x, out, lse, sums)
     sparse = [spread(torch.zeros_like(t, dtype=wide)) for t in (x.q, x.k, x.v)]
     lse, sums = (t.mT.contiguous().mT for t in (lse, sums))
     provider.backward(step, scores, Saved(y.q, y.k, y.v, y.q, lse, y.grad_out, sums), Sums(*sparse[:3], None))
@@ -259,25 +167,6 @@ MASKS = {
     "window": AttentionMask(210, 210, window=(40, 7)),
     "documents": AttentionMask(210, 210, True, (-1, -1), (0, 1, 1, 90, 150, 151, 210), (0, 1, 1, 90, 150, 151, 210)),
 }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MASKS)
-def test_several_steps_are_one(isa: str, name: str, dtype: torch.dtype) -> None:
-    """Keys cut into three; and the zigzag of two ranks, whose rows jump."""
-    mask, provider = MASKS[name], NativeCpu(isa)
-    scores = Scores(0.25, alibi_slopes=torch.tensor([0.1, 0.02]), dropout=Dropout(0.2, 2**62 + 5))
-    x = inputs(mask, dtype)
-    out, lse, _ = reference(mask, scores, x)
-    queries, _ = whole(mask)
-    parts = [Tokens((range(67),)), Tokens((range(67, 131),)), Tokens((range(131, 210),))]
-    cases = [(queries, parts), (queries, parts[::-1])]
-    ranks = list(all_tokens(210, 2, "zigzag"))
-    cases += [(ranks[0], ranks), (ranks[1], ranks[::-1])]
-    for rows, steps in cases:
-        got, got_lse = forward(provider, mask, scores, x, rows, steps).result(dtype)
-        assert_within_dtype_error(got, out[:, rows.indices], dtype, reduced_over=500, roundings=3)
-        assert_within_dtype_error(got_lse, lse[..., rows.indices], torch.float32, reduced_over=500, roundings=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -306,10 +195,9 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, heads: int, kv
     seen: list[list[Tensor]] = []
     for count in (1, 2, 3, 2):
         with threads(count):
-            state = forward(NativeCpu(), mask, scores, x, whole(mask)[0], [whole(mask)[1]])
-            out, lse = state.result(dtype)
-            made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, row_sums(x.grad_out, out, None))
-        seen.append([state.weighted, state.highest, state.total, made.dq, made.dk, made.dv, made.d_slopes])
+            state = forward(NativeCpu(), mask, scores, x)
+            sums = [t.clone() for t in (state.weighted, state.highest, state.total)]
+            seen.append([*sums, *backward(NativeCpu(), mask, scores, x, *state.result(dtype))])
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
@@ -324,14 +212,12 @@ def bits(t: Tensor) -> Tensor:
 def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
     """A token changes nothing for those that do not see it, not a bit; and NaN gets to all that do."""
     mask, provider, scores = MASKS[name], NativeCpu(isa), Scores(0.25)
-    queries, keys = whole(mask)
-    _, starts, stops = map(torch.from_numpy, mask.seen(queries.indices))
+    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
 
     def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
-        state = forward(provider, mask, scores, x, queries, [keys])
-        out, lse = state.result(torch.float32)
-        step = make_step(mask, queries, keys)
-        return state, backward(provider, step, scores, x, lse, row_sums(x.grad_out, out, None))
+        state = forward(provider, mask, scores, x)
+        kept = SoftmaxState(state.weighted.clone(), state.highest, state.total)
+        return kept, backward(provider, mask, scores, x, *state.result(torch.float32))
 
     before, grads_before = run(inputs(mask, dtype))
     for token in (0, 70, 149, 209):
@@ -362,24 +248,24 @@ def test_rows_that_see_nothing(isa: str) -> None:
     """They leave the state as it is, to the last bit, and have no gradients."""
     mask = AttentionMask(60, 30, causal=True, cu_seqlens=(0, 20, 60), cu_seqlens_kv=(0, 12, 30))
     provider, scores, x = NativeCpu(isa), Scores(0.3), inputs(mask, torch.float32)
-    queries, keys = whole(mask)
-    step = make_step(mask, queries, keys)
+    step = one_step(mask)
     rows = slice(step.q_start, step.q_stop)
     state = SoftmaxState(
         torch.randn(1, 60, 2, 16), 10 * torch.randn(1, 2, 60), torch.rand(1, 2, 60)
     )  # as earlier steps may leave it
     before = SoftmaxState(state.weighted.clone(), state.highest.clone(), state.total.clone())
     provider.forward(step, scores, x.q[:, rows], x.k, x.v, state.rows(step.q_start, step.q_stop))
-    _, starts, stops = map(torch.from_numpy, mask.seen(queries.indices))
+    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
     blind = starts >= stops
     assert blind.sum() > 20
     assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
     assert torch.equal(state.highest[..., blind], before.highest[..., blind])
     assert torch.equal(state.total[..., blind], before.total[..., blind])
     # A row whose lse is -inf gives nothing, though by the mask it sees keys.
-    _, lse, _ = reference(mask, scores, x)
+    out, lse, _ = whole_reference(mask, scores, x)
     lse[..., 15] = -torch.inf
-    made = backward(provider, step, scores, x, lse, torch.full_like(lse, torch.nan).masked_fill(~blind, 0.0))
+    sums = torch.full_like(lse, torch.nan).masked_fill(~blind, 0.0)
+    made = backward(provider, mask, scores, x, out, lse, sums)
     assert not made.dk.isnan().any() and not made.dv.isnan().any()
     assert not made.dq[:, 15].any() and not made.dq[:, blind].any()
 
@@ -389,29 +275,24 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = 1.0, 0.0
     x.k[:, 10:, :, 0] = -torch.inf
-    state = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask))
+    state = forward(NativeCpu(isa), mask, Scores(0.3), x)
     short = AttentionMask(50, 10)
     y = Inputs(x.q, x.k[:, :10], x.v[:, :10], x.grad_out)
-    wanted = forward(NativeCpu(isa), short, Scores(0.3), y, *whole_in_list(short))
+    wanted = forward(NativeCpu(isa), short, Scores(0.3), y)
     for a, b in zip(state.result(torch.float32), wanted.result(torch.float32), strict=True):
         torch.testing.assert_close(a, b)
     x.k[..., 0] = -torch.inf
-    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x).result(torch.float32)
     assert not out.any() and (lse == -torch.inf).all()
     # 50 queries are no whole block: the padding of theirs meets no infinity.
     mask = AttentionMask(50, 64)
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = -1.0, 0.0
     x.k[:, 3, :, 0] = torch.inf
-    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x, *whole_in_list(mask)).result(torch.float32)
-    made = backward(NativeCpu(isa), make_step(mask, *whole(mask)), Scores(0.3), x, lse, row_sums(x.grad_out, out, None))
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x).result(torch.float32)
+    made = backward(NativeCpu(isa), mask, Scores(0.3), x, out, lse)
     assert made.dk.isfinite().all() and made.dv.isfinite().all()
     assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
-
-
-def whole_in_list(mask: AttentionMask) -> tuple[Tokens, list[Tokens]]:
-    queries, keys = whole(mask)
-    return queries, [keys]
 
 
 def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
@@ -419,7 +300,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
     x = inputs(mask, torch.float32)
 
     def run() -> Tensor:
-        return forward(NativeCpu(), mask, Scores(0.2), x, *whole_in_list(mask)).weighted
+        return forward(NativeCpu(), mask, Scores(0.2), x).weighted
 
     with threads(2):
         wanted = run()
@@ -430,8 +311,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
         for caller in callers:
             caller.join()
         assert len(results) == 15 and all(torch.equal(result, wanted) for result in results)
-        step = make_step(mask, *whole(mask))
-        state = SoftmaxState.empty(x.q, 16)
+        step, state = one_step(mask), SoftmaxState.empty(x.q, 16)
         step.on(x.q.device)
         child = os.fork()
         if child == 0:  # where torch's own threads are gone, so that it had better not compute
@@ -455,7 +335,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
         function(*args)
 
     mask = AttentionMask(20, 20, causal=True)
-    x, step = inputs(mask, torch.float32), make_step(mask, *whole(mask))
+    x, step = inputs(mask, torch.float32), one_step(mask)
     made: list[weakref.ref[Tensor]] = []
     step._on_devices[x.q.device] = Forgetful()
     for name in ("attention_forward", "attention_backward"):
@@ -463,8 +343,9 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
     NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
     made.clear()
-    _, lse = state.result(torch.float32)
-    backward(NativeCpu(), step, scores, x, lse, torch.zeros_like(lse))
+    lse = state.result(torch.float32)[1]
+    sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
+    NativeCpu().backward(step, scores, Saved(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
 
 
 @pytest.mark.parametrize("name", ["documents", "window", "blind"])
@@ -478,35 +359,12 @@ def test_blocks_that_are_visited(name: str) -> None:
     }[name]
     x = inputs(mask, torch.float64, heads=1, kv_heads=1, dim=4)
     scores = Scores(0.3, alibi_slopes=torch.tensor([0.01], dtype=torch.float64))
-    out, lse, grads = reference(mask, scores, x)
-    sums = torch.einsum("bshd,bshd->bhs", x.grad_out, out)
+    out, lse, grads = whole_reference(mask, scores, x)
     for count in (1, 2):
         with threads(count):  # gradients are added to what is there
-            made = backward(NativeCpu(), make_step(mask, *whole(mask)), scores, x, lse, sums, start=3.0)
+            made = backward(NativeCpu(), mask, scores, x, out, lse, start=3.0)
         for of in ("dq", "dk", "dv", "d_slopes"):
             torch.testing.assert_close(getattr(made, of) - 3.0, getattr(grads, of), rtol=1e-9, atol=1e-9)
-
-
-def test_what_it_computes_and_by_what(isa: str) -> None:
-    query = KernelQuery(torch.device("cpu"), torch.float32, 8, 8)
-    assert NativeCpu().available(query) and NativeCpu().is_faster(torch.float32)
-    assert "meta" in NativeCpu().available(replace(query, device=torch.device("meta"))).reason
-    assert "not int32" in NativeCpu().available(replace(query, dtype=torch.int32)).reason
-    assert [core.attention_isa(number, isa) for number in (0, 2, 3)] == [isa] * 3
-    assert core.attention_isa(1, isa) in (isa, "avx512_bf16")
-
-
-def test_scores_are_taken_as_they_are() -> None:
-    """A gradient of another dtype, and one that is expanded, are made fit."""
-    mask = AttentionMask(20, 20)
-    x = inputs(mask, torch.bfloat16)
-    out, lse, _ = reference(mask, Scores(0.2), x)
-    step = make_step(mask, *whole(mask))
-    x.grad_out = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16).expand_as(x.grad_out)
-    sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
-    wanted = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.contiguous()), lse, sums)
-    got = backward(NativeCpu(), step, Scores(0.2), replace(x, grad_out=x.grad_out.float()), lse, sums)
-    assert torch.equal(got.dq, wanted.dq) and torch.equal(got.dv, wanted.dv)
 
 
 @pytest.mark.full

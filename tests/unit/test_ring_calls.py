@@ -16,7 +16,7 @@ from fused_tp.attention.kernels.reference import REFERENCE
 from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
 from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
-from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.attention.spec import AttentionArguments, AttentionMask, Scores
 from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.schedules.local import Local
 
@@ -87,7 +87,7 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(ring_attention, "_captured", type(ring_attention._captured)())
     q = torch.ones(1, 4, 1, 8)
-    rest = (*checked_arguments(q, q, q, 1, 0, causal=True), "")
+    rest = (*checked_arguments(AttentionArguments(causal=True), q, q, q, 1, 0), "")
     for _ in range(3):
         args = ring_attention.RING_ATTENTION.pack((q.as_subclass(OnGpu), q, q, *rest))
         ring_attention._start(Local(), args, grad_lse=False)

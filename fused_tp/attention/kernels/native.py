@@ -70,9 +70,9 @@ class NativeCpu(AttentionKernel):
     ) -> None:
         if fresh:
             state.clear()
-        slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
+        held = _held(step, scores, q.device, q.dtype)
         _core.attention_forward(
-            *_common(vectors, scores, slopes, q, k, v),
+            *_common(held, scores, q, k, v),
             _rows_first(state.weighted),
             _heads_first(state.highest),
             _heads_first(state.total),
@@ -88,10 +88,10 @@ class NativeCpu(AttentionKernel):
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
         lse, row_sums = saved.lse.to(wide), saved.row_sums.to(wide)
-        slopes, vectors = _slopes(scores, q), _vectors(step, scores, q)
+        held = _held(step, scores, q.device, q.dtype)
         slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            *_common(vectors, scores, slopes, q, saved.k, saved.v),
+            *_common(held, scores, q, saved.k, saved.v),
             _rows_first(grad_out),
             _heads_first(lse),
             _heads_first(row_sums),
@@ -104,29 +104,29 @@ class NativeCpu(AttentionKernel):
             sums.d_slopes.add_(slope_terms)
 
 
-def _vectors(step: Step, scores: Scores, q: Tensor) -> list[Tensor | None]:
-    """Which keys are seen, and where tokens stand if scores depend on it. Callers hold them: of what two threads make
-    at once for a step, it keeps only one."""
-    known = step.on(q.device)
-    seen: list[Tensor | None] = [known["starts"], known["stops"]]
-    if scores.alibi_slopes is None and scores.dropout is None:
-        return seen + [None] * 3
-    return seen + [known[name] for name in ("places", "q_indices", "k_indices")]
+def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
+    """Slopes in the dtype of the sums, which keys are seen, and where tokens stand if scores depend on it. Callers hold
+    them: of what two threads make at once for a step, it keeps only one."""
+    known, slopes = step.on(device), scores.alibi_slopes
+    names = ("places", "q_indices", "k_indices") if slopes is not None or scores.dropout is not None else ()
+    return [
+        None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous(),
+        *(known[name] for name in ("starts", "stops", *names)),
+        *[None] * (3 - len(names)),
+    ]
 
 
-def _common(
-    vectors: list[Tensor | None], scores: Scores, slopes: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Any, ...]:
+def _common(held: list[Tensor | None], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """What the native functions of both directions take first: addresses, so callers keep alive what is pointed to."""
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
     return (
         _DTYPES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
-        [_address(vector) for vector in vectors],
+        [_address(vector) for vector in held[1:]],
         scores.scale,
         scores.softcap,
-        _address(slopes),
+        _address(held[0]),
         None
         if dropout is None
         else (dropout.threshold, 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
@@ -134,12 +134,6 @@ def _common(
         _rows_first(k),
         _rows_first(v),
     )
-
-
-def _slopes(scores: Scores, q: Tensor) -> Tensor | None:
-    """Dense, in the dtype of the sums."""
-    slopes = scores.alibi_slopes
-    return None if slopes is None else slopes.detach().to(accumulate_dtype(q.dtype)).contiguous()
 
 
 def _address(x: Tensor | None) -> int:
