@@ -86,13 +86,9 @@ class Share:
         return range(own[0], own[-1] + 1) if own else range(0)
 
 
-def shares(tokens: Sequence[Tokens], heads: tuple[range, ...], all_heads: int) -> Share:
-    """What ranks have that hold these tokens, and get these heads."""
-    return Share(_places(tuple(tokens)), heads, all_heads)
-
-
 @lru_cache(maxsize=64)
-def _places(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
+def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
+    """`Share.places` of ranks that hold these tokens."""
     pieces = sorted((r.start, rank, len(r)) for rank, one in enumerate(tokens) for r in one.ranges)
     found: list[list[range]] = [[] for _ in tokens]
     at = 0

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_tp.ops.explain import Keys, dispatch_keys, explain_for
+from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.schedules.registry import SCHEDULES, fused_kernels_on
@@ -433,7 +433,7 @@ def _forced_provider() -> str | None:
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
-    """The dispatch table's choices for two ranks of this machine; `fused-tp explain` has more."""
+    """What two ranks of this machine would run on; `fused-tp explain` has more."""
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
@@ -448,24 +448,12 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
                         op, *shapes, dtype=torch.bfloat16, world_size=_RANKS, transport=transport, arch=arch
                     )
                     decision = explanation.forward or explanation.backward
-                    by_table = decision.schedule if decision else "local"
-                    keys = dispatch_keys(op, shapes, torch.bfloat16, None, _RANKS)
-                    chosen.append(_forced_for(keys, device) or by_table)
+                    chosen.append(decision.schedule if decision else "local")
             except (ValueError, OSError) as error:
                 yield Finding(f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
                 value = ", ".join(f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKENS, chosen, strict=True))
                 yield Finding(f"{op}, {device}", value)
-
-
-def _forced_for(asked: Keys, device: str) -> str | None:
-    """The schedule that FUSED_TP_SCHEDULE forces on a call, if it is one that has something for it."""
-    name = settings.forced_schedule()
-    key = asked[0] or asked[1]
-    if name not in SCHEDULES or key is None:
-        return None
-    spec = SCHEDULES[name]
-    return name if spec.supports(key.op, key.dtype) and device in (spec.devices or (device,)) else None
 
 
 def output_of(command: str, *arguments: str) -> list[str]:

@@ -15,7 +15,6 @@ import sys
 import torch
 
 from fused_tp.ops.explain import explain_for, tensor_arguments
-from fused_tp.runtime import settings
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -63,7 +62,4 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp explain: {error}", file=sys.stderr)
         return 2
     print(explanation)
-    forced = settings.forced_schedule()
-    if forced is not None:
-        print(f"  but FUSED_TP_SCHEDULE={forced} is set, and forces {forced} on groups of several ranks")
     return 0

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement
 
 from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
-from fused_tp.nn.linear import column_matmul, row_matmul
+from fused_tp.nn.linear import check_floating, check_width, column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import as_dtensor, check_mesh, local
 
@@ -199,11 +199,11 @@ class _ColumnLinear(_Styled):
 
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
-        _check_floating(x, linear)
+        check_floating(x)
         dim = self._sequence_dim(self._layout_of(x), x.ndim)
         gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
         x = self._take(x, Replicate() if dim is None else Shard(dim))
-        _check_width(x, linear.in_features)
+        check_width(x, linear.in_features, "in_features")
         (y,) = column_matmul(x, [local(self.weight)], [local(self.bias)], self._style_mesh, dim, gather_size)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
@@ -214,10 +214,10 @@ class _RowLinear(_Styled):
 
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
-        _check_floating(x, linear)
+        check_floating(x)
         weight = local(self.weight)
         x = self._take(x, Shard(x.ndim - 1))
-        _check_width(x, weight.shape[1])
+        check_width(x, weight.shape[1], "this rank's part of in_features")
         sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
         return self._give_sum(sums, (*x.shape[:-1], linear.out_features))
 
@@ -280,16 +280,4 @@ def _kind(module: nn.Module, style: str) -> type[nn.Module]:
 
 
 def _positive(layout: Placement, ndim: int) -> Placement:
-    return Shard(layout.dim % ndim) if isinstance(layout, Shard) else layout
-
-
-def _check_floating(x: Tensor, linear: nn.Linear) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"the input of {type(linear).__name__} must be a Tensor, not {type(x).__name__}.")
-    if not x.is_floating_point() or x.ndim == 0:
-        raise TypeError(f"the input must be floating point with one or more dims, got {x.dtype} {tuple(x.shape)}.")
-
-
-def _check_width(x: Tensor, width: int) -> None:
-    if x.shape[-1] != width:
-        raise ValueError(f"the input has shape {tuple(x.shape)} on this rank; its last dim must be {width}.")
+    return Shard(layout.dim % ndim) if isinstance(layout, Shard) and ndim else layout

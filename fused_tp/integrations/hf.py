@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fused_tp.attention.spec import read_bounds
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
@@ -345,15 +346,9 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
     queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
     if queries is None:
         return ()
-    bounds = tuple(torch.as_tensor(queries).tolist())
-    if keys is not None and tuple(torch.as_tensor(keys).tolist()) != bounds:
+    if keys is not None and torch.as_tensor(keys).tolist() != torch.as_tensor(queries).tolist():
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; tokens attend to those of the same rows.")
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or list(bounds) != sorted(bounds):
-        raise ValueError(
-            f"cu_seq_lens_q is {_few(bounds)}; it must be the bounds (0, ..., {seq_len}) of the documents in the one "
-            f"row of {seq_len} tokens, never going back."
-        )
-    return bounds
+    return read_bounds("cu_seq_lens_q", torch.as_tensor(queries), seq_len)
 
 
 def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_tp.attention.cache import scatter_new_tokens
 from fused_tp.attention.decode import equal_length_runs
-from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout, local_length
+from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout, all_tokens, check_layout
 from fused_tp.nn.linear import check_positive
 from fused_tp.ops.arguments import autocast_dtype, cast, check_int, check_local, check_tensor
 from fused_tp.ops.attention_arguments import (
@@ -21,6 +21,7 @@ from fused_tp.ops.attention_arguments import (
     ScoreOutAndLseKeywords,
     ScoreOutKeywords,
     check_keywords,
+    total_length,
 )
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.runtime.group import GroupLike, group_identity, resolve_group
@@ -193,13 +194,7 @@ class ContextCache(ABC):
         k, v = _checked(k, v)
         check_layout(layout)
         group = resolve_group(self.group)
-        seq_len = k.shape[1] * group.size if seq_len is None else seq_len
-        wanted = local_length(seq_len, group.size, group.rank, layout)
-        if k.shape[1] != wanted:
-            raise ValueError(
-                f"seq_len={seq_len} in layout {layout!r} gives rank {group.rank} of {group.size} {wanted} tokens, but "
-                f"k holds {k.shape[1]}; cut k and v with shard_sequence."
-            )
+        seq_len = total_length("seq_len", seq_len, "k", k.shape[1], group.size, group.rank, layout)
         before = self._before(k.shape[0])
         if len(set(before)) != 1:
             raise ValueError(
@@ -309,7 +304,7 @@ class ContextKVCache(ContextCache):
 
     def crop(self, length: int) -> None:
         """Forget the tokens of each sequence behind its first `length`."""
-        _check_kept(length)
+        check_int("length", length, 0, ": how many tokens of a sequence are kept")
         self._held = [min(held, length) for held in self._held]
 
     def reorder(self, sequences: Tensor) -> None:
@@ -410,7 +405,7 @@ class PagedContextKVCache:
     def crop(self, sequence: int, length: int) -> None:
         """Forget the tokens of a sequence behind its first `length`."""
         self._known(sequence)
-        _check_kept(length)
+        check_int("length", length, 0, ": how many tokens of a sequence are kept")
         self._length_of[sequence] = min(self._length_of[sequence], length)
         pages, kept = self._pages_of[sequence], self._needed(self._length_of[sequence])
         for page in pages[kept:]:
@@ -532,9 +527,3 @@ def _as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
             raise TypeError(f"new_lengths has dtype {lengths.dtype}; it must be int32 or int64.")
         lengths = lengths.tolist()
     return [int(n) for n in lengths]
-
-
-def _check_kept(length: Any) -> None:
-    check_int("length", length)
-    if length < 0:
-        raise ValueError(f"length is {length}; it must be at least 0: how many tokens of a sequence are kept.")

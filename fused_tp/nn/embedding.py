@@ -6,13 +6,15 @@ not zero, so it is exact in every dtype.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fused_tp.nn.linear import check_positive
+from fused_tp.nn.linear import check_positive, check_sequence_dim
 from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter, shard_rows
 from fused_tp.ops.collectives import all_reduce, reduce_scatter
 
@@ -68,15 +70,11 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(
-        cls,
-        embedding: nn.Embedding,
-        *,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        memo: Memo | None = None,
+        cls, embedding: nn.Embedding, *, mesh: DeviceMesh, memo: Memo | None = None, **keywords: Any
     ) -> VocabParallelEmbedding:
         """The same table over `mesh`, of an nn.Embedding that every rank has. Ranks copy their rows; nothing is sent.
+
+        `keywords`: sequence_parallel and sequence_dim of the constructor.
 
         Raises:
             TypeError: `embedding` is no nn.Embedding or its weight is a DTensor.
@@ -90,16 +88,8 @@ class VocabParallelEmbedding(nn.Module):
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
                 raise ValueError(f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} cannot do.")
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            embedding.padding_idx,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device="meta",
-            dtype=embedding.weight.dtype,
-        )
+        sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **keywords)
         layer.weight = shard_parameter(embedding.weight, mesh, Shard(0), memo)
         return layer.train(embedding.training)
 
@@ -121,12 +111,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def _check_ids(self, ids: Tensor) -> None:
         check_integer_ids(ids)
-        ndim = ids.ndim + 1
-        if self.sequence_parallel and (not -ndim <= self.sequence_dim < ndim or self.sequence_dim % ndim == ndim - 1):
-            raise ValueError(
-                f"ids has shape {tuple(ids.shape)} and sequence_dim is {self.sequence_dim}; under sequence_parallel it "
-                f"must name a dim of the output {(*ids.shape, self.embedding_dim)} before the last one."
-            )
+        if self.sequence_parallel:
+            check_sequence_dim("ids", ids, (*ids.shape, self.embedding_dim), self.sequence_dim)
         check_ids_inside(ids, self.num_embeddings)
 
     def extra_repr(self) -> str:

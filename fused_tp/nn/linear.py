@@ -128,14 +128,10 @@ class _ParallelLinear(nn.Module):
         self.train(linear.training)
 
     def _check_input(self, x: Tensor, features: int, what: str) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a Tensor, not {type(x).__name__}.")
-        if not x.is_floating_point():
-            raise TypeError(f"x must have a floating point dtype, not {x.dtype}.")
-        if x.ndim == 0 or x.shape[-1] != features:
-            raise ValueError(f"x has shape {tuple(x.shape)}; its last dim must be {features} ({what}).")
+        check_floating(x)
+        check_width(x, features, what)
         if self.sequence_parallel:
-            check_sequence_dim(x, self.sequence_dim)
+            check_sequence_dim("x", x, x.shape, self.sequence_dim)
 
     def extra_repr(self) -> str:
         return (
@@ -278,7 +274,7 @@ def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_siz
     first = layers[0]
     first._check_input(x, first.in_features, "in_features")
     if gather_size is not None and not first.sequence_parallel:
-        check_sequence_dim(x, first.sequence_dim)
+        check_sequence_dim("x", x, x.shape, first.sequence_dim)
         if x.shape[first.sequence_dim] != gather_size:
             raise ValueError(
                 f"the whole sequence is said to be {gather_size} long, but x holds {x.shape[first.sequence_dim]} along "
@@ -354,11 +350,25 @@ def check_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
-def check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
-    if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
+def check_floating(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a Tensor, not {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating point dtype, not {x.dtype}.")
+
+
+def check_width(x: Tensor, features: int, what: str) -> None:
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dim must be {features} ({what}).")
+
+
+def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim: int) -> None:
+    """`shape`: that of which `sequence_dim` must be a dim before the last."""
+    ndim = len(shape)
+    if ndim < 2 or not -ndim <= sequence_dim < ndim or sequence_dim % ndim == ndim - 1:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of x before "
-            "the last one."
+            f"{name} has shape {tuple(x.shape)} and sequence_dim is {sequence_dim}; it must name a dim of "
+            f"{tuple(shape)} before the last one."
         )
 
 

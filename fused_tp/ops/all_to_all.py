@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import Exchange, Share, all_to_all_by, shares
+from fused_tp.attention.all_to_all import Exchange, Share, all_to_all_by, places_of
 from fused_tp.attention.layout import all_tokens, local_length
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
@@ -144,7 +144,7 @@ class _Args(NamedTuple):
         ranks = range(self.ranks.size)
         every = self.moved.heads if kind == "q" else self.moved.kv_heads
         heads = tuple(self.shared.of(kind, rank) for rank in ranks)
-        return shares([tokens[self.part(rank)] for rank in ranks], heads, every)
+        return Share(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
 
 
 def _key(a: _Args) -> DispatchKey:

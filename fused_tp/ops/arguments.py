@@ -42,6 +42,11 @@ def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
     check_tensor(name, t)
     if t.dtype != like.dtype:
         raise TypeError(f"{name} has dtype {t.dtype}, but {like_name} has {like.dtype}; convert one of them.")
+    check_device(name, t, like_name, like)
+
+
+def check_device(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
+    """A tensor on the device of another."""
     if t.device != like.device:
         raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
 

@@ -19,6 +19,7 @@ from fused_tp.attention.layout import check_layout, local_length
 from fused_tp.attention.spec import UNLIMITED, AttentionArguments, AttentionMask
 from fused_tp.ops.arguments import (
     check_bool,
+    check_device,
     check_int,
     check_integers,
     check_like,
@@ -289,5 +290,4 @@ def check_per_head(name: str, value: Any, q: Tensor) -> None:
         raise TypeError(f"{name} has dtype {value.dtype}; it must be a floating-point tensor.")
     if tuple(value.shape) != (q.shape[2],):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{q.shape[2]}], one for each head of q.")
-    if value.device != q.device:
-        raise ValueError(f"{name} is on {value.device}, but q is on {q.device}; move one of them.")
+    check_device(name, value, "q", q)

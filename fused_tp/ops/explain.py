@@ -114,7 +114,7 @@ def explain_for(
     arch: str,
     dim: int | None = None,
 ) -> Explanation:
-    """What the dispatch table says for a group that need not exist: `world_size` ranks on `transport`.
+    """What FUSED_TP_SCHEDULE or the dispatch table says for a group that need not exist: ranks on `transport`.
 
     Args:
         op, shapes, dtype, dim: as for `explain`.
@@ -136,6 +136,13 @@ def explain_for(
     def ask(key: DispatchKey) -> Decision:
         if world_size == 1:
             return ALONE
+        forced = SCHEDULES.get(settings.forced_schedule() or "")
+        if (
+            forced is not None
+            and forced.supports(key.op, key.dtype)
+            and device_type in (forced.devices or (device_type,))
+        ):
+            return Decision(forced.name, forced.transport or messages, f"FUSED_TP_SCHEDULE={forced.name} forces it")
         # What the ranks' links allow nobody knows here; they are taken for good ones.
         lacking = tuple(
             other

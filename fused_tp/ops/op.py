@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
-from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_name, known_group
+from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
 from fused_tp.runtime.tracing import recording, span
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.registry import select_schedule
@@ -231,7 +231,7 @@ class Op(Generic[A]):
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
         """A call without a plan; with `key` it leaves one for the next."""
         *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
-        name = str(group) if isinstance(group, GroupName) else group_name(group)
+        name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
             return self.overload(*given, name)
         if forward_ad._current_level >= 0:

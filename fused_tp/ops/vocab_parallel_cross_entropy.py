@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_int, check_tensor, checked_number, total_size
+from fused_tp.ops.arguments import (
+    check_device,
+    check_int,
+    check_local,
+    check_shape,
+    check_tensor,
+    checked_number,
+    total_size,
+)
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import SymInt, shard_range
@@ -68,17 +76,12 @@ def vocab_parallel_cross_entropy(
 
 
 def _check_target(target: Any, logits_shard: Tensor) -> None:
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a Tensor, not {type(target).__name__}.")
+    check_local("target", target)
     if target.dtype != torch.int64:
         raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices (no class probabilities).")
-    if target.shape != logits_shard.shape[:-1]:
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}; it must be {tuple(logits_shard.shape[:-1])}, one for each row of "
-            f"logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)."
-        )
-    if target.device != logits_shard.device:
-        raise ValueError(f"target is on {target.device}, but logits_shard on {logits_shard.device}; move one of them.")
+    why = f"one for each row of logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)"
+    check_shape("target", target, logits_shard.shape[:-1], why)
+    check_device("target", target, "logits_shard", logits_shard)
 
 
 class _Args(NamedTuple):

@@ -187,12 +187,6 @@ def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
     return GroupIdentity(process_group.group_name, process_group.size(), process_group.rank())
 
 
-def group_name(group: GroupLike) -> str:
-    """Name of `group`, for a custom op's argument."""
-    process_group = _process_group(group)
-    return SINGLE_NAME if process_group is None else process_group.group_name
-
-
 def group_by_name(name: str) -> Group:
     """The group that a custom op's name argument stands for.
 

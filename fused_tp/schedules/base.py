@@ -125,6 +125,13 @@ class RowSchedule(Schedule):
     The steps get what has been checked and cut; what they return is brought into the shape of the result here.
     """
 
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
+            return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+        return self._gather(x_shard, cut)
+
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         # With one more dim, so that `scatter_dim` is never the last one.
         cut = Cut.of((*partial.shape, 1), scatter_dim, self.world_size)
@@ -169,6 +176,10 @@ class RowSchedule(Schedule):
 
     def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """With FUSED_TP_CHECK=1 compares what the ranks are about to do."""
+
+    @abstractmethod
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+        """`all_gather`; `cut` is that of the gathered x."""
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         """`all_gather_matmul`; `cut` is that of the gathered x."""

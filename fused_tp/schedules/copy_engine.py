@@ -55,9 +55,7 @@ class CopyEngineSchedule(KernelSchedule):
         # By distance: no two ranks turn to the same peer first.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
-        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:

@@ -55,11 +55,7 @@ class DeviceSchedule(KernelSchedule):
         self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
-    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
-        if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
-            return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, cut))

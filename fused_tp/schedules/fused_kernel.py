@@ -79,10 +79,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.attention import ring_forward  # noqa: F401
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
 
-    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
-        if x_shard.dtype not in DTYPES or prod(cut.shape) == 0:
-            return self.fallback.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, self._pull)
 
     def _pull(self, flat: Tensor) -> Pending[Tensor]:
@@ -94,7 +91,6 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
         launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
-        self.check("all_gather", (flat.numel(),), flat)
         nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
 
         def pull() -> Tensor:
@@ -111,8 +107,9 @@ class FusedKernel(KernelSchedule):
 
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         # K = 0: there is nothing to gather, and the products are zero.
-        nothing = op == "all_gather_matmul" and prod(shape) == 0
-        return self.fallback if nothing or op == "reduce_scatter" else None
+        nothing = op.startswith("all_gather") and prod(shape) == 0
+        moves = op == "reduce_scatter" or (op == "all_gather" and dtype not in DTYPES)
+        return self.fallback if nothing or moves else None
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
         raise NotImplementedError  # see `_other`

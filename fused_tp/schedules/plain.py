@@ -37,9 +37,7 @@ class Plain(RowSchedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self.transport.abort_scope(op)
 
-    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
-        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, lambda flat: self.transport.all_gather("all_gather", flat))
 
     def all_reduce(self, partial: Tensor) -> Tensor:

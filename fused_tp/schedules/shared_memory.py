@@ -67,9 +67,8 @@ class SharedMemory(RowSchedule):
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
-    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
-        dims = (*folded(cut.shape), gather_dim)
+    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+        dims = (*folded(cut.shape), cut.dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         with ExitStack() as on_error:  # an error here must not leave the call open
             on_error.push(workspace)
@@ -82,7 +81,7 @@ class SharedMemory(RowSchedule):
             self._gathers.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(cut.shape)
-                for rank, part in enumerate(out.split(list(cut.sizes), gather_dim)):
+                for rank, part in enumerate(out.split(list(cut.sizes), cut.dim)):
                     if rank == self.rank:
                         part.copy_(x_shard)
                     else:

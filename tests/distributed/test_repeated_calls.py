@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_tp
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import group_name, resolve_group
+from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.reference import seeded
@@ -48,7 +48,7 @@ def test_the_short_way_gives_the_same_bits(group: Any) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             for shape, n in SHAPES:
                 x, weight = operands(shape, n, dtype, group)
-                long = MATMUL_ALL_REDUCE.overload(x, weight, None, group_name(group))
+                long = MATMUL_ALL_REDUCE.overload(x, weight, None, group.group_name)
                 for _ in range(3):
                     assert torch.equal(fused_tp.matmul_all_reduce(x, weight, group=given), long)
                 assert planned(x, weight, given)

@@ -90,34 +90,6 @@ def test_ranks_of_mixed_gpus_choose_alike(tmp_path: Path) -> None:
     assert run_ranks(4, of_mixed_gpus, env={"FUSED_TP_TABLE": str(table)}) == [["pipelined"] * 2] * 4
 
 
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        ({"schedule": "plain", "chunks": 2}, "chunks is a number from 1 on, for"),
-        ({"schedule": "nccl_pipeline", "chunks": 0}, "chunks is a number from 1 on, for"),
-        ({"schedule": "nccl_pipeline", "chunks": True}, "chunks is a number from 1 on, for"),
-        ({"chunks": 2}, "needs a schedule and may have"),
-    ],
-)
-def test_chunks_are_for_those_that_take_them(rule: dict[str, object], said: str, tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps({"arch": {"default": {"default": {"default": [rule]}}}}))
-    with pytest.raises(ValueError, match=said):
-        dispatch.load_table(str(table))
-
-
-def test_chunks_of_a_rule_come_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "table.json"
-    rules = [{"schedule": "nccl_pipeline", "max_bytes": 100, "chunks": 3}, {"schedule": "plain"}]
-    table.write_text(json.dumps({"arch": {"default": {"default": {"default": rules}}}}))
-    monkeypatch.setenv("FUSED_TP_TABLE", str(table))
-    key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cuda"), 4, None, 5)
-    small = dispatch.choose(key, 2, "nccl", "sm_90")
-    assert (small.schedule, small.chunks) == ("nccl_pipeline", 3)
-    without = dispatch.choose(key, 2, "nccl", "sm_90", ("nccl_pipeline",))
-    assert (without.schedule, without.chunks) == ("plain", None)
-
-
 def asked_with_its_own_gpu(_: Any) -> list[str]:
     """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
     described = resolve_group(dist.new_group(list(range(4))))

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.llama import Llama
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.plan import resolve_plan
 from tests.integrations.models import (
     assert_near,
     assert_same_calls,
@@ -150,12 +149,6 @@ def test_parallel_styles_in_a_plan(group: dist.ProcessGroup) -> None:
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
     x, weights = torch.randn(3, 8), torch.randn(3, 8)
     assert_trains_alike(parallel, whole, lambda model: (model(x) * weights).sum())
-
-
-def test_patterns() -> None:
-    plan = resolve_plan(Tagger(), TAGGER_PLAN)
-    assert len(plan) == 8
-    assert plan["blocks.1.wo"] == "rowwise"
 
 
 class NoPositions(nn.Module):

@@ -136,7 +136,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ce(target=TARGET.int()), TypeError, "target has dtype torch.int32; it must be int64 class indices"),
     (lambda: ce(target=LOGITS), TypeError, "target has dtype torch.float32; it must be int64 class indices"),
     (lambda: ce(target=TARGET[:2]), ValueError, "target has shape (2,); it must be (3,), one for each row of"),
-    (lambda: ce(target=TARGET.to("meta")), ValueError, "target is on meta, but logits_shard on cpu"),
+    (lambda: ce(target=TARGET.to("meta")), ValueError, "target is on meta, but logits_shard is on cpu"),
     (lambda: ce(target=TARGET + 4), ValueError, "target holds 4; class indices are 0 to 3, or ignore_index=-100."),
     (lambda: ce(label_smoothing=1.5), ValueError, "label_smoothing is 1.5; it must be between 0 and 1."),
     (lambda: ce(label_smoothing=None), TypeError, "label_smoothing must be a float, not NoneType."),

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
+from fused_tp.ops.explain import explain_for
 from fused_tp.runtime.availability import AVAILABLE
-from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.transport import cuda_driver, native_kernels
 
 pytestmark = pytest.mark.full
@@ -96,11 +97,11 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     for name in ("fused_kernel", "magic"):  # of GPUs, and of nobody
         monkeypatch.setenv("FUSED_TP_SCHEDULE", name)
         assert shown() == by_table
-    asked = DispatchKey("all_reduce", torch.float32, torch.device("cpu"), 1, None, 1)
-    assert doctor._forced_for((asked, None), "cuda") is None
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
-    assert doctor._forced_for((asked, None), "cuda") is None, "copy engines have none"
-    assert doctor._forced_for((asked._replace(op="all_gather"), None), "cuda") == "copy_engine"
+    on_gpus: dict[str, Any] = {"dtype": torch.float32, "world_size": 2, "transport": "nccl", "arch": "sm_90"}
+    for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines have nothing for sums alone
+        decision = explain_for(op, (4, 8), **on_gpus).forward
+        assert decision is not None and (decision.schedule == "copy_engine") == forced
 
 
 def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,14 +83,18 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     rules: list[dict[str, object]] = [
         {"max_m": 4, "dtypes": ["bfloat16"], "schedule": "pipelined"},
         {"world_sizes": [8], "schedule": "pipelined"},
+        {"max_bytes": 40, "schedule": "nccl_pipeline", "chunks": 3},
         {"schedule": "plain"},
     ]
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", rules))
 
-    def ask(m: int, dtype: torch.dtype, world_size: int) -> str:
+    def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
         key = DispatchKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
-        return dispatch.choose(key, world_size, "gloo", "cpu").schedule
+        choice = dispatch.choose(key, world_size, "gloo", "cpu", without)
+        assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
+        return choice.schedule
 
+    assert ask(1, torch.float32, 2) == "nccl_pipeline" and ask(1, torch.float32, 2, "nccl_pipeline") == "plain"
     assert ask(4, torch.bfloat16, 2) == "pipelined"
     assert ask(5, torch.bfloat16, 2) == "plain"
     assert ask(4, torch.float32, 2) == "plain"
@@ -104,6 +108,9 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("{", "is not a dispatch table"),
         ("{}", "is not a dispatch table"),
         ('{"arch": {"cpu": {"gloo": {"x": [{"schedul": "plain"}]}}}}', "needs a schedule and may have"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "plain", "chunks": 2}]}}}}', "chunks is a number from 1 on"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "nccl_pipeline", "chunks": 0}]}}}}', "is a number from 1 on"),
+        ('{"arch": {"cpu": {"gloo": {"x": [{"schedule": "copy_engine", "chunks": true}]}}}}', "is a number from 1 on"),
         (
             '{"arch": {"default": {"default": {"default": [{"max_m": 1, "schedule": "plain"}]}}}}',
             "No rule of the dispatch table below default/default/default covers this call",
