@@ -1,7 +1,7 @@
 // Who computes which block, in which order; the arithmetic is in the tables of kernels.h.
 //
-// Sums over keys or queries add block after block in ascending order, whoever computes a block, so that the number of
-// threads changes no bit.
+// Sums over keys or queries add block after block in ascending order, whichever thread computes a block, so that the
+// number of threads changes no bit.
 #include "attention/attention.h"
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 //   dv += p'^T g,   dscore = p' (g v^T) - p sums,   dq += scale dcap dscore k,   dk += scale dcap dscore^T q.
 //
 // (Dao et al., "FlashAttention", arXiv:2205.14135; "FlashAttention-2", arXiv:2307.08691.) Every query sees one interval
-// of keys, [start, stop), both ends ascending; blocks that nobody sees are skipped. Sums are fp32, fp64 for fp64.
+// of keys, [start, stop), both ends ascending; blocks that no query sees are skipped. Sums are fp32, fp64 for fp64.
 //
 // The lanes of all vectors are queries: maxima and sums of a row need no shuffles, and neither of the products with
 // probabilities needs these transposed.

@@ -94,7 +94,8 @@ using nccl::ChunkPlan;
 using nccl::Communicator;
 using nccl::Transfer;
 
-// Its end may take as long as its ops in flight: whoever lets go of it last, with the GIL or without, waits without it.
+// Its end may take as long as its ops in flight, so the last owner waits without the GIL, whether it held the GIL or
+// not.
 std::shared_ptr<Communicator> ending_without_gil(std::shared_ptr<Communicator> made) {
   Communicator* const raw = made.get();
   return std::shared_ptr<Communicator>(raw, [kept = std::move(made)](Communicator*) mutable {

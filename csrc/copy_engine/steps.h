@@ -4,9 +4,9 @@
 // For a message, the sender waits until `free` of the receiver is 1, sets it to 0, moves the bytes and sets `ready` at
 // the receiver to 1. The receiver waits until `ready` is 1, sets it to 0, uses the bytes and sets `free` at the sender
 // to 1. Only constants are written, so a CUDA graph holds all of it, may be replayed, and mixed with other calls. A
-// stream waits for words of its own rank only: nobody polls over a link.
+// stream waits for words of its own rank only: no stream polls over a link.
 //
-// In the order in which a rank enqueues its steps, each waits only for what its peers have enqueued before they come to
+// In the order in which a rank enqueues its steps, each waits only for what its peers have enqueued before they
 // wait for anything later of this rank. So streams that share a queue of the device, even all of them, do not lead to a
 // deadlock. NVIDIA's NCCL and DeepSeek's DeepEP signal copies in the same way, by words that streams write at a peer.
 //
@@ -14,7 +14,7 @@
 // words that they wait for. From then on it moves bytes without leave: it overwrites what others still read, and tells
 // them of data that is not there. So before that it closes the gates of all ranks, its own too. Every call ends with
 // two gates in the caller's stream, behind everything that reads memory that others write. Hence: a call that has
-// passed its gates moved all its bytes while nobody had given up yet, so they are right. A rank that finds its gates
+// passed its gates moved all its bytes while no rank had given up yet, so they are right. A rank that finds its gates
 // closed gives up too. It lets a call through once it has filled that call's results with 0xFF (NaN); two gates, so
 // that it can close one while the call is held at the other, before the next call, maybe of the same CUDA graph, comes
 // there.
@@ -69,7 +69,7 @@ constexpr uint64_t done(uint64_t call) { return 2 * call + 2; }
 constexpr uint64_t at_gate(uint64_t passage, int which) { return 8 * passage + (which == 0 ? 1 : 3); }
 constexpr uint64_t behind_gates(uint64_t passage) { return 8 * passage + 4; }
 
-// What the gate word says: who has closed it, or that it is open.
+// What the gate word holds: the rank that closed it, or that it is open.
 constexpr uint64_t kOpen = 1;
 constexpr uint64_t closed_by(int rank) { return static_cast<uint64_t>(rank) + 2; }
 

@@ -53,7 +53,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       pinned_(driver_, device, nan_ + kNanBytes),
       rescue_(driver_, device, true),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
-      forks_(driver::count_forks()),
+      forks_(count_forks()),
       lost_(static_cast<size_t>(protocol.layout().world())) {
   char* data = static_cast<char*>(pinned_.data());
   auto* words = reinterpret_cast<uint64_t*>(data);
@@ -63,7 +63,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
 }
 
 StreamWatchdog::~StreamWatchdog() {
-  if (driver::count_forks() != forks_) {  // the thread is not of this process
+  if (count_forks() != forks_) {  // the thread is not of this process
     thread_.detach();
     return;
   }
@@ -71,7 +71,7 @@ StreamWatchdog::~StreamWatchdog() {
     Driver::Device guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
     while (under_way() && Clock::now() < until) {
-      // What is still under way nobody wants, and streams that wait for ever would hold up the whole device.
+      // What is still under way has no reader, and streams that wait for ever would hold up the whole device.
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
       std::this_thread::sleep_for(kRescueLook);
     }
@@ -81,7 +81,7 @@ StreamWatchdog::~StreamWatchdog() {
 }
 
 void StreamWatchdog::stop() {
-  if (driver::count_forks() != forks_) return;
+  if (count_forks() != forks_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
@@ -136,7 +136,7 @@ void StreamWatchdog::run() {
       if (failure() != Failure::kNone) return;  // an end of the process, or a device that is broken: nothing helps
       std::lock_guard<std::mutex> lock(mutex_);
       sentence_ = std::string("its streams can no longer be looked after: ") + error.what() + ".";
-      gates_closed_ = true;  // nobody is to wait for that
+      gates_closed_ = true;  // no thread may wait for that
       failure_.store(Failure::kAborted, std::memory_order_release);
       changed_.notify_all();
       return;

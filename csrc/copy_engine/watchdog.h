@@ -35,7 +35,7 @@ struct Memory {
 
 enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kAborted = 3 };
 
-// What a closed gate says: who has given up first, and why. Those who hear of it pass that on.
+// What a closed gate holds: the rank that gave up first, and why. Ranks that read it pass it on.
 struct Closing {
   Failure why;
   int rank;
@@ -120,7 +120,7 @@ class StreamWatchdog {
   std::condition_variable changed_;
   std::string sentence_;
   std::string aborted_;        // why, asked for and not done yet
-  bool gates_closed_ = false;  // nobody takes anything of this rank's any more
+  bool gates_closed_ = false;  // no peer reads this rank's data any more
   bool stopping_ = false;
   struct Passage {
     uint64_t number;

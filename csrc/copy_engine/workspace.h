@@ -59,7 +59,7 @@ class Workspace {
   // `stream` goes on once the blocks of all others are in their slots; `release` once they may be overwritten.
   void receive(const Call& call, Stream stream, int scatter);
   void release(Stream stream, int scatter);
-  // The end. `results`: what becomes NaN where the call does not come to a good end.
+  // The end. `results`: what becomes NaN where the call fails.
   void finish(Call& call, Stream stream, std::vector<Memory> results);
 
  private:

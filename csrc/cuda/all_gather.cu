@@ -69,9 +69,7 @@ int32_t launch_all_gather(const Workspace* workspace, const void* in, void* out,
   const Plan plan = exchange_plan(longest, world, blocks);
   if (!has_room(*workspace, plan) || !is_array(in, own, 1) || !is_array(out, count, 1)) return cudaErrorInvalidValue;
   const AllGather job{in, out, count, chunk, ceil_div(ceil_div(longest, 16), blocks)};
-  return launch(all_gather_kernel, blocks, kThreads, stream, *workspace, plan, job);
+  return launch(Kernel<all_gather_kernel>{}, blocks, kThreads, stream, *workspace, plan, job);
 }
-
-int32_t preload_all_gather() { return load(all_gather_kernel); }
 
 }  // namespace fused_tp::cuda

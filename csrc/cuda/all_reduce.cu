@@ -10,7 +10,7 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
                           int32_t dtype, Bias bias, int32_t blocks, void* stream) {
   if (!is_valid(workspace, blocks) || count < 0) return cudaErrorInvalidValue;
   const int world = workspace->world;
-  // Alone there is nobody to send to.
+  // A single rank has no peer to send to.
   if (world == 1) return launch_sum_terms(in, 1, count, out, count, dtype, bias, stream);
   if (algorithm == Algorithm::kMultimem && !workspace->multicast) return cudaErrorNotSupported;
   return for_dtype(dtype, [&](auto type) -> int32_t {
@@ -26,23 +26,16 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
     if (algorithm == Algorithm::kMultimem) {
       // Where the driver has compiled it from code for an earlier GPU, it has no instructions for the switch.
       cudaFuncAttributes attributes = {};
-      if (const int32_t error = attributes_of(all_reduce_multimem<T>, &attributes)) return error;
+      if (const int32_t error = load(Kernel<all_reduce_multimem<T>>::address(), &attributes)) return error;
       if (attributes.ptxVersion < 90) return cudaErrorNotSupported;
-      return launch(all_reduce_multimem<T>, blocks, kThreads, stream, *workspace, plan, job);
+      return launch(Kernel<all_reduce_multimem<T>>{}, blocks, kThreads, stream, *workspace, plan, job);
     }
     return for_world(world, [&](auto constant) -> int32_t {
       constexpr int kWorld = decltype(constant)::value;
-      auto* kernel = algorithm == Algorithm::kOneShot ? all_reduce_one_shot<T, kWorld> : all_reduce_two_shot<T, kWorld>;
-      return launch(kernel, blocks, kThreads, stream, *workspace, plan, job);
+      auto launch_it = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
+      return algorithm == Algorithm::kOneShot ? launch_it(Kernel<all_reduce_one_shot<T, kWorld>>{})
+                                              : launch_it(Kernel<all_reduce_two_shot<T, kWorld>>{});
     });
-  });
-}
-
-int32_t preload_all_reduce() {
-  return load_all([](auto type, auto constant) -> int32_t {
-    using T = typename decltype(type)::type;
-    constexpr int kWorld = decltype(constant)::value;
-    return load(all_reduce_one_shot<T, kWorld>, all_reduce_two_shot<T, kWorld>, all_reduce_multimem<T>);
   });
 }
 

@@ -136,25 +136,19 @@ int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorit
     const int64_t rows = one_shot ? norm->rows : ceil_div(norm->rows, world);
     const AllReduceRmsNorm job{partial, *norm, ceil_div(rows, blocks),
                                group_threads(ceil_div(norm->columns, kPacketElements<T>))};
-    auto launch_it = [&](auto one_shot_kernel, auto two_shot_kernel) {
-      return launch(one_shot ? one_shot_kernel : two_shot_kernel, blocks, kThreads, stream, *workspace, plan, job);
+    auto launch_one_of = [&](auto one_shot_kernel, auto two_shot_kernel) {
+      auto launch_it = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
+      return one_shot ? launch_it(one_shot_kernel) : launch_it(two_shot_kernel);
     };
     if (!is_in_packets<T>(partial, *norm)) {
-      return launch_it(all_reduce_rms_norm_one_shot<T, 0, false>, all_reduce_rms_norm_two_shot<T, 0, false>);
+      return launch_one_of(Kernel<all_reduce_rms_norm_one_shot<T, 0, false>>{},
+                           Kernel<all_reduce_rms_norm_two_shot<T, 0, false>>{});
     }
     return for_world(world, [&](auto constant) -> int32_t {
       constexpr int kWorld = decltype(constant)::value;
-      return launch_it(all_reduce_rms_norm_one_shot<T, kWorld, true>, all_reduce_rms_norm_two_shot<T, kWorld, true>);
+      return launch_one_of(Kernel<all_reduce_rms_norm_one_shot<T, kWorld, true>>{},
+                           Kernel<all_reduce_rms_norm_two_shot<T, kWorld, true>>{});
     });
-  });
-}
-
-int32_t preload_all_reduce_rms_norm() {
-  return load_all([](auto type, auto constant) -> int32_t {
-    using T = typename decltype(type)::type;
-    constexpr int kWorld = decltype(constant)::value;
-    return load(all_reduce_rms_norm_one_shot<T, 0, false>, all_reduce_rms_norm_two_shot<T, 0, false>,
-                all_reduce_rms_norm_one_shot<T, kWorld, true>, all_reduce_rms_norm_two_shot<T, kWorld, true>);
   });
 }
 

@@ -134,7 +134,7 @@ int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out,
   auto launch_in = [&](auto unit) -> int32_t {
     using Unit = decltype(unit);
     const AllToAll job{in, out, *layout, ceil_div(ceil_div(part_bytes, 16), blocks)};
-    return launch(all_to_all_kernel<Unit>, blocks, kThreads, stream, *workspace, plan, job);
+    return launch(Kernel<all_to_all_kernel<Unit>>{}, blocks, kThreads, stream, *workspace, plan, job);
   };
   // A stride is not used where there is but one of what it counts.
   auto bits = [](int64_t count, int64_t stride) { return static_cast<uint64_t>(count > 1 ? stride : 0); };
@@ -154,11 +154,6 @@ int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out,
     default:
       return launch_in(uint8_t{});
   }
-}
-
-int32_t preload_all_to_all() {
-  return load(all_to_all_kernel<Packet>, all_to_all_kernel<uint32_t>, all_to_all_kernel<uint16_t>,
-              all_to_all_kernel<uint8_t>);
 }
 
 }  // namespace fused_tp::cuda

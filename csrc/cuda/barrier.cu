@@ -12,9 +12,7 @@ static __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __gri
 int32_t launch_barrier(const Workspace* workspace, void* stream) {
   if (!is_valid(workspace, 1) || !has_room(*workspace, Plan{workspace->world, 1})) return cudaErrorInvalidValue;
   // A warp, since there is one flag for each rank, is enough; but threads step by kThreads.
-  return launch(barrier_kernel, 1, kThreads, stream, *workspace);
+  return launch(Kernel<barrier_kernel>{}, 1, kThreads, stream, *workspace);
 }
-
-int32_t preload_barrier() { return load(barrier_kernel); }
 
 }  // namespace fused_tp::cuda

@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_units(char* to, const char* from, int64_t c
   });
 }
 
-// Not inlined: it is called where a few instructions more are nothing beside what is copied.
+// Not inlined: a few instructions more cost nothing compared with the copy.
 __device__ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
   switch (common_unit(reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from))) {
     case 16: {

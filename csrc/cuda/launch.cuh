@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <type_traits>
+#include <vector>
 
 #include "../dtype.h"
 #include "launchers.h"
@@ -65,47 +66,35 @@ int32_t for_world(int32_t world, Choose&& choose) {
   }
 }
 
-template <class... Parameters>
-int32_t attributes_of(void (*kernel)(Parameters...), cudaFuncAttributes* attributes) {
-  const cudaError_t error = cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
+// All kernels that a launcher of this library can choose; see Kernel.
+inline std::vector<const void*>& all_kernels() {
+  static std::vector<const void*> found;
+  return found;
+}
+
+// A kernel as a type. To launch it anywhere in the source lists it for `preload`, so that none can be forgotten.
+template <auto kFunction>
+struct Kernel {
+  static const void* address() { return reinterpret_cast<const void*>(kFunction); }
+  static inline const bool listed = (all_kernels().push_back(address()), true);
+};
+
+// Loads a kernel on the current device: what asks for its attributes does.
+inline int32_t load(const void* kernel, cudaFuncAttributes* attributes) {
+  const cudaError_t error = cudaFuncGetAttributes(attributes, kernel);
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return error;
 }
 
-// Loads kernels on the current device: what asks for their attributes does.
-template <class... Kernels>
-int32_t load(Kernels*... kernels) {
-  int32_t error = cudaSuccess;
-  auto load_one = [&](auto* kernel) {
-    cudaFuncAttributes attributes = {};
-    if (error == cudaSuccess) error = attributes_of(kernel, &attributes);
-  };
-  (load_one(kernels), ...);
-  return error;
-}
-
-// load_of(type, world) for every type and every constant that for_dtype and for_world choose from.
-template <class LoadOf>
-int32_t load_all(LoadOf&& load_of) {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    for (const int32_t world : {1, 2, 4, 8}) {
-      const int32_t error = for_dtype(static_cast<int32_t>(dtype), [&](auto type) -> int32_t {
-        return for_world(world, [&](auto constant) -> int32_t { return load_of(type, constant); });
-      });
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
-}
-
-template <class... Parameters, class... Arguments>
-int32_t launch(void (*kernel)(Parameters...), int32_t blocks, int threads, void* stream, Arguments... arguments) {
+template <auto kFunction, class... Arguments>
+int32_t launch(Kernel<kFunction>, int32_t blocks, int threads, void* stream, Arguments... arguments) {
+  static_cast<void>(Kernel<kFunction>::listed);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  // It is told here, so nobody else is to find it.
+  const cudaError_t error = cudaLaunchKernelEx(&config, kFunction, arguments...);
+  // It is returned here, so the runtime must not report it to the next caller.
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return error;
 }

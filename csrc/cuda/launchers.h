@@ -1,8 +1,8 @@
 // What the library of device kernels offers, in C: the native core loads that library only where there is a GPU.
 //
 // All pointers but those to structs are device memory. Every function launches on `stream` and returns a cudaError_t, 0
-// for success. Ranks of a group call alike, with equal sizes and equally many blocks; blocks wait for those of the same
-// number on other ranks, so all blocks of all ranks that share a GPU must find room on it at once.
+// for success. Ranks of a group make the same calls, with equal sizes and equally many blocks; blocks wait for those of
+// the same number on other ranks, so all blocks of all ranks that share a GPU must find room on it at once.
 #pragma once
 
 #include <cstdint>

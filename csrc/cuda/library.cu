@@ -1,7 +1,4 @@
-#include <cuda_runtime.h>
-
-#include <initializer_list>
-
+#include "launch.cuh"
 #include "ops.h"
 
 namespace fused_tp::cuda {
@@ -11,9 +8,9 @@ namespace {
 const char* error_string(int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 int32_t preload() {
-  for (const auto part : {preload_barrier, preload_all_reduce, preload_reduce_scatter, preload_all_gather,
-                          preload_all_to_all, preload_all_reduce_rms_norm, preload_sum_terms}) {
-    if (const int32_t error = part()) return error;
+  for (const void* kernel : all_kernels()) {
+    cudaFuncAttributes attributes = {};
+    if (const int32_t error = load(kernel, &attributes)) return error;
   }
   return cudaSuccess;
 }

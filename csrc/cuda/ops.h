@@ -18,13 +18,4 @@ Function<decltype(Launchers::all_to_all)> launch_all_to_all;
 Function<decltype(Launchers::all_reduce_rms_norm)> launch_all_reduce_rms_norm;
 Function<decltype(Launchers::sum_terms)> launch_sum_terms;
 
-// Load the kernels that the launcher of that name chooses from, on the current device.
-int32_t preload_barrier();
-int32_t preload_all_reduce();
-int32_t preload_reduce_scatter();
-int32_t preload_all_gather();
-int32_t preload_all_to_all();
-int32_t preload_all_reduce_rms_norm();
-int32_t preload_sum_terms();
-
 }  // namespace fused_tp::cuda

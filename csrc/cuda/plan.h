@@ -63,7 +63,7 @@ FUSED_TP_HOST_DEVICE constexpr int64_t owned_elements(int64_t count, int64_t ele
   return ceil_div(ceil_div(count, per_packet), world) * per_packet;
 }
 
-// A rank alone has no peers to send to: it waits for nobody and needs no slots.
+// A single rank has no peers: it waits for none and needs no slots.
 
 constexpr Plan all_reduce_plan(Algorithm algorithm, int64_t count, int64_t element_bytes, int world, int blocks) {
   Plan plan{world, blocks};
@@ -113,8 +113,8 @@ constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64
 }
 
 // How many blocks to launch for an op in which this rank moves so many bytes, of at most `most` (what the SMs have room
-// for beside the ranks that share the GPU): at least 16 KB for each, two packets for every thread, because below that a
-// further block costs more in flags than it gains in loads that are under way. The ranks must agree on `most`.
+// for next to the ranks that share the GPU): at least 16 KB for each, two packets for every thread, because below that
+// a further block costs more in flags than it gains in loads that are under way. The ranks must agree on `most`.
 constexpr int32_t suggested_blocks(int64_t bytes, int32_t most) {
   return static_cast<int32_t>(std::clamp<int64_t>(ceil_div(bytes, 16 << 10), 1, std::max(most, 1)));
 }

@@ -62,17 +62,9 @@ int32_t launch_reduce_scatter(const Workspace* workspace, const void* in, void* 
     }
     const ReduceScatter job{in, out, count, chunk, ceil_div(ceil_div(longest, kPacketElements<T>), blocks), bias};
     return for_world(world, [&](auto constant) -> int32_t {
-      return launch(reduce_scatter_kernel<T, decltype(constant)::value>, blocks, kThreads, stream, *workspace, plan,
-                    job);
+      return launch(Kernel<reduce_scatter_kernel<T, decltype(constant)::value>>{}, blocks, kThreads, stream, *workspace,
+                    plan, job);
     });
-  });
-}
-
-int32_t preload_reduce_scatter() {
-  return load_all([](auto type, auto constant) -> int32_t {
-    using T = typename decltype(type)::type;
-    constexpr int kWorld = decltype(constant)::value;
-    return load(reduce_scatter_kernel<T, kWorld>);
   });
 }
 

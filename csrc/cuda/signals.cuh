@@ -8,7 +8,8 @@
 //   wait   one thread for each peer polls a flag in its own memory with ld.acquire.sys; __syncthreads_and: no thread's
 //          loads run ahead of any of the polls, and all threads leave with one verdict, so they part nowhere.
 //   begin  Call e+1 of a rank begins after its call e has ended (one stream for a workspace), and block 0 ends a call
-//   end    only when all ranks have begun it. So whoever begins call e+2 knows that every rank has ended call e, reads
+//   end    only when all ranks have begun it. So a rank that begins call e+2 knows that every rank has ended call e,
+//   reads
 //          and all, and may write that half of the workspace again. It holds for blocks that had no work in either
 //          call, and for calls of different numbers of blocks, since it is about kernels, which end as a whole.
 //
@@ -67,7 +68,7 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
   const int64_t ended = load_relaxed_system(workspace.state + kEpoch);
   const int64_t epoch = (ended < 0 ? -ended : ended) + 1;
   const int64_t expired = load_relaxed_system(workspace.state + kExpired);
-  // A wait of this very call may expire before its last thread begins: all must decide alike.
+  // A wait of this very call may expire before its last thread begins: all threads must decide the same.
   Call call{workspace, op, expired != 0 && expired < epoch ? -epoch : epoch};
   if (blockIdx.x == 0) {
 #pragma unroll 1

@@ -27,18 +27,11 @@ int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stri
       return cudaErrorInvalidValue;
     }
     if (count == 0) return cudaSuccess;
-    // It waits for nobody, so it may have as many blocks as there is work for.
+    // It waits for no rank, so it may have as many blocks as there is work for.
     const int64_t packets = ceil_div(count, kPacketElements<T>);
     const int32_t blocks = suggested_blocks(count * kBytes, 2048);
-    return launch(sum_terms_kernel<T>, blocks, kThreads, stream, static_cast<const T*>(terms), count_of_terms, stride,
-                  static_cast<T*>(out), count, ceil_div(packets, blocks), bias);
-  });
-}
-
-int32_t preload_sum_terms() {
-  return load_all([](auto type, auto) -> int32_t {
-    using T = typename decltype(type)::type;
-    return load(sum_terms_kernel<T>);
+    return launch(Kernel<sum_terms_kernel<T>>{}, blocks, kThreads, stream, static_cast<const T*>(terms), count_of_terms,
+                  stride, static_cast<T*>(out), count, ceil_div(packets, blocks), bias);
   });
 }
 

@@ -25,7 +25,7 @@ class Deadlines {
   void add(Op op, int64_t timeout_ns) { ops_.push_back({std::move(op), timeout_ns, kNever}); }
 
   // Drops what has ended; starts the clock of the first that has not, once it has begun. Returns that op when its time
-  // is up, and lets go of all then: who is told once need not be told again.
+  // is up, and forgets all ops then: a stream expires once.
   template <typename Begun, typename Ended>
   std::optional<Expired> poll(int64_t now_ns, Begun&& begun, Ended&& ended) {
     while (!ops_.empty() && ended(ops_.front().op)) ops_.pop_front();
@@ -57,7 +57,7 @@ class Deadlines {
 };
 
 // What a graph says of its progress through a word (GraphWord): odd inside of an op. A word that was seen is marked by
-// its top bit; whoever writes the word next takes the mark away, be it with the same number.
+// its top bit; the next write clears the mark, also a write of the same number.
 class GraphDeadline {
  public:
   static constexpr uint64_t kSeen = uint64_t{1} << 63;

@@ -1,7 +1,6 @@
 #include "driver/driver.h"
 
 #include <dlfcn.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -22,13 +21,6 @@ static void bind(void* library, const std::string& path, const char* symbol, Fun
   if (found == nullptr)
     throw DriverError(path + " has no " + symbol + ": this CUDA driver is too old, 12.0 or later is needed", -1);
   function = reinterpret_cast<Function>(found);
-}
-
-uint32_t count_forks() {
-  static std::atomic<uint32_t> forks{0};
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  (void)registered;
-  return forks.load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<const Driver> Driver::open(const std::string& path) {
@@ -241,7 +233,7 @@ SharedEvent EventPool::take() {
     }
   }
   if (!event) event = std::make_unique<const OwnEvent>(driver_, device_);
-  // Whoever lets go of it last gives it back, be it after the pool is gone; but not in a forked child, where the pool's
+  // The last owner returns the event to the pool, if the pool still exists; not in a forked child, where the pool's
   // mutex may be locked for ever.
   return SharedEvent(event.release(), [free = std::weak_ptr<Free>(free_), forks = count_forks()](const OwnEvent* used) {
     if (forks != count_forks()) return;

@@ -12,16 +12,14 @@
 #include <string>
 #include <vector>
 
+#include "forks.h"
+
 // As in cuda.h, so that both can be included.
 struct CUctx_st;
 struct CUevent_st;
 struct CUstream_st;
 
 namespace fused_tp::driver {
-
-// How often this process is a fork of another. Nothing of CUDA works in a forked child: what it has inherited is left
-// alone there, also by destructors.
-uint32_t count_forks();
 
 using Context = CUctx_st*;
 using Event = CUevent_st*;
@@ -65,7 +63,7 @@ class Driver {
     const Driver& driver_;
   };
 
-  // As long as it lives this thread may make any call, whoever captures a CUDA graph.
+  // As long as it lives this thread may make any call while another thread captures a CUDA graph.
   class IgnoringCaptures {
    public:
     explicit IgnoringCaptures(const Driver& driver);
@@ -154,8 +152,8 @@ class OwnEvent : public Owned<Event> {
 
 using SharedEvent = std::shared_ptr<const OwnEvent>;
 
-// Events for a device that are used again once nobody holds them. What waits in a stream for an event does not mind
-// that it is recorded again: a wait is for the last record before it. Any thread may take and give back.
+// Events for a device, reused once they have no owner. A stream that waits for an event is not affected by a later
+// record: a wait is for the last record before it. Any thread may take and return events.
 class EventPool {
  public:
   EventPool(std::shared_ptr<const Driver> driver, int device);

@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Nobody waits for the watchdog to notice that an op has ended, so it looks seldom; it need only be early enough to
+// No thread waits for the watchdog to notice that an op has ended, so it looks seldom; it need only be early enough to
 // give events back to their pool, and not late by more than a tenth of a deadline.
 constexpr int64_t kFirstLookNs = 1'000'000;
 constexpr int64_t kLookNs = 20'000'000;
@@ -189,8 +189,8 @@ class Watchdog {
       const bool may_sleep = idle_rounds > kRoundsBeforeSleep;
       lock.lock();
       if (stopping_) break;
-      // First it says that it sleeps, then it looks once more: who adds an op in between sees the one or is seen by the
-      // other.
+      // It announces its sleep before the last look: a thread that adds an op in between either sees the announcement
+      // and wakes it, or its op is seen by the look.
       if (may_sleep && !asleep_.load()) {
         asleep_.store(true);
         continue;

@@ -55,7 +55,7 @@ class Watch {
  public:
   struct Callbacks {
     // On the watchdog's thread, with no lock held: `what` has waited that many seconds, its deadline has passed. Called
-    // once: the watch lets go of all its ops first. It should see to it that the stream goes on.
+    // once: the watch forgets all its ops first. The callback must make the stream go on.
     std::function<void(const std::string& what, double seconds)> expired;
     // Likewise: the driver itself reports an error, which is sticky: nothing on the device works any more.
     std::function<void(const std::string& why)> broken;
@@ -73,7 +73,7 @@ class Watch {
   // From now on also the ops of graphs, with the timeout that is asked for at each look; once for a watch. A graph may
   // run whenever its owner likes, so the word is looked at now and then for as long as the watch lives.
   void watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds);
-  // Lets go of everything in flight, e.g. because the stream was made to go on by other means. Waits for nobody: the
+  // Forgets everything in flight, e.g. because the stream was made to go on by other means. Does not block: the
   // watchdog may be stuck in the driver.
   void clear();
 

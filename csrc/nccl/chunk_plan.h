@@ -30,8 +30,6 @@ struct ChunkPlan {
   std::vector<Exchange> exchanges;
   // In how many pieces each rank's rows are cut. Rows of a piece have arrived from all ranks behind its last exchange.
   int pieces = 1;
-
-  int exchanges_per_piece() const { return static_cast<int>(exchanges.size()) / pieces; }
 };
 
 inline int64_t row_offset(const std::vector<int64_t>& counts, int rank) {
@@ -53,7 +51,7 @@ inline void add(std::vector<Part>& parts, const Part& part) {
   if (part.count > 0) parts.push_back(part);
 }
 
-// How up to `chunks` exchanges come about: each covers several distances, or a piece of the rows of one.
+// The cut into up to `chunks` exchanges: each covers several distances, or a piece of the rows of one.
 struct Cuts {
   int pieces = 1;
   int groups = 1;

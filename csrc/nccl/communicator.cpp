@@ -19,7 +19,7 @@ constexpr double kPoisonSeconds = 1;  // an idle GPU fills memory in far less; a
 constexpr double kLockSeconds = 5;    // how long an abort waits for a thread that is inside of NCCL
 constexpr double kGraphFinalizeSeconds = 2;
 constexpr double kAbortsAtExitSeconds = 2;
-constexpr double kEndSeconds = 5;  // for ops in flight whose results nobody can ask for any more
+constexpr double kEndSeconds = 5;  // for ops in flight whose results have no reader any more
 constexpr size_t kKeptInFlight = 16;
 
 double seconds_since(Clock::time_point begun) { return std::chrono::duration<double>(Clock::now() - begun).count(); }
@@ -114,9 +114,9 @@ struct Communicator::Handle {
     return asked == Result::kSuccess ? error : asked;
   }
 
-  // The outputs of the op that is at it become NaN: the first that has not ended, if it has begun. Nothing reads them
-  // before it has ended, and their memory is nobody else's as long as the caller knows of no failure: so this comes
-  // first of all. The memory of ops behind it may still be read by what they come after. False: it took too long.
+  // The outputs of the op that runs become NaN: the first that has not ended, if it has begun. Nothing reads them
+  // before it has ended, and their memory has no other use as long as the caller knows of no failure: so this happens
+  // before all else. The memory of ops behind it may still be read by what they come after. False: it took too long.
   bool poison(const std::deque<InFlight>& in_flight, const std::atomic<bool>& too_late) {
     Driver::Device guard(*driver, device);
     for (const InFlight& op : in_flight) {
@@ -144,8 +144,7 @@ struct Communicator::Handle {
     // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
     // nothing before all kernels have ended.
     const Comm dead = std::exchange(comm, nullptr);
-    if (lock.owns_lock())
-      lock.unlock();  // who asks finds nothing from here on, and need not wait for what may take long
+    if (lock.owns_lock()) lock.unlock();  // others find no communicator from here on, and need not wait for the abort
     if (dead != nullptr) library->functions().comm_abort(dead);
   }
 };
@@ -196,7 +195,7 @@ Communicator::~Communicator() {
     new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: left alone
     return;
   }
-  options_.interrupted = [] {};  // nobody would hear of it
+  options_.interrupted = [] {};  // there is no caller to raise it to
   try {
     end(std::min(timeout(), kEndSeconds));
   } catch (...) {  // a broken device, or Ctrl-C: the abort is under way
@@ -206,7 +205,7 @@ Communicator::~Communicator() {
 
 // ---- calls into NCCL -------------------------------------------------------------------------------------------
 
-// `call` returns NCCL's result; until it is settled nobody else calls NCCL for this communicator.
+// `call` returns NCCL's result; until it is settled no other thread calls NCCL for this communicator.
 // Returns what the call itself has.
 template <typename Call>
 Result Communicator::perform(const std::string& what, Call&& call) {
@@ -306,8 +305,8 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
     });
     if (launched == Result::kSuccess && moves && size_ > 1) {
       // A group of a non-blocking communicator that launches something ends with ncclInProgress. This one has not been
-      // the outermost: its ops are launched by whoever ends that, behind our events. They cannot be taken back, and
-      // NCCL still holds the communicator then: it is left alone.
+      // the outermost: its ops are launched when the outermost group ends, behind our events. They cannot be taken
+      // back, and NCCL still holds the communicator then: it is left alone.
       {
         const auto lock = lock_handle();
         handle_->comm = nullptr;
@@ -389,7 +388,7 @@ void Communicator::require_open() const {
 
 void Communicator::check() const {
   if (!failing_.load(std::memory_order_acquire)) return;
-  // What is thrown comes after the fill: whoever is told may use all memory again.
+  // The error is thrown after the fill: a caller that has it may use all memory again.
   std::unique_lock<std::mutex> lock(failure_mutex_);
   published_.wait(lock, [this] { return failed(); });
   switch (failure_kind_) {
@@ -413,7 +412,7 @@ void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
   in_flight_.push_back({ticket.begun, ticket.ended, std::move(outputs)});
 }
 
-// Of the op that is at it, within that time, whatever the driver does.
+// Of the op that runs, within that time, whatever the driver does.
 bool Communicator::fill_outputs(double seconds) {
   std::deque<InFlight> in_flight;
   {
@@ -501,7 +500,7 @@ void Communicator::tick() {
   Result error = Result::kSuccess;
   {
     std::unique_lock<std::mutex> lock(handle_->mutex, std::try_to_lock);
-    if (!lock.owns_lock() || handle_->comm == nullptr) return;  // whoever has it asks NCCL himself
+    if (!lock.owns_lock() || handle_->comm == nullptr) return;  // the thread that holds it asks NCCL itself
     if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
   }
   if (error == Result::kSuccess || error == Result::kInProgress) return;

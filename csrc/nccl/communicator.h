@@ -3,7 +3,7 @@
 // Ops are enqueued and no call waits for data; the first op between two ranks connects them, and every launch goes
 // through a thread of NCCL's, which is waited for. Every op is watched: past its deadline, or when NCCL reports an
 // error, or when a peer is said to be lost, the communicator is aborted, so that streams go on, and it says why from
-// then on. Before that the output of the op that is at it is filled with 0xFF bytes (NaN). Those of ops behind it are
+// then on. Before that the output of the op that runs is filled with 0xFF bytes (NaN). Those of ops behind it are
 // left alone: kernels ahead of them may still read what their memory has held before. Results of these, and of graphs
 // that are replayed after a failure, are undefined; every later call throws.
 #pragma once
@@ -31,7 +31,7 @@ using driver::Event;
 using driver::SharedEvent;
 using driver::Stream;
 
-// An op that was enqueued. `ended` may be waited for from any stream, as often as one likes.
+// An op that was enqueued. `ended` may be waited for from any stream, any number of times.
 struct Ticket {
   const char* op = "";
   uint64_t number = 0;

@@ -63,7 +63,7 @@ class GatherPipeline : public Pipeline {
   GatherPipeline(std::shared_ptr<Communicator> communicator, const ChunkPlan& plan, const std::vector<int64_t>& counts,
                  int64_t row_bytes, const char* own, char* gathered, Stream stream);
 
-  // Whether the own rows come to their place in `gathered` too. Else that is up to the caller.
+  // Whether the own rows are copied to their place in `gathered` too. Otherwise the caller copies them.
   bool brings_own_rows() const { return brings_own_rows_; }
 
  private:
@@ -71,8 +71,8 @@ class GatherPipeline : public Pipeline {
 };
 
 // The terms of the own rows from all ranks. `partial` holds this rank's terms of the rows of all ranks, one rank after
-// the other, or (`without_own`) of all other ranks. The terms of rank r come to row `r * counts[rank]` of `terms`; this
-// rank's own are the caller's to put there.
+// the other, or (`without_own`) of all other ranks. The terms of rank r start at row `r * counts[rank]` of `terms`;
+// this rank's own are the caller's to put there.
 class ScatterPipeline : public Pipeline {
  public:
   ScatterPipeline(std::shared_ptr<Communicator> communicator, std::shared_ptr<const ChunkPlan> plan,

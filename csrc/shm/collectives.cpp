@@ -168,7 +168,7 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
 }
 
 // A chunk's parity picks its half of the workspace. Half k % 2 was last read as chunk k - 2, before its reader
-// signalled k - 1, which this rank has waited for when it comes to fill k.
+// signalled k - 1, and this rank waited for that signal before it fills k.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts,
                     const Signature& called) {
   const auto dtype = static_cast<DType>(called.dtype);

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -15,6 +14,8 @@
 #include <cstring>
 #include <new>
 #include <sstream>
+
+#include "forks.h"
 
 namespace fused_tp::shm {
 namespace {
@@ -60,15 +61,6 @@ int open_pidfd(int pid) {
   (void)pid;
   return -1;
 #endif
-}
-
-// How often this process is a fork of another. A forked child has its parent's groups mapped and may run its exit
-// handlers: it must neither speak for the rank nor call its ops.
-uint32_t count_forks() {
-  static std::atomic<uint32_t> forks{0};
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  (void)registered;
-  return forks.load(std::memory_order_relaxed);
 }
 
 // Spin while an answer within microseconds is likely; then yield, which hands the core to a rank that shares it; then
@@ -445,8 +437,8 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
   } catch (const GroupError&) {
     throw;
   } catch (...) {
-    // A signal handler of this rank has raised. Peers that have seen it in this call may come to its end without more
-    // of it, and would take a second try for their next call.
+    // A signal handler of this rank has raised. Peers that have seen this rank in the call may end the call
+    // without it, and would take a second try of this rank for their next call.
     if (reached(group_->rank(), 0))
       group_->give_up(describe_call(signature, number_) +
                       " was interrupted half-way, when its peers had taken part in it: from there on the ranks would "
@@ -481,7 +473,7 @@ void Call::end() {
   try {
     wait_all(0);
   } catch (...) {
-    abandon();  // not left to the destructor: whoever keeps the exception may keep this call
+    abandon();  // not left to the destructor: a kept exception may keep this call alive
     throw;
   }
   abandon();

@@ -31,7 +31,8 @@ class Call {
   // That rank's workspace of this call; waits until the rank has begun it.
   char* workspace(int rank);
   size_t workspace_bytes(int rank);
-  // Everything this rank wrote before becomes visible to whoever waits for `stage`. Stages start at 1 and only grow.
+  // Everything this rank wrote before becomes visible to a rank that waits for `stage`. Stages start at 1 and only
+  // grow.
   void signal(uint32_t stage);
   // Returns once `rank` has signalled `stage` or a later one. Stage 0: the rank has begun the call.
   void wait(int rank, uint32_t stage);
@@ -74,7 +75,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // The next call of this group. `signature` must agree on all ranks; `bytes` of workspace may differ. With
   // `publish` false peers see the call only at its first signal: one transfer of the slot's line less.
-  // A begin that fails on this rank alone (no memory, interrupted) still counts as the call: its peers are told that
+  // A begin that fails on this rank alone (no memory, interrupted) still counts as the call: its peers see that
   // this rank left it, and the ranks stay in step.
   // With `reuse` it waits for peers that are still in calls which this rank has ended, so that its workspace takes the
   // place of theirs and not the one next to it.

@@ -142,7 +142,7 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
     case DType::kF64:
       return rms_norm_row_f64(row);
     default:
-      return;  // refused before any rank is told
+      return;  // refused before the call begins
   }
 }
 
