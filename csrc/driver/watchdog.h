@@ -1,6 +1,7 @@
-// One thread that looks after everything that waits for peers on a device, and calls back when a deadline has passed.
+// Watches the ops of a stream that wait for peers, and calls back when a deadline has passed.
 //
-// It sleeps while nothing is in flight. It knows nothing of Python: no callback may want the GIL.
+// Each watch has a thread, which sleeps while nothing is in flight. It knows nothing of Python: no callback may want
+// the GIL.
 #pragma once
 
 #include <atomic>
@@ -82,8 +83,5 @@ class Watch {
  private:
   std::shared_ptr<State> state_;
 };
-
-// Ends the watchdog's thread; what is added later is not watched. Runs by itself when the process exits.
-void stop_watchdog();
 
 }  // namespace fused_tp::driver

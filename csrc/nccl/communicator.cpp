@@ -584,11 +584,13 @@ void Communicator::close_all() {
   }
   const auto begun = Clock::now();
   for (const auto& one : all) {
+    const std::shared_ptr<Communicator> living = one.lock();
+    if (!living) continue;
     try {
-      if (const std::shared_ptr<Communicator> living = one.lock())
-        living->close(std::min(living->timeout(), std::max(0.1, kEndSeconds - seconds_since(begun))));
+      living->close(std::min(living->timeout(), std::max(0.1, kEndSeconds - seconds_since(begun))));
     } catch (...) {  // it is being aborted
     }
+    living->watch_->clear();  // the words of graphs are the driver's memory
   }
   std::unique_lock<std::mutex> lock(aborts().mutex);
   aborts().fewer.wait_for(lock, std::chrono::duration<double>(kAbortsAtExitSeconds),
