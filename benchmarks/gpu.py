@@ -56,8 +56,6 @@ def cases(quick: bool) -> list[Case]:
         *matmul.flag_cases(quick),
         *matmul.rank_cases(2, quick),
         *attention.cases(quick),
-        *attention.ring_cases(quick),
-        *attention.rank_cases(quick),
     ]
     small, large = collectives.SMALL, collectives.LARGE
     if quick:

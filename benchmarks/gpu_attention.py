@@ -60,9 +60,6 @@ def cases(quick: bool) -> Iterator[Case]:
             seconds=1.75,
             flops=_flops(max(TOKENS, seq), seq, causal, backward),
         )
-
-
-def ring_cases(quick: bool) -> Iterator[Case]:
     for seq, backward in itertools.product((16384,) if quick else (16384, 32768), (False, True)):
         yield Case(
             f"attention-ring/{_way(backward)}/W=8/S={seq}",
@@ -72,9 +69,6 @@ def ring_cases(quick: bool) -> Iterator[Case]:
             seconds=3.0,
             flops=_flops(seq, seq, True, backward),
         )
-
-
-def rank_cases(quick: bool) -> Iterator[Case]:
     for world_size, seq in itertools.product((2,) if quick else (2, 4), (16384,) if quick else (16384, 32768)):
         yield Case(
             f"attention-ranks/forward/W={world_size}/S={seq}",
@@ -209,9 +203,7 @@ def _whole_by_ours(inputs: Inputs, causal: bool, backward: bool) -> Callable[[],
 
 
 def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Sequence[Tensor]]:
-    calls = [_call(inputs, ranks, rank, True) for rank in range(ranks)]
-    where = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
-    q, k, v, grad = ([x[:, tokens] for tokens in where] for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+    calls, where, (q, k, v, grad) = _sharded(inputs, ranks)
 
     def forward() -> list[tuple[Tensor, Tensor]]:
         return [_steps(call, q[rank], k, v) for rank, call in enumerate(calls)]
@@ -254,6 +246,13 @@ def _joined(like: Tensor, where: Sequence[Tensor], parts: Sequence[Tensor]) -> T
     return result
 
 
+def _sharded(inputs: Inputs, ranks: int) -> tuple[list[RingCall], list[Tensor], list[list[Tensor]]]:
+    """(calls of the ranks, tokens of each, their parts of q, k, v and the gradient)."""
+    calls = [_call(inputs, ranks, rank, True) for rank in range(ranks)]
+    where = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
+    return calls, where, [[x[:, tokens] for tokens in where] for x in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+
+
 def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
@@ -268,9 +267,7 @@ class Ring:
 
         self.inputs = inputs
         self.programs = max(1, context.sms // world_size - RELAYS)
-        self.calls = [_call(inputs, world_size, rank, True) for rank in range(world_size)]
-        self.where = [torch.from_numpy(tokens.indices).to(context.device) for tokens in self.calls[0].plan.queries]
-        self.q, self.k, self.v = ([x[:, tokens] for tokens in self.where] for x in (inputs.q, inputs.k, inputs.v))
+        self.calls, self.where, (self.q, self.k, self.v, _) = _sharded(inputs, world_size)
         self.layouts = [keys_layout(call.plan, call.rank, self.k[call.rank], self.v[call.rank]) for call in self.calls]
         sums = torch.empty(self.q[0].shape[:3], dtype=torch.float32, device=context.device)
         self.ranks = KernelRanks(

@@ -76,31 +76,16 @@ def traffic(op: str, nbytes: int, world_size: int) -> int:
     return world_size * (reads + writes)
 
 
-def exchange_cases(world_size: int, sizes: Sequence[int] = (*SMALL, *LARGE)) -> Iterator[Case]:
+def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[Case]:
     for nbytes, op in itertools.product(sizes, EXCHANGES):
         if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
             continue
         parameters = {"op": op, "nbytes": nbytes, "world_size": world_size}
-        rivals = {COPY: Rival(SPEEDUP, 0.8) if nbytes in LARGE else Rival(SPEEDUP)}
+        rivals = {COPY: Rival(SPEEDUP, 0.8 if nbytes in LARGE else None)}
         seconds = 2.5 if nbytes in LARGE else 1.0
         name = f"exchange/{op}/W={world_size}/{size(nbytes)}"
         moved = traffic(op, nbytes, world_size)
         yield Case(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved)
-
-
-def latency_cases(world_size: int, sizes: Sequence[int] = LATENCY_BYTES) -> Iterator[Case]:
-    for nbytes in sizes:
-        judged = nbytes == 8 * KB and world_size == 2
-        parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
-        rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR) if judged else Rival(MICROSECONDS)}
-        yield Case(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
-
-
-def norm_cases(world_size: int, rows: Sequence[int] = NORM_ROWS) -> Iterator[Case]:
-    for m in rows:
-        parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
-        name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {APART: Rival(TIME_RATIO, NORM_BAR)}
-        yield Case(name, norm_contestants, parameters, rivals, 1.5)
 
 
 def cases(
@@ -109,9 +94,16 @@ def cases(
     rows: Sequence[int] = NORM_ROWS,
     latencies: Sequence[int] = LATENCY_BYTES,
 ) -> Iterator[Case]:
-    yield from latency_cases(world_size, latencies)
+    for nbytes in latencies:
+        judged = nbytes == 8 * KB and world_size == 2
+        parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
+        rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR if judged else None)}
+        yield Case(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
     yield from exchange_cases(world_size, sizes)
-    yield from norm_cases(world_size, rows)
+    for m in rows:
+        parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
+        name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {APART: Rival(TIME_RATIO, NORM_BAR)}
+        yield Case(name, norm_contestants, parameters, rivals, 1.5)
 
 
 def size(nbytes: int) -> str:
@@ -186,10 +178,6 @@ class Ranks(Driven):
         results = self.run_set()
         self.raise_if_failed()
         return results
-
-    def graphs(self, calls: int) -> Callable[[], object]:
-        """Replays a graph of so many calls for each rank, in its stream."""
-        return graphs(self.streams, self.one, calls)
 
     def raise_if_failed(self) -> None:
         self.context.synchronize()
@@ -290,7 +278,7 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
     ranks = Ranks(context, world_size, exchange.call)
 
     def ours() -> Contestant:
-        replay = ranks.graphs(LATENCY_CALLS)
+        replay = graphs(ranks.streams, ranks.one, LATENCY_CALLS)
 
         def check() -> None:
             for out in exchange.outs[0]:
@@ -435,7 +423,9 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
     return {
         OURS: lambda: Contestant(calls(lambda rank: ranks.one(rank, 0)), check, **how),
         ADD: lambda: Contestant(calls(lambda rank: torch.add(inputs[rank], 1.0, out=outs[rank])), **how),
-        IN_GRAPH: lambda: Contestant(ranks.graphs(CALLS), None, f"{CALLS} calls in the graph of each rank", **how),
+        IN_GRAPH: lambda: Contestant(
+            graphs(ranks.streams, ranks.one, CALLS), None, f"{CALLS} calls in the graph of each rank", **how
+        ),
     }
 
 

@@ -108,7 +108,7 @@ def matmul_alone(
     if config is None:
         launch = launch_for(dtype, m, n, 1, arch=arch_of(context.device), sms=sms)
     else:
-        launch = Launch(config.programs_per_sm * sms, config.pointers, tma_config=config.tma)
+        launch = Launch(config.pointers.programs_per_sm * sms, config.pointers, tma_config=config.tma)
 
     def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
         run(matmul_launch(x, [(w, out, None)], x, Shards(m, m, x.shape[1]), workspace, launch, False))
@@ -313,8 +313,8 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
 def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int) -> Makers:
     fused = Fused(context, Problem(op, dtype, m, n, k, 1 + peers), context.sms)
     if peers:
-        for memory in fused.ranks.memories:
-            set_flags(memory.workspace)
+        for workspace in fused.ranks.workspaces:
+            set_flags(workspace)
         context.synchronize()
     streams = context.streams(1)
     out = fused.empty(m, n)
@@ -325,8 +325,7 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
     def check() -> None:
         results = run_set(0)
         if peers:  # its peers' terms are not there; those cases are checked with ranks
-            context.synchronize()
-            fused.ranks.memories[0].assert_in_time()
+            fused.ranks.assert_in_time()
         else:
             fused.check(results)
 

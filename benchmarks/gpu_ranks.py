@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +15,9 @@ from .local_ranks import LocalRank, run_local
 ALWAYS = 1 << 62
 
 
-@dataclass
-class RankMemory:
-    """The workspace of one rank, and what keeps its peers' memory alive."""
-
-    workspace: Any
-    handle: Any
-
-    def assert_in_time(self) -> None:
-        """Raises AssertionError where a wait of this rank has expired."""
-        expired = self.workspace.expired()
-        assert expired is None, str(expired)
-
-
 def prepare(
     rank: LocalRank, nbytes: int, rehearse: Callable[[Any], object], *, timeout_seconds: float = 20.0, kind: Any = None
-) -> RankMemory:
+) -> Any:
     """A workspace of `nbytes` on every rank, with everything loaded and allocated that `rehearse(workspace)` needs.
 
     Loading a kernel and taking memory from the device may wait for kernels that run, and these wait for launches that
@@ -52,7 +38,7 @@ def prepare(
             torch.cuda.synchronize(rank.device)  # it goes by a stream of its own
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
-    return RankMemory(kind(buffer, handle, timeout_seconds=timeout_seconds), handle)
+    return kind(buffer, handle, timeout_seconds=timeout_seconds)
 
 
 class Driven:
@@ -85,9 +71,9 @@ class KernelRanks(Driven):
         results: Callable[[int], object],
         kind: Any = None,
     ) -> None:
-        super().__init__(context, world_size, lambda rank, number: call(rank, number, self.memories[rank].workspace))
+        super().__init__(context, world_size, lambda rank, number: call(rank, number, self.workspaces[rank]))
 
-        def make(rank: LocalRank) -> RankMemory:
+        def make(rank: LocalRank) -> Any:
             def rehearse(workspace: Any) -> None:
                 for _ in range(2):
                     call(rank.rank, 0, workspace)
@@ -95,14 +81,15 @@ class KernelRanks(Driven):
             return prepare(rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, kind=kind)
 
         context.synchronize()
-        self.memories = run_local(world_size, make, device=context.device, timeout=300)
+        self.workspaces = run_local(world_size, make, device=context.device, timeout=300)
         each(self.streams, results)
 
     def assert_in_time(self) -> None:
         """Raises AssertionError where a wait has expired, once all has ended."""
         self.context.synchronize()
-        for memory in self.memories:
-            memory.assert_in_time()
+        for workspace in self.workspaces:
+            expired = workspace.expired()
+            assert expired is None, str(expired)
 
 
 def set_flags(workspace: Any) -> None:

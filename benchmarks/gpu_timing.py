@@ -62,24 +62,52 @@ class GpuContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stopwatch = Stopwatch(self, ())
+        self._timed: Sequence[torch.cuda.Stream] = ()
+        self._hold = 1e-3  # seconds that the gate stays closed
 
     def exchange(self, mine: Any) -> list[Any]:
         return [mine]
 
     def start(self, case: Case) -> None:
-        self._stopwatch = Stopwatch(self, self.streams(case.parameters.get("world_size", 1)))
+        self._timed = self.streams(case.parameters.get("world_size", 1))
+        self._hold = 1e-3
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
-        measure = host_seconds if contestant.on_host else self._stopwatch.seconds
+        measure = host_seconds if contestant.on_host else self._gpu_seconds
         estimate = min(measure(contestant.run, 1) for _ in range(3))
         calls = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
         measure(contestant.run, calls)
         return estimate, calls
 
     def seconds(self, contestant: Contestant, calls: int) -> float:
-        measure = host_seconds if contestant.on_host else self._stopwatch.seconds
+        measure = host_seconds if contestant.on_host else self._gpu_seconds
         return measure(contestant.run, calls) / contestant.repeats
+
+    def _gpu_seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of one of `calls` calls of run(), which queues its work on the streams of the case."""
+        for _ in range(MAX_TRIES):
+            seconds, host_seconds, in_time = self._measure(run, calls)
+            self._hold = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
+            if in_time:
+                return seconds / calls
+        raise RuntimeError(f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times over.")
+
+    def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
+        """Seconds on the GPU, seconds of the host, and whether the gate stayed closed until all was queued."""
+        opened = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._streams[0]):
+            torch.cuda._sleep(int(self._hold * 2e9))  # cycles; no clock is above 2 GHz by much
+            opened.record()
+        for stream in self._timed:
+            stream.wait_event(opened)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        ends = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in self._timed]
+        in_time = not opened.query()
+        host_seconds = time.perf_counter() - begun
+        torch.cuda.synchronize()
+        return max(opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
 
     @cached_property
     def properties(self) -> Any:
@@ -108,52 +136,14 @@ class GpuContext:
             raise ValueError(f"world_size is {world_size}; there are streams for 1 to {MOST_RANKS} ranks.")
         return self._streams[1 : 1 + world_size]
 
-    @property
-    def gate(self) -> torch.cuda.Stream:
-        return self._streams[0]
-
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
+        """The gate's, which holds the others back, and the ranks'."""
         # Nobody else's: of torch's pool one of them would be another's after 32 more, and would wait behind it.
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MOST_RANKS)
         return streams
-
-
-class Stopwatch:
-    """Times of calls that run on several streams."""
-
-    def __init__(self, context: GpuContext, streams: Sequence[torch.cuda.Stream]) -> None:
-        self._gate = context.gate
-        self._streams = streams
-        self._hold = 1e-3
-
-    def seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds of one of `calls` calls of run(), which queues its work on the streams."""
-        for _ in range(MAX_TRIES):
-            seconds, host_seconds, in_time = self._measure(run, calls)
-            self._hold = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
-            if in_time:
-                return seconds / calls
-        raise RuntimeError(f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times over.")
-
-    def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
-        """Seconds on the GPU, seconds of the host, and whether the gate stayed closed until all was queued."""
-        opened = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._gate):
-            torch.cuda._sleep(int(self._hold * 2e9))  # cycles; no clock is above 2 GHz by much
-            opened.record()
-        for stream in self._streams:
-            stream.wait_event(opened)
-        begun = time.perf_counter()
-        for _ in range(calls):
-            run()
-        ends = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in self._streams]
-        in_time = not opened.query()
-        host_seconds = time.perf_counter() - begun
-        torch.cuda.synchronize()
-        return max(opened.elapsed_time(end) for end in ends) / 1e3, host_seconds, in_time
 
 
 def host_seconds(run: Callable[[], object], calls: int) -> float:

@@ -136,12 +136,6 @@ class LocalRank(KernelMemory):
 
         Raises:
             RankMismatchError: the ranks ask for different sizes.
-
-        Example:
-            mine, memory = rank.allocate(4096)
-            mine.fill_(memory.rank)
-            memory.barrier()
-            theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (1024,), torch.float32)
         """
         own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffers = self.exchange(own, "allocate")
@@ -227,9 +221,6 @@ def run_local(
     Raises:
         CollectiveTimeoutError: some ranks have not finished in time; names them. Their threads may still run.
         Exception: what the first rank that failed has raised; its cause shows the traceback of every rank that failed.
-
-    Example:
-        run_local(3, lambda rank: rank.exchange(rank.rank))  # [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     group = LocalGroup(world_size, device)
     results: dict[int, T] = {}

@@ -6,6 +6,7 @@ its own watchdog with a traceback; should that fail too, the parent ends it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import mmap
@@ -16,11 +17,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +49,7 @@ class RankFailure(RuntimeError):
     """A rank raised, died or took too long; the others were ended with it."""
 
 
-class SpinBarrier:
+class SpinBarrier(contextlib.AbstractContextManager["SpinBarrier"]):
     """Ranks of one host meet in a file that all map, and leave within a microsecond; gloo's barrier takes a hundred.
     One thread of each rank may use it.
 
@@ -91,10 +90,7 @@ class SpinBarrier:
                 late = [rank for rank, count in enumerate(self._slots) if count < self._arrivals]
                 raise TimeoutError(f"Ranks {late} did not reach the barrier within {self._timeout_seconds} s.")
 
-    def __enter__(self) -> SpinBarrier:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         del self._slots  # the array keeps the map open
         self._map.close()
 
@@ -138,7 +134,7 @@ class RankContext:
         return (time.perf_counter() - start) / calls
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """`world_size` ranks with a gloo group as their world; a context manager.
 
     Example:
@@ -218,14 +214,11 @@ class Ranks:
                 process.join()
         self._folder.cleanup()
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Variables that are set within the context and as before after it."""
     before = {name: os.environ.get(name) for name in values}

@@ -7,8 +7,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
-from .case import OURS, Case, Contestant, Context, Maker, Unavailable
+from .case import OURS, Case, Contestant, Context, Unavailable
+
+T = TypeVar("T")
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 101
 
@@ -65,12 +68,11 @@ def check_case(context: Context, case: Case) -> tuple[dict[str, Contestant], dic
     contestants: dict[str, Contestant] = {}
     skipped: dict[str, str] = {}
     for name, make in case.make(context, **case.parameters).items():
-        made: list[Contestant] = []
-        reason = _reason(context, name, partial(_make, make, made))
-        if reason:
+        made, reason = _attempt(context, name, make)
+        if made is None:
             skipped[name] = reason
         else:
-            contestants[name] = made[0]
+            contestants[name] = made
     return contestants, skipped | _check(context, case, contestants)
 
 
@@ -95,28 +97,25 @@ def take_turns(
     return seconds
 
 
-def _make(make: Maker, made: list[Contestant]) -> None:
-    made.append(make())
-
-
 def _check(context: Context, case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
     """Takes out those whose answers are wrong, and says why."""
     wrong = {}
     for name, contestant in list(contestants.items()):
         if contestant.check is not None:
-            reason = _reason(context, name, contestant.check, f"{case.name}: {name} computes something else: ")
+            _, reason = _attempt(context, name, contestant.check, f"{case.name}: {name} computes something else: ")
             if reason:
                 wrong[name] = reason
                 del contestants[name]
     return wrong
 
 
-def _reason(context: Context, name: str, step: Callable[[], object], wrong: str = "") -> str:
-    """Why `step` fails, on any rank: all ranks go on together or none, as one alone would wait for its peers."""
-    reason = ""
+def _attempt(context: Context, name: str, step: Callable[[], T], wrong: str = "") -> tuple[T | None, str]:
+    """(what `step` gives, ""), or (None, why it fails) where it does on any rank: all ranks go on together or none, as
+    one alone would wait for its peers."""
+    result, reason = None, ""
     raised: Exception | None = None
     try:
-        step()
+        result = step()
         context.synchronize()
     except (Unavailable, ImportError) as error:
         reason = f"is left out: {error}"
@@ -131,4 +130,4 @@ def _reason(context: Context, name: str, step: Callable[[], object], wrong: str 
         raise raised or AssertionError(reasons[0])
     if raised is not None:
         traceback.print_exception(raised)
-    return reasons[0] if reasons else ""
+    return (None, reasons[0]) if reasons else (result, "")

@@ -26,10 +26,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def kernels_of(capability: int) -> int:
-    """The architecture whose configs a GPU takes: 80, 90 or 100; 0 before sm_80.
-
-    Example: `kernels_of(89)` is 80.
-    """
+    """The architecture whose configs a GPU takes: 80, 90 or 100; 0 before sm_80."""
     major = capability // 10
     # sm_120 has neither wgmma nor tcgen05: mma.sync and asynchronous copies, as sm_80.
     return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)

@@ -2,8 +2,8 @@
 
     python -m tests.compile.resources --out benchmarks/results
 
-writes kernel_resources.md (Triton) and cuda_resources.md (csrc/cuda, which needs nvcc), and the same as JSON lines
-(.jsonl). It compiles, it does not run: times are measured by `benchmarks.gpu`.
+writes kernel_resources.md (Triton) and cuda_resources.md (csrc/cuda, which needs nvcc). It compiles, it does not run:
+times are measured by `benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,37 +34,71 @@ from tests.native_build import cache, native_build
 from .variants import ARCHS, Variant, all_variants
 
 # What multiplies matrices on each architecture, in PTX.
-MATRIX_INSTRUCTIONS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-SHARED_KIB = {80: 163, 90: 227, 100: 227}
+MATRIX_INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one variant needs; registers are per thread, bytes of shared memory per program, stack bytes per thread."""
+    """What one kernel needs; registers are per thread, bytes of shared memory per program, spilled ones per thread."""
 
-    kernel: str
+    kernel: str  # or, of csrc/cuda, the source
     name: str
-    arch: int
+    arch: str  # as sm_90
     registers: int
     shared_bytes: int
-    stack_bytes: int  # where spilled registers go
-    tensor_memory_columns: int
-    warps: int  # those of warp specialization included
-    instruction: str  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
-    needs_matrix_instruction: bool
+    spilled_bytes: int
+    warps: int = 0  # 0: a launch decides
+    tensor_memory_columns: int = 0
+    instruction: str = ""  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
+    needs_matrix_instruction: bool = False
 
     @property
     def complaint(self) -> str:
         """What is wrong with it, or ""."""
-        wrong = []
-        if self.stack_bytes:
-            wrong.append(f"spills {self.stack_bytes} bytes a thread")
-        if self.needs_matrix_instruction and not self.instruction.startswith(MATRIX_INSTRUCTIONS[self.arch]):
-            wrong.append(f"multiplies by {self.instruction or 'fma'}, not by {MATRIX_INSTRUCTIONS[self.arch]}")
-        limit = SHARED_KIB[self.arch] * 1024
-        if self.shared_bytes > limit:
+        wrong, matrix = [], MATRIX_INSTRUCTIONS.get(self.arch, "")
+        if self.spilled_bytes:
+            wrong.append(f"spills {self.spilled_bytes} bytes a thread")
+        if self.needs_matrix_instruction and not self.instruction.startswith(matrix):
+            wrong.append(f"multiplies by {self.instruction or 'fma'}, not by {matrix}")
+        if self.shared_bytes > (limit := SHARED_KIB.get(self.arch.rstrip("a"), 99) * 1024):
             wrong.append(f"needs {self.shared_bytes} bytes of shared memory, of which there are {limit}")
-        return f"{self.kernel} {self.name} on sm_{self.arch} " + " and ".join(wrong) if wrong else ""
+        return f"{self.kernel} {self.name} on {self.arch} " + " and ".join(wrong) if wrong else ""
+
+
+COLUMNS: dict[str, Callable[[Resources], object]] = {
+    "registers": lambda one: one.registers,
+    "warps": lambda one: one.warps,
+    "shared memory, KiB": lambda one: one.shared_bytes and f"{one.shared_bytes / 1024:.1f}",
+    "tensor memory, columns": lambda one: one.tensor_memory_columns,
+    "spills, bytes": lambda one: one.spilled_bytes,
+    # Shapes and types; ".sync.aligned" and the like are the same for all.
+    "multiplies by": lambda one: re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction),
+}
+
+
+def table(title: str, compiler: str, found: Sequence[Resources]) -> str:
+    """Markdown, a section for each kernel and architecture; columns that are empty for all are left out."""
+    lines = [
+        f"# What {title} need of a GPU",
+        "",
+        f"Compiled, not run, by {compiler} on {datetime.datetime.now(datetime.timezone.utc).date()}: "
+        "`python -m tests.compile.resources`.",
+        "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
+        f"{sum(bool(one.spilled_bytes) for one in found)} of {len(found)} spill.",
+    ]
+    columns = {name: of for name, of in COLUMNS.items() if any(of(one) for one in found)}
+    for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
+        lines += ["", f"## {kernel}, {arch}", "", _row(("variant", *columns)), "|---" + "|--:" * len(columns) + "|"]
+        lines += [_row((f"`{one.name}`", *(of(one) for of in columns.values()))) for one in group]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
 
 
 def compiled(variant: Variant) -> Any:
@@ -121,26 +155,24 @@ def _digest(variant: Variant) -> str:
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     settings.pop("TRITON_CACHE_DIR", None)
     source, _, options = _source(variant)
-    whole = (triton.__version__, source.hash(), variant.kernel, variant.name, variant.arch)
-    more = (options.hash(), variant.matrix_instruction, sorted(settings.items()))
-    return hashlib.sha256(repr((whole, more)).encode()).hexdigest()
+    what = variant.kernel, variant.name, variant.arch, variant.matrix_instruction, sorted(Resources.__annotations__)
+    whole = triton.__version__, source.hash(), options.hash(), what, sorted(settings.items())
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 def _measured(variant: Variant) -> Resources:
     kernel = compiled(variant)
-    registers, stack = _registers_and_stack(kernel.asm["cubin"])
-    found = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", kernel.asm["ptx"])
+    instruction = re.search(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", kernel.asm["ptx"])
     return Resources(
         variant.kernel,
         variant.name,
-        variant.arch,
-        registers,
-        kernel.metadata.shared,
-        stack,
-        getattr(kernel.metadata, "tmem_size", None) or 0,
-        kernel.metadata.num_warps,
-        found.group(0) if found else "",
-        variant.matrix_instruction,
+        f"sm_{variant.arch}",
+        shared_bytes=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", None) or 0,
+        instruction=instruction.group(0) if instruction else "",
+        needs_matrix_instruction=variant.matrix_instruction,
+        **_registers_and_spills(kernel.asm["cubin"]),
     )
 
 
@@ -172,20 +204,18 @@ def measure_or_say(variant: Variant) -> Resources | str:
         return f"{error}: {str(error.__cause__)[:500]}"
 
 
-def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+def _registers_and_spills(cubin: bytes) -> dict[str, int]:
     import triton
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(cubin)
-        tool = triton.knobs.nvidia.cuobjdump.path
-        command = [tool, "--dump-resource-usage", str(file)]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing about registers: {usage[:200]}")
-    registers, stack, local = (int(number) for number in found.groups())
-    return registers, stack + local
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "spilled_bytes": stack + local}
 
 
 @contextlib.contextmanager
@@ -201,58 +231,7 @@ def _silence() -> Iterator[None]:
             os.close(stderr)
 
 
-def table(found: Sequence[Resources]) -> str:
-    """Markdown, a section for each kernel and architecture."""
-    import triton
-
-    lines = [
-        "# What the Triton kernels need of a GPU",
-        "",
-        f"Compiled, not run, by Triton {triton.__version__} on {_today()}: `python -m tests.compile.resources`.",
-        "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
-        "Layouts as BLAS names them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX).",
-        "`fma`: CUDA cores, which is what full fp32 precision takes.",
-    ]
-    header = ("variant", "registers", "warps", "shared memory, KiB", "tensor memory, columns", "spills, bytes")
-    for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
-        lines += ["", f"## {kernel}, sm_{arch}", "", _row((*header, "multiplies by")), "|---" + "|--:" * 5 + "|---|"]
-        for one in group:
-            # Shapes and types; ".sync.aligned" and the like are the same for all.
-            by = re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction) or "fma"
-            cells = (one.name, one.registers, one.warps, f"{one.shared_bytes / 1024:.1f}", one.tensor_memory_columns)
-            lines.append(_row((*cells, one.stack_bytes, f"`{by}`")))
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _today() -> datetime.date:
-    return datetime.datetime.now(datetime.timezone.utc).date()
-
-
 # -- csrc/cuda ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CudaResources:
-    """What ptxas says about one function for one architecture. Registers are per thread, shared memory per block."""
-
-    source: str
-    kernel: str
-    arch: str  # as sm_90a
-    registers: int
-    shared_bytes: int
-    stack_bytes: int
-    spill_bytes: int  # stores and loads
-
-    @property
-    def complaint(self) -> str:
-        """Empty where everything is in registers."""
-        if not self.stack_bytes and not self.spill_bytes:
-            return ""
-        return f"{self.kernel} for {self.arch}: {self.stack_bytes} bytes of stack, {self.spill_bytes} bytes spilled"
 
 
 @dataclass(frozen=True)
@@ -261,7 +240,7 @@ class CudaMeasured:
 
     toolkit: str
     library: Path
-    resources: list[CudaResources]
+    resources: list[Resources]
     warnings: list[str]
 
 
@@ -282,10 +261,11 @@ def measure_cuda(library: Path) -> CudaMeasured:
     return CudaMeasured(build.version, library, resources, warnings)
 
 
-def parse(source: str, log: str) -> list[CudaResources]:
-    """What `ptxas -v` said: each function's architecture, frame, and registers, in lines of their own."""
+def parse(source: str, log: str) -> list[Resources]:
+    """What `ptxas -v` said: each function's architecture, frame, and registers, in lines of their own. A stack frame
+    counts as spilled."""
     found = []
-    arch, name, stack, spill = "", "", 0, 0
+    arch, name, spilled = "", "", 0
     if shutil.which("c++filt"):
         log = subprocess.run(["c++filt"], input=log, capture_output=True, text=True, check=True).stdout
     for line in log.splitlines():
@@ -294,11 +274,11 @@ def parse(source: str, log: str) -> list[CudaResources]:
         elif properties := re.search(r"Function properties for '?([^']+)", line):
             name = short(properties[1])
         elif frame := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            stack, spill = int(frame[1]), int(frame[2]) + int(frame[3])
+            spilled = max(int(frame[1]), int(frame[2]) + int(frame[3]))
         elif used := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
-            found.append(CudaResources(source, name, arch, int(used[1]), int(shared[1]) if shared else 0, stack, spill))
-    return found
+            found.append(Resources(source, name, arch, int(used[1]), int(shared[1]) if shared else 0, spilled))
+    return sorted(found, key=lambda one: (len(one.arch), one.arch, one.name))
 
 
 def short(name: str) -> str:
@@ -312,32 +292,10 @@ def short(name: str) -> str:
     return name
 
 
-def cuda_table(measured: CudaMeasured) -> str:
-    """Markdown: a section for each source, a row for each kernel."""
-    archs = sorted({one.arch for one in measured.resources}, key=lambda arch: int(re.sub(r"\D", "", arch)))
-    spilled = sum(bool(one.complaint) for one in measured.resources)
-    lines = [
-        "# What the device kernels of csrc/cuda need of a GPU",
-        "",
-        f"Compiled, not run, by nvcc {measured.toolkit} on {_today()}: `python -m tests.compile.resources`.",
-        "Registers are per thread (of 255), shared memory per block, in bytes. "
-        + (f"{spilled} of {len(measured.resources)} spill." if spilled else "Nothing spills, no kernel has a stack."),
-    ]
-    by_source = sorted(measured.resources, key=lambda one: (one.source, one.kernel))
-    for source, group in itertools.groupby(by_source, key=lambda one: one.source):
-        header = [f"registers, {arch}" for arch in archs] + ["shared memory"] + ["spills, bytes"] * bool(spilled)
-        lines += ["", f"## {source}.cu", "", _row(("kernel", *header)), "|---" + "|--:" * len(header) + "|"]
-        for kernel, of_kernel in itertools.groupby(group, key=lambda one: one.kernel):
-            found = {one.arch: one for one in of_kernel}
-            cells: list[object] = [f"`{kernel}`", *(found[arch].registers if arch in found else "" for arch in archs)]
-            cells.append(max(one.shared_bytes for one in found.values()))
-            cells += [max(one.spill_bytes for one in found.values())] * bool(spilled)
-            lines.append(_row(cells))
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exits with 1 where something spills, does not compile or is not as it should be, and says what."""
+    import triton
+
     parser = argparse.ArgumentParser(prog="python -m tests.compile.resources", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     parser.add_argument("--keep", nargs="+", type=int, metavar="ARCH", help="only compile for these, for the tests")
@@ -345,30 +303,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep:
         measure_all(tuple(options.keep))
         return 0
-    out = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        results = measure_all(ARCHS)
-        complaints = [one if isinstance(one, str) else one.complaint for one in results]
-        found = [one for one in results if isinstance(one, Resources)]
-        _write(out / "kernel_resources.md", table(found), found)
-        try:
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = measure_all(ARCHS)
+    found = [one for one in results if isinstance(one, Resources)]
+    text = table("the Triton kernels", f"Triton {triton.__version__}", found)
+    (options.out / "kernel_resources.md").write_text(text)
+    complaints = [one if isinstance(one, str) else one.complaint for one in results]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             measured = measure_cuda(Path(folder, "_cuda.so"))
-        except native_build().NotBuiltError as error:
-            complaints.append(str(error))
-        else:
-            complaints += [*measured.warnings, *(one.complaint for one in measured.resources)]
-            _write(out / "cuda_resources.md", cuda_table(measured), measured.resources)
+    except native_build().NotBuiltError as error:
+        complaints.append(str(error))
+    else:
+        complaints += [*measured.warnings, *(one.complaint for one in measured.resources)]
+        text = table("the device kernels of csrc/cuda", f"nvcc {measured.toolkit}", measured.resources)
+        (options.out / "cuda_resources.md").write_text(text)
     complaints = [complaint for complaint in complaints if complaint]
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
-    print(f"{len(found)} of {len(results)} variants compiled, {len(complaints)} complaints; {out}")
+    print(*complaints, sep="\n", file=sys.stderr)
+    print(f"{len(found)} of {len(results)} variants compiled, {len(complaints)} complaints; {options.out}")
     return int(any(complaints))
-
-
-def _write(path: Path, text: str, found: Sequence[Resources] | Sequence[CudaResources]) -> None:
-    path.write_text(text)
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
 
 
 if __name__ == "__main__":

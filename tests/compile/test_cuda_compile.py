@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.compile.resources import CudaMeasured, CudaResources, cuda_table, measure_cuda, parse, short
+from tests.compile.resources import CudaMeasured, Resources, measure_cuda, parse, short, table
 from tests.native_build import native_build
 
 pytestmark = pytest.mark.full
@@ -34,12 +33,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> CudaMeasured:
 
 def test_every_source_compiles_for_every_architecture(measured: CudaMeasured) -> None:
     known = {f"sm_{arch.name}" for arch in native.CudaBuild().archs}
-    by_arch = {arch: {one.kernel for one in measured.resources if one.arch == arch} for arch in known}
+    by_arch = {arch: {one.name for one in measured.resources if one.arch == arch} for arch in known}
     assert {one.arch for one in measured.resources} == known
     if int(measured.toolkit.split(".")[0]) >= 13:
         assert known == {"sm_80", "sm_90a", "sm_100a"}
     every = set().union(*by_arch.values())
-    sources = {one.source for one in measured.resources}
+    sources = {one.kernel for one in measured.resources}
     launching = {path.stem for path in native.CSRC.glob("cuda/*.cu") if "<<<" in path.read_text()}
     assert launching <= sources
     for arch, kernels in by_arch.items():
@@ -95,11 +94,12 @@ ptxas info    : Used 255 registers, used 1 barriers
 
 def test_what_ptxas_says_is_read() -> None:
     clean, spilling = parse("sum", LOG)
-    assert clean == CudaResources("sum", "kernel", "sm_80", 10, 4096, 0, 0) and not clean.complaint
-    assert spilling == CudaResources("sum", "kernel", "sm_90a", 255, 0, 64, 196)
-    assert spilling.complaint == "kernel for sm_90a: 64 bytes of stack, 196 bytes spilled"
-    written = cuda_table(CudaMeasured("13.0.88", Path("_cuda.so"), [clean, spilling], []))
-    assert "| `kernel` | 10 | 255 | 4096 | 196 |" in written and "1 of 2 spill" in written
+    assert clean == Resources("sum", "kernel", "sm_80", 10, 4096, 0) and not clean.complaint
+    assert spilling == Resources("sum", "kernel", "sm_90a", 255, 0, 196)
+    assert spilling.complaint == "sum kernel on sm_90a spills 196 bytes a thread"
+    written = table("kernels", "nvcc 13.0.88", [clean, spilling])
+    assert "| `kernel` | 10 | 4.0 | 0 |" in written and "| `kernel` | 255 | 0 | 196 |" in written
+    assert "1 of 2 spill" in written
 
 
 def test_names_are_short() -> None:

@@ -93,7 +93,7 @@ def test_what_came_out_is_kept_until_something_changes(tmp_path: Path, monkeypat
 
     def measured(variant: Variant) -> Resources:
         made.append(variant)
-        return Resources(variant.kernel, variant.name, variant.arch, 32, 0, 0, 0, 4, "", False)
+        return Resources(variant.kernel, variant.name, f"sm_{variant.arch}", 32, 0, 0)
 
     monkeypatch.setattr(resources, "_measured", measured)
     monkeypatch.setattr(resources, "kept", lambda: tmp_path)

@@ -105,7 +105,9 @@ def _launches(arch: int) -> Iterator[tuple[str, Launch, bool]]:
     """(kind, launch, whether its architecture loads best this way) of what is shipped, by pointers and by TMA."""
     for kind in KINDS:
         for config in fused_configs(arch, kind):
-            launch = Launch(config.programs_per_sm, config.pointers, kind if kind in ("tf32", "ieee") else "ieee")
+            launch = Launch(
+                config.pointers.programs_per_sm, config.pointers, kind if kind in ("tf32", "ieee") else "ieee"
+            )
             yield kind, launch, config.tma is None
             if config.tma is not None:
                 yield kind, replace(launch, tma_config=config.tma), True

@@ -230,6 +230,17 @@ def in_graph(group: Any, schedule: Any, device: torch.device, raise_failure: Cal
             check(work, seed)
 
 
+def graph_case(group: Any, prepare: Callable[..., Any], kind: str, libraries: Any) -> str:
+    """'' or why not; `prepare(group, kind, libraries)`: (schedule, device, what raises its failures), or why not."""
+    made = prepare(group, kind, libraries)
+    if isinstance(made, str):
+        return made
+    schedule, device, raise_failure = made
+    in_graph(group, schedule, device, raise_failure)
+    dist.barrier(group)
+    return ""
+
+
 def public_ops(group: Any, kind: str, schedule: str, dtype_name: str) -> str:
     """'' or why not; forward and all gradients of the public ops on one schedule."""
     from tests.distributed import test_tp_ops as ops

@@ -23,7 +23,7 @@ from fused_tp.transport.store import agree
 from fused_tp.transport.symm_mem import group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import test_copy_engine_schedule as checks
-from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, in_graph, unwrapped
+from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, graph_case, unwrapped
 from tests.native_build import use_driver
 from tests.workers import fresh_ranks
 
@@ -49,14 +49,21 @@ def schedule_on(group: Any, device: torch.device) -> CopyEngineSchedule | str:
     return schedule
 
 
-def with_schedule(group: Any, kind: str, library: str | None, case: str, args: tuple[Any, ...]) -> Any:
-    """What a case of the tests over doubles returns; or why these ranks cannot run it."""
+def prepare(group: Any, kind: str, library: str | None) -> Any:
+    """(schedule, device, what raises its failures), or why not."""
     device = device_of(dist.get_rank(group), kind)
     if library is not None:
         use_driver(library)
     schedule = schedule_on(group, device)
-    if isinstance(schedule, str):
-        return schedule
+    return schedule if isinstance(schedule, str) else (schedule, device, schedule.engine.raise_failure)
+
+
+def with_schedule(group: Any, kind: str, library: str | None, case: str, args: tuple[Any, ...]) -> Any:
+    """What a case of the tests over doubles returns; or why these ranks cannot run it."""
+    prepared = prepare(group, kind, library)
+    if isinstance(prepared, str):
+        return prepared
+    schedule, device, _ = prepared
 
     def proxy(schedule: CopyEngineSchedule) -> OnDevice:
         return OnDevice(schedule, device, schedule.engine.raise_failure)
@@ -68,19 +75,6 @@ def with_schedule(group: Any, kind: str, library: str | None, case: str, args: t
 
     with mock.patch.object(checks, "schedule_of", schedule_of):
         return getattr(checks, case)(proxy(schedule), *args)
-
-
-def graph_case(group: Any, kind: str, library: str | None) -> str:
-    """'' or why not."""
-    device = device_of(dist.get_rank(group), kind)
-    if library is not None:
-        use_driver(library)
-    schedule = schedule_on(group, device)
-    if isinstance(schedule, str):
-        return schedule
-    in_graph(group, schedule, device, schedule.engine.raise_failure)
-    dist.barrier(group)
-    return ""
 
 
 def on_gpus(world_size: int, case: str, *args: Any, expect_deaths: bool = False) -> list[Any]:
@@ -100,7 +94,7 @@ def test_many_calls_at_a_random_pace(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_graphs_and_calls_between_replays(world_size: int) -> None:
-    unwrapped(fresh_ranks(world_size, graph_case, "cuda", None, timeout=300, env=environment(world_size)))
+    unwrapped(fresh_ranks(world_size, graph_case, prepare, "cuda", None, timeout=300, env=environment(world_size)))
 
 
 def test_a_rank_that_is_late_ends_the_call_on_all() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.gpu_ranks import RankMemory, normal, prepare, set_flags
+from benchmarks.gpu_ranks import normal, prepare, set_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
@@ -174,7 +174,7 @@ def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtyp
     return Call(attend, check, keys.nbytes(rank.world_size))
 
 
-def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> RankMemory:
+def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> Any:
     def rehearse(workspace: Any) -> None:
         if rank.device.type == "cuda":
             torch.cuda._sleep(1)  # a kernel too, and loaded when first launched
@@ -211,13 +211,13 @@ def in_a_row(
     """Calls of these shapes, with ranks that are late at random; a repeated call must give the same bits."""
     draw = random.Random(rank.rank)
     calls = [make_call(rank, op, shape, dtype, seed) for seed, shape in enumerate(shapes)] * repeats
-    memory = prepared(rank, op, calls)
+    workspace = prepared(rank, op, calls)
     results = []
     for call in calls:
         if rank.rank in late and draw.random() < 0.6:
             torch.cuda._sleep(int(draw.random() * 2 * MILLISECOND))
-        results.append(call.launch(memory.workspace))
-    check_calls(rank, op, calls, results, memory.workspace)
+        results.append(call.launch(workspace))
+    check_calls(rank, op, calls, results, workspace)
     for number, tensors in enumerate(results):
         for first, other in zip(results[number % len(shapes)], tensors, strict=True):
             assert torch.equal(first, other), "the same call gave other bits"
@@ -248,8 +248,7 @@ def test_calls_in_a_row(op: str, case: str) -> None:
 
 def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     good, bad = (make_call(rank, op, (300, 520, 200), torch.bfloat16, seed) for seed in (1, 2))
-    memory = prepared(rank, op, [good, bad], timeout_seconds=0.5)
-    workspace = memory.workspace
+    workspace = prepared(rank, op, [good, bad], timeout_seconds=0.5)
     results = good.launch(workspace)
     rank.barrier()
     good.check(results, "the call before")
@@ -285,8 +284,7 @@ def captured(rank: LocalRank, op: str) -> None:
     """A graph of one call, replayed between calls outside of it; its inputs change under it."""
     shape = (300, 520, 200)
     calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's have one mask
-    memory = prepared(rank, op, calls[:2])
-    workspace = memory.workspace
+    workspace = prepared(rank, op, calls[:2])
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     with rank.in_turn(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -326,7 +324,7 @@ def test_every_config_and_layout(kind: str) -> None:
     shards = GatherWorkspace(*rank.allocate(16 << 20), timeout_seconds=20)
     for config in fused_configs(arch_of(rank.device), kind):
         precision = kind if dtype == torch.float32 else "ieee"
-        launch = Launch(config.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
+        launch = Launch(config.pointers.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
         for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # by TMA, and by pointers
             for x_swapped, w_swapped in itertools.product((False, True), repeat=2):
                 x = normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
@@ -376,8 +374,8 @@ def several_products(rank: LocalRank) -> None:
 
     nbytes = scatters.workspace_bytes(m, n, torch.bfloat16, rank.world_size, launch)
     call = Call(scatter, near([total[start:stop]], torch.bfloat16, rank.world_size * sum(ks)), nbytes)
-    memory = prepared(rank, "reduce_scatter", [call])
-    check_calls(rank, "reduce_scatter", [call], [scatter(memory.workspace)], memory.workspace)
+    workspace = prepared(rank, "reduce_scatter", [call])
+    check_calls(rank, "reduce_scatter", [call], [scatter(workspace)], workspace)
 
 
 def test_products_are_summed_too() -> None:
@@ -387,17 +385,17 @@ def test_products_are_summed_too() -> None:
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:
     """With all flags set a rank runs alone, as the benchmarks time it; its peers' terms are zeros."""
     call = make_call(rank, op, shape, torch.bfloat16, 1)
-    memory = prepared(rank, op, [call])
+    workspace = prepared(rank, op, [call])
     if rank.rank == 0:
-        set_flags(memory.workspace)
+        set_flags(workspace)
         for _ in range(5):
-            results = call.launch(memory.workspace)
+            results = call.launch(workspace)
             assert not any(bool(result.isnan().any()) for result in results), "something did not arrive"
         rank.synchronize()
-        assert memory.workspace.expired() is None, str(memory.workspace.expired())
+        assert workspace.expired() is None, str(workspace.expired())
     rank.barrier()
 
 
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS])
+@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
 def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
     run_local(2, one_rank_alone, op, (300, 520, 200), device="cuda")

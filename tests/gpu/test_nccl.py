@@ -23,7 +23,7 @@ from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from tests.distributed import test_nccl_faults as faults
 from tests.distributed import test_nccl_pipeline as checks
-from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, in_graph, unwrapped
+from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, graph_case, unwrapped
 from tests.native_build import use_nccl
 from tests.workers import fresh_ranks
 
@@ -82,15 +82,13 @@ def case_on(group: Any, kind: str, libraries: Any, of_faults: bool, case: str, a
         return getattr(module, case)(group, *args)
 
 
-def graph_case(group: Any, kind: str, libraries: Any) -> str:
-    """'' or why not."""
+def prepare(group: Any, kind: str, libraries: Any) -> Any:
+    """(schedule, device, what raises its failures), or why not."""
     device = start(group, kind, libraries)
     transport = transport_on(group, device)
     if isinstance(transport, Availability):
         return transport.reason
-    in_graph(group, NcclPipeline(transport, 2), device)
-    dist.barrier(group)
-    return ""
+    return NcclPipeline(transport, 2), device, lambda: None
 
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -112,7 +110,7 @@ def test_pipelines(world_size: int, case: str, args: tuple[str, ...]) -> None:
 
 @WORLD_SIZES
 def test_graphs_and_calls_between_replays(world_size: int) -> None:
-    unwrapped(fresh_ranks(world_size, graph_case, "cuda", None, timeout=300, env=environment(world_size)))
+    unwrapped(fresh_ranks(world_size, graph_case, prepare, "cuda", None, timeout=300, env=environment(world_size)))
 
 
 def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:

@@ -221,7 +221,11 @@ def small_case(context: RankContext, elements: int) -> Makers:
             raise Unavailable("Rank 1 lacks it.")
         return checked(summed, ones)
 
+    def broken() -> Contestant:
+        raise RuntimeError("no config fits\nsecond line")
+
     return {
+        "broken": broken,
         OURS: lambda: checked(summed, ones * context.world_size, note="as noted"),
         "late": lambda: Contestant(late),
         "absent": absent,
@@ -263,9 +267,12 @@ def test_a_case_from_end_to_end() -> None:
     assert late.comparison is not None
     assert late.comparison.value.median > 0
     assert none == []
-    assert said[0] == "small/fp32: absent is left out: Rank 1 lacks it."
-    assert said[1].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes something else")
-    assert len(said) == 3 and "small/wrong: fused_tp computes something else: off by up to 1" in said[2]
+    assert said[:2] == [
+        "small/fp32: broken failed. RuntimeError: no config fits",
+        "small/fp32: absent is left out: Rank 1 lacks it.",
+    ]
+    assert said[2].startswith("small/fp32: wrong failed. AssertionError: small/fp32: wrong computes something else")
+    assert len(said) == 4 and "small/wrong: fused_tp computes something else: off by up to 1" in said[3]
 
 
 def test_ranks_are_pinned_and_a_failing_one_ends_all() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_timing
-from benchmarks.case import MICROSECONDS, OURS, Case, Contestant, Makers, Rival, Unavailable
+from benchmarks.case import MICROSECONDS, OURS, Case, Makers, Rival
 from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows
 from benchmarks.local_ranks import run_local
 from benchmarks.results import Machine, Record, records_of
@@ -246,30 +246,6 @@ def test_cases_of_kernels() -> None:
     assert wrong.startswith(f"tiny: {OURS} computes something else: the result of rank 0 is off by")
 
 
-def test_rivals_that_fail_are_left_out_with_the_reason() -> None:
-    def fail() -> Contestant:
-        raise RuntimeError("no config fits\nsecond line")
-
-    def refuse() -> Contestant:
-        raise Unavailable("it needs another GPU.")
-
-    def wrong() -> None:
-        raise AssertionError("off by 3")
-
-    def make(context: GpuContext) -> Makers:
-        right = Contestant(lambda: None, lambda: None)
-        return {"early": fail, OURS: lambda: right, "old": refuse, "bad": lambda: Contestant(lambda: None, wrong)}
-
-    with pretended_gpu() as context:
-        times = run_case(context, Case("tiny", make, {}), 2)
-    assert list(times.seconds) == list(times.calls) == list(times.notes) == [OURS]
-    assert times.skipped == {
-        "early": "failed. RuntimeError: no config fits",
-        "old": "is left out: it needs another GPU.",
-        "bad": "failed. AssertionError: tiny: bad computes something else: off by 3",
-    }
-
-
 # -- the kernels of csrc/cuda, in their CPU build, on one rank ---------------------------------------------------------
 
 
@@ -379,9 +355,9 @@ def gpu_test_case(_group: dist.ProcessGroup, function: str, world_size: int, *ar
 
 def test_the_gpu_tests_of_fused_kernels_on_one_rank() -> None:
     shapes = [(40, 40, 24), (1, 16, 16)]
-    for op in ("one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct"):
+    for op in ("one_shot", "two_shot_norm", "reduce_scatter", "copy_engine", "direct", "ring", "ring_in_groups"):
         interpreted_ranks(1, gpu_test_case, "in_a_row", 1, op, torch.bfloat16, shapes)
-    for op in ("two_shot", "direct"):  # a rank whose flags are set runs alone
+    for op in ("two_shot", "direct", "ring"):  # a rank whose flags are set runs alone
         interpreted_ranks(1, gpu_test_case, "one_rank_alone", 2, op, (40, 48, 24))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_nccl as nccl_tests
-from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
+from tests.gpu.on_device import OnDevice, graph_case, mapped, on_device, public_ops, there
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
@@ -35,17 +35,18 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     use_library(None)
 
 
-def test_threads(library: str) -> None:
-    collectives.same_on_all(run_local(2, collectives.every_collective, torch.bfloat16))
+THREADS: dict[str, Callable[[], Any]] = {
+    "collectives": lambda: collectives.same_on_all(run_local(2, collectives.every_collective, torch.bfloat16)),
+    "large": lambda: run_local(2, collectives.large, 5003),
+    "norms": lambda: collectives.same_on_all(run_local(2, collectives.wide_norms, 5, 4097)),
+    "graphs of one": lambda: run_local(1, collectives.in_graph, 4),
+    "graphs of three": lambda: run_local(3, collectives.in_graph, 4),
+}
 
 
-def test_large(library: str) -> None:
-    run_local(2, collectives.large, 5003)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_graphs(library: str, world_size: int) -> None:
-    run_local(world_size, collectives.in_graph, 4)
+@pytest.mark.parametrize("case", THREADS)
+def test_threads(library: str, case: str) -> None:
+    THREADS[case]()
 
 
 def test_a_rank_that_stays_away(library: str) -> None:
@@ -77,14 +78,16 @@ def doubles() -> tuple[str, str]:
     return str(nccl_double), str(cuda_double)
 
 
-@pytest.mark.parametrize("case", ["movements_case", "many_calls_case"])
-def test_nccl(doubles: tuple[str, str], case: str) -> None:
-    run_ranks(2, nccl_tests.case_on, "cpu", doubles, False, case, ())
+@pytest.mark.parametrize(
+    ("case", "args"), [("movements_case", ()), ("many_calls_case", ()), ("schedule_case", ("bfloat16",))]
+)
+def test_nccl(doubles: tuple[str, str], case: str, args: tuple[str, ...]) -> None:
+    run_ranks(2, nccl_tests.case_on, "cpu", doubles, False, case, args)
 
 
-def test_nccl_methods_and_graphs(doubles: tuple[str, str]) -> None:
-    run_ranks(2, nccl_tests.case_on, "cpu", doubles, False, "schedule_case", ("bfloat16",))
-    assert run_ranks(3, nccl_tests.graph_case, "cpu", doubles) == ["", "", ""]
+def test_graphs(doubles: tuple[str, str]) -> None:
+    assert run_ranks(3, graph_case, nccl_tests.prepare, "cpu", doubles) == ["", "", ""]
+    assert run_ranks(3, graph_case, engine_tests.prepare, "cpu", doubles[1]) == ["", "", ""]
 
 
 def test_nccl_faults(doubles: tuple[str, str]) -> None:
@@ -109,7 +112,6 @@ def test_copy_engine(doubles: tuple[str, str]) -> None:
     _, library = doubles
     run_ranks(2, engine_tests.with_schedule, "cpu", library, "numbers", ("bfloat16",))
     run_ranks(2, engine_tests.with_schedule, "cpu", library, "at_random", (3, 20))
-    assert run_ranks(3, engine_tests.graph_case, "cpu", library) == ["", "", ""]
 
 
 def test_copy_engine_faults(doubles: tuple[str, str]) -> None:

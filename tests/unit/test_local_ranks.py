@@ -23,37 +23,6 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @world_sizes
-def test_exchange_gives_everybody_everything_in_rank_order(world_size: int) -> None:
-    def fn(rank: LocalRank, factor: int) -> list[list[int]]:
-        answers = []
-        for call in range(200):
-            if (call + rank.rank) % 37 == 0:
-                time.sleep(0.001)
-            answers.append(rank.exchange(factor * call + rank.rank))
-        return answers
-
-    expected = [[1000 * call + r for r in range(world_size)] for call in range(200)]
-    assert run_local(world_size, fn, 1000) == [expected] * world_size
-
-
-@world_sizes
-def test_nobody_leaves_a_barrier_before_all_have_come(world_size: int) -> None:
-    def fn(rank: LocalRank) -> list[tuple[float, float]]:
-        _, memory = rank.allocate(8)
-        times = []
-        for late in range(2 * world_size):
-            if late % world_size == rank.rank:
-                time.sleep(0.02)  # the others would have left by then
-            came = time.monotonic()
-            memory.barrier() if late >= world_size else rank.barrier()
-            times.append((came, time.monotonic()))
-        return times
-
-    for of_one_barrier in zip(*run_local(world_size, fn), strict=True):
-        assert max(came for came, _ in of_one_barrier) <= min(left for _, left in of_one_barrier)
-
-
-@world_sizes
 def test_buffers_and_their_addresses(world_size: int) -> None:
     def fn(rank: LocalRank) -> list[int]:
         mine, memory = rank.allocate(30)

@@ -84,30 +84,11 @@ class Keys(NamedTuple):
 
 @triton.jit(do_not_specialize=ODD)
 def queries_kernel(
-    q,
-    k,
-    v,
-    grad_out,
-    k_tma,
-    v_tma,
-    lse,
-    sums,
-    dq,
-    d_slopes,
-    mask,
-    scores,
-    tiles,
-    tile_count,
-    heads,
-    batch_heads,
-    together,
-    shared,
-    seed_low,
-    seed_high,
-    dropped_below,
-    first_head,
+    q, k, v, grad_out, k_tma, v_tma, lse, sums, dq, d_slopes, mask, scores,
+    tiles, tile_count, heads, batch_heads, together, shared,
+    seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """dq of tiles of queries, and of each the term of d_slopes [tiles, batch, heads]. Tensors are `Heads`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end, end = tile.batch, tile.head, tile.row, tile.row_end, tile.end
@@ -171,30 +152,11 @@ def add_keys(
 
 @triton.jit(do_not_specialize=ODD)
 def keys_kernel(
-    q,
-    k,
-    v,
-    grad_out,
-    q_tma,
-    grad_tma,
-    lse,
-    sums,
-    dk,
-    dv,
-    mask,
-    scores,
-    tiles,
-    tile_count,
-    heads,
-    batch_heads,
-    together,
-    shared,
-    seed_low,
-    seed_high,
-    dropped_below,
-    first_head,
+    q, k, v, grad_out, q_tma, grad_tma, lse, sums, dk, dv, mask, scores,
+    tiles, tile_count, heads, batch_heads, together, shared,
+    seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """dk and dv of tiles of keys; `heads` are those of the keys. Tensors are `Heads`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, kv_head, row, row_end, begin, end = tile.batch, tile.head, tile.row, tile.row_end, tile.begin, tile.end
@@ -313,9 +275,6 @@ def flash_backward(
         lse, sums: fp32 [B, H, S], of all keys: sums = sum(grad_out * out, -1) - grad_lse.
 
     The other arguments and errors are those of `forward.flash_forward`.
-
-    Example:
-        flash_backward(grad_out, q, k, v, lse, (grad_out * out).sum(-1).mT, dq, dk, dv, step, Terms(128**-0.5))
     """
     check(q, k, v, step, terms, precision)
     values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])

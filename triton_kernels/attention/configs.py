@@ -116,8 +116,6 @@ def attention_config(
     """The config of `kernel` (KERNELS) for numbers of `kind` (`device.KINDS`) and the larger head dim of q and v, on
     `arch`: 80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared
     memory that a program may have, at least `device.LEAST_SHARED_BYTES`.
-
-    Example: `attention_config("forward", 90, "bf16", 128)` is what an H100 takes for Llama.
     """
     if not arch:
         return INTERPRETED

@@ -46,27 +46,10 @@ class Parts(NamedTuple):
 
 @triton.jit(do_not_specialize=ODD)
 def parts_kernel(
-    q,
-    k,
-    v,
-    pages,
-    starts,
-    stops,
-    places,
-    k_indices,
-    scores,
-    parts,
-    found,
-    kv_heads,
-    group,
-    new,
-    tiles,
-    splits,
-    span,
-    page_size,
-    pages_stride,
+    q, k, v, pages, starts, stops, places, k_indices, scores, parts, found,
+    kv_heads, group, new, tiles, splits, span, page_size, pages_stride,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Program (tile of a key head of a text, part): `span` keys, of those that its rows see.
 
     What it gives goes to `Parts`, or, where it is the only one (`found` given), out and lse to where they belong. q, k,
@@ -199,9 +182,6 @@ def flash_decode(
 
     Raises:
         ValueError: q, k, v or terms are not as above; says what. Nothing has run then.
-
-    Example:
-        found = flash_decode(q, k_cache, v_cache, starts, stops, 4096, Terms(scale=128**-0.5))
     """
     check_tensors(q, k, v, terms, paged=pages is not None)
     if terms.dropout is not None and terms.dropout.p > 0:
@@ -224,8 +204,7 @@ def flash_decode(
         rows = (programs, splits, config.rows)
         parts = Parts(*(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded(v_head_dim)), rows, rows)))
     shape = {"kv_heads": kv_heads, "group": group, "new": new, "tiles": tiles, "splits": splits}
-    alibi, capped = terms.slopes is not None, terms.softcap != 0.0
-    c = constants(config, head_dim, v_head_dim, "ieee", capped=capped, alibi=alibi)
+    c = constants(config, q, v, terms)
     with on_device(q):
         parts_kernel[(programs, splits)](
             q=heads_of(q),
@@ -234,8 +213,8 @@ def flash_decode(
             pages=pages,
             starts=starts,
             stops=stops,
-            places=places if alibi else None,
-            k_indices=k_indices if alibi else None,
+            places=places if c.ALIBI else None,
+            k_indices=k_indices if c.ALIBI else None,
             scores=terms.arguments()["scores"],
             parts=parts,
             found=heads_of(found) if splits == 1 else None,

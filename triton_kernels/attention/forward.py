@@ -85,29 +85,11 @@ class StateArguments(NamedTuple):
 
 @triton.jit(do_not_specialize=ODD)
 def forward_kernel(
-    q,
-    k,
-    v,
-    k_tma,
-    v_tma,
-    state,
-    out,
-    lse,
-    sinks,
-    mask,
-    scores,
-    tiles,
-    tile_count,
-    heads,
-    batch_heads,
-    together,
-    shared,
-    seed_low,
-    seed_high,
-    dropped_below,
-    first_head,
+    q, k, v, k_tma, v_tma, state, out, lse, sinks, mask, scores,
+    tiles, tile_count, heads, batch_heads, together, shared,
+    seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
     `Heads`; state is None, or else out, lse and sinks are; sinks may be."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
@@ -252,9 +234,6 @@ def flash_forward(
 
     Raises:
         ValueError: something is not as above; says what. Nothing has run then.
-
-    Example:
-        flash_forward(q, k, v, step, Terms(scale=128**-0.5), (weighted, highest, total))
     """
     check(q, k, v, step, terms, precision)
     weighted, highest, total = state

@@ -67,43 +67,26 @@ class Terms:
 
 def constants(
     config: AttentionConfig,
-    head_dim: int,
-    v_head_dim: int,
-    precision: str,
+    q: Tensor,
+    v: Tensor,
+    terms: Terms,
+    precision: str = "ieee",
     *,
-    capped: bool = False,
-    alibi: bool = False,
-    dropout: bool = False,
     tma: bool = False,
     first: bool = False,
 ) -> Constants:
     """The constexpr `C` of an attention kernel."""
-    dims = head_dim, v_head_dim, padded(head_dim), padded(v_head_dim)
-    return Constants(*dims, precision, config.rows, config.block, tma, capped, alibi, dropout, first)
+    dims = q.shape[3], v.shape[3], padded(q.shape[3]), padded(v.shape[3])
+    dropout = terms.dropout is not None and terms.dropout.p > 0.0
+    score = terms.softcap != 0.0, terms.slopes is not None, dropout
+    return Constants(*dims, precision, config.rows, config.block, tma, *score, first)
 
 
 def kernel_arguments(
-    config: AttentionConfig,
-    q: Tensor,
-    v: Tensor,
-    terms: Terms,
-    precision: str,
-    *,
-    tma: bool,
-    first: bool = False,
+    config: AttentionConfig, q: Tensor, v: Tensor, terms: Terms, precision: str, *, tma: bool, first: bool = False
 ) -> dict[str, Any]:
-    """What all kernels have: what `terms` say, the constants and the compiler's options."""
-    c = constants(
-        config,
-        q.shape[3],
-        v.shape[3],
-        precision,
-        capped=terms.softcap != 0.0,
-        alibi=terms.slopes is not None,
-        dropout=terms.dropout is not None and terms.dropout.p > 0.0,
-        tma=tma,
-        first=first,
-    )
+    """What all kernels have: what `terms` say, the `constants` and the compiler's options."""
+    c = constants(config, q, v, terms, precision, tma=tma, first=first)
     return {**terms.arguments(), "C": c, **config.options()}
 
 

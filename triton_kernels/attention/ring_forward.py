@@ -68,39 +68,13 @@ class Tables(NamedTuple):
 
 @triton.jit(do_not_specialize=[*ODD, *RING_ODD])
 def ring_kernel(
-    q,
-    k,
-    v,
-    k_tma,
-    v_tma,
-    out,
-    lse,
-    sinks,
-    mask,
-    scores,
-    tables,
-    tile_count,
-    heads,
-    batch_heads,
-    together,
-    shared,
-    seed_low,
-    seed_high,
-    dropped_below,
-    first_head,
-    chunk_count,
-    queries,
-    own_rows,
-    slots_row,
-    slot_rows,
-    slots,
-    first_group,
-    last_group,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
+    q, k, v, k_tma, v_tma, out, lse, sinks, mask, scores,
+    tables, tile_count, heads, batch_heads, together, shared,
+    seed_low, seed_high, dropped_below, first_head,
+    chunk_count, queries, own_rows, slots_row, slot_rows, slots, first_group, last_group,
+    ws, rank, WORLD: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
 
     starts and stops [chunks, queries] are in keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
@@ -208,9 +182,6 @@ def ring_forward(
 
     Raises:
         ValueError: something is not as above; says what. Nothing has run then.
-
-    Example:
-        out, lse = ring_forward(q, k, v, chunks, Terms(128**-0.5), layout, workspace=workspace, programs=131)
     """
     check_tensors(q, k, v, terms, precision)
     check_per_head("sinks", sinks, q)
@@ -219,7 +190,7 @@ def ring_forward(
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
     with on_device(q):
-        at_once = q.is_cuda and not gather.one_after_another()
+        at_once = gather.runs_at_once(q)
         length = layout.groups if at_once else layout.slots
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
         # All that may allocate comes before `stage`, which tells the peers that this rank has begun the call.
@@ -233,23 +204,15 @@ def ring_forward(
             _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
         gather.run(stage)
         for groups, launch in zip(windows, launches, strict=True):
+            event = gather.staged_on(q)
+            if not at_once:
+                puller.pull(event, groups)
+            if launch is not None:  # there are queries
+                gather.run(launch)
             if at_once:
                 # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
-                event = torch.cuda.current_stream(q.device).record_event()
-                _run(launch)
                 puller.pull(event, groups)
-                continue
-            if q.is_cuda:
-                puller.pull(torch.cuda.current_stream(q.device).record_event(), groups)
-            else:
-                puller.run_interpreted(groups)
-            _run(launch)
     return out, lse
-
-
-def _run(launch: LaunchOf | None) -> None:
-    if launch is not None:  # there are queries
-        gather.run(launch)
 
 
 def _load(workspace: RingWorkspace, launches: list[LaunchOf | None]) -> None:

@@ -78,22 +78,11 @@ _RELAY_ODD = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
 
 @triton.jit(do_not_specialize=_STAGE_ODD)
 def stage_kernel(
-    k,
-    v,
-    own,
-    rows,
-    heads,
-    pairs,
-    per_group,
-    unneeded,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_DV: tl.constexpr,
-):
+    k, v, own,
+    rows, heads, pairs, per_group, unneeded,
+    ws, rank, WORLD: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+):  # fmt: skip
     """Begins a call: copies k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all have
     read what was there. Bit s of `unneeded` says that nothing of rank s's keys will be pulled."""
     call, free = begin_stage(ws, rank, WORLD, OP)
@@ -111,17 +100,7 @@ def stage_kernel(
 
 
 @triton.jit(do_not_specialize=_RELAY_ODD)
-def relay_kernel(
-    group,
-    chunk,
-    source,
-    last,
-    awaited,
-    freed,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
-):
+def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl.constexpr):
     """Between two copies, one program: tells that a chunk of `source` has arrived, the last of its chunks or not, and
     waits for rank `awaited`'s keys, or until group `freed` has been computed with. NONE: of none, for none."""
     call = join(ws, rank)
@@ -320,16 +299,15 @@ class KeysPuller(CopyChains):
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
         return kinds
 
-    def pull(self, staged: torch.cuda.Event, groups: range) -> None:
+    def pull(self, staged: torch.cuda.Event | None, groups: range) -> None:
         """Puts the chunks of these groups into the side streams, behind `staged`; the current stream goes on once they
-        are there."""
+        are there. None: now, on the CPU."""
+        if staged is None:
+            self.run(self._pulls(groups, self._sources))
+            return
         count = len(self.streams)
         self.begin(staged, [self._pulls(groups, self._sources[index::count]) for index in range(count)])
         self.end()
-
-    def run_interpreted(self, groups: range) -> None:
-        """The chunks of these groups, now, on the CPU."""
-        self.run(self._pulls(groups, self._sources))
 
     def _pulls(self, groups: range, sources: Sequence[int]) -> list[_Pull]:
         chunks = self.layout.chunks

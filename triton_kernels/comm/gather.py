@@ -161,15 +161,7 @@ def copy_rows(source, strides, target, rows, K, good):
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def stage_kernel(
-    x_ptr,
-    rows,
-    K,
-    strides,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
-):
+def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
     """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
     call, free = begin_stage(ws, rank, WORLD, OP)
     copy_rows(x_ptr, strides, region_at(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
@@ -177,17 +169,7 @@ def stage_kernel(
 
 
 @triton.jit(do_not_specialize=["rank", "copied", "first_row", "rows", "awaited"])
-def relay_kernel(
-    gathered_ptr,
-    K,
-    copied,
-    first_row,
-    rows,
-    awaited,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
-):
+def relay_kernel(gathered_ptr, K, copied, first_row, rows, awaited, ws, rank, WORLD: tl.constexpr):
     """Between two copies, one program: tells that rank `copied`'s shard has arrived, and waits for `awaited`'s."""
     call = join(ws, rank)
     if copied != NO_RANK:
@@ -215,12 +197,7 @@ def region_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int
 
 
 class GatherWorkspace(Workspace):
-    """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers only, which only this one does.
-
-    Example:
-        buffer, handle = memory.allocate(region_bytes(512, 4096, torch.bfloat16, 8))
-        workspace = GatherWorkspace(buffer, handle, timeout_seconds=60)
-    """
+    """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers, which only this one does."""
 
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
         # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
@@ -325,8 +302,7 @@ class Puller(CopyChains):
     Sources are spread over the side streams in order of distance, so no two ranks read from the same peer first. Where
     `gathered` is kept, its own rows are copied last, behind all that somebody waits for.
 
-    On a CPU there are no streams; there `run_interpreted` pulls everything at once, in the order in which shards become
-    ready.
+    On a CPU there are no streams: everything is pulled at once, in the order in which shards become ready.
     """
 
     def __init__(self, gathered: Tensor, keep: bool, shards: Shards, workspace: GatherWorkspace) -> None:
@@ -349,18 +325,19 @@ class Puller(CopyChains):
         }
         return relay_kernel, (1,), arguments | self.workspace.arguments()
 
-    def pull(self, staged: torch.cuda.Event) -> None:
+    def pull(self, staged: torch.cuda.Event | None) -> None:
         """Puts all of it into the side streams, behind `staged`; the current stream goes on once it is there."""
         peers = self._peers()
+        if staged is None:
+            self._pull_now(peers)
+            return
         self.begin(staged, [peers[index :: len(self.streams)] for index in range(len(self.streams))])
         if self.keep:
             with self._last_stream():
                 self.copy(self.workspace.rank)
         self.end()
 
-    def run_interpreted(self) -> None:
-        """All of it, now, on the CPU."""
-        pending = self._peers()
+    def _pull_now(self, pending: list[int]) -> None:
         while pending:
             source = self._first_ready(pending)
             pending.remove(source)
@@ -396,12 +373,18 @@ class Puller(CopyChains):
         return pending[0]
 
 
-def one_after_another() -> bool:
-    """Whether nothing promises that a kernel and the copies it waits for run at once: then the copies come first.
+def runs_at_once(x: Tensor) -> bool:
+    """Whether a kernel and the copies it waits for run at once where x is; if not, the copies must come first.
 
-    That is so for branches of a CUDA graph, and where every launch is waited for.
+    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
     """
-    return torch.cuda.is_current_stream_capturing() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
+    return x.is_cuda and not blocking and not torch.cuda.is_current_stream_capturing()
+
+
+def staged_on(x: Tensor) -> torch.cuda.Event | None:
+    """The end of what is in the current stream; None on a CPU."""
+    return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 
 def run(launch: LaunchOf) -> None:

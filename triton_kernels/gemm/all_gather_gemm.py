@@ -112,23 +112,12 @@ def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: 
 
 @triton.jit(do_not_specialize=["rank", "rows_per_rank"])
 def all_gather_gemm_kernel(
-    x_own,
-    x,
-    w0,
-    w1,
-    w2,
-    weights,
-    gathered_ptr,
-    M,
-    K,
-    rows_per_rank,
-    ws,
-    rank,
-    WORLD: tl.constexpr,
-    DIRECT: tl.constexpr,
-    LAST: tl.constexpr,
+    x_own, x, w0, w1, w2, weights, gathered_ptr,
+    M, K, rows_per_rank,
+    ws, rank, WORLD: tl.constexpr,
+    DIRECT: tl.constexpr, LAST: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x.
 
     With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}.
@@ -223,9 +212,6 @@ def all_gather_gemm(
 
     Raises:
         ValueError: something is not as above; says what. Nothing has run then.
-
-    Example:
-        (q, k, v), _ = all_gather_gemm(x_shard_m, [wq, wk, wv], workspace=workspace, launch=launch, rows=4096)
     """
     biases = [None] * len(weights) if biases is None else list(biases)
     shards = _checked(x_shard, weights, biases, workspace, rows, rows_per_rank, gathered)
@@ -266,16 +252,12 @@ def all_gather_gemm(
             workspace.loaded.add(key)
 
     gather.run(stage)
-    if puller and not x_shard.is_cuda:
-        puller.run_interpreted()
-        puller = None
-    staged = torch.cuda.current_stream(x_shard.device).record_event() if puller else None
-    if puller and staged and gather.one_after_another():
+    staged, at_once = (gather.staged_on(x_shard), gather.runs_at_once(x_shard)) if puller else (None, False)
+    if puller and not at_once:
         puller.pull(staged)
-        puller = None
     for matmul in matmuls:
         gather.run(matmul)
-    if puller and staged:
+    if puller and at_once:
         # Behind the matmul, which has enough to begin with, so that the host's time for all of this is hidden by it.
         puller.pull(staged)
     return ys, kept if gathered else None

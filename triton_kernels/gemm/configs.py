@@ -68,18 +68,6 @@ class FusedConfig:
     tma: GemmConfig | None = None
     speed: float = 1.0  # of its inner loop on a full GPU, of the largest tiles' one: what decides between waves
 
-    @property
-    def block_m(self) -> int:
-        return self.pointers.block_m
-
-    @property
-    def block_n(self) -> int:
-        return self.pointers.block_n
-
-    @property
-    def programs_per_sm(self) -> int:
-        return self.pointers.programs_per_sm
-
 
 _FLAT = {"flatten": True, "split_store": True}
 _INTERPRETED = GemmConfig(32, 32, 32, num_warps=4, num_stages=1, group_m=2, split_store=True)

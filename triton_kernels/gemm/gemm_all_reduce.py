@@ -45,31 +45,11 @@ OP = tl.constexpr(OPS.index("matmul_all_reduce"))
 
 @triton.jit(do_not_specialize=["rank"])
 def gemm_all_reduce_kernel(
-    x0,
-    w0,
-    x1,
-    w1,
-    x2,
-    w2,
-    x3,
-    w3,
-    sizes,
-    bias_ptr,
-    residual,
-    norm_weight_ptr,
-    out,
-    normed,
-    M,
-    N,
-    eps,
-    ws,
-    rank,
-    terms_offset,
-    sums_offset,
-    WORLD: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    C: tl.constexpr,
-):
+    x0, w0, x1, w1, x2, w2, x3, w3, sizes, bias_ptr, residual, norm_weight_ptr, out, normed,
+    M, N, eps,
+    ws, rank, terms_offset, sums_offset, WORLD: tl.constexpr,
+    TWO_SHOT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
     STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
@@ -197,9 +177,6 @@ def gemm_all_reduce(
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
-
-    Example:
-        y, _ = gemm_all_reduce([(x_shard_k, w_shard_k)], workspace=workspace, launch=launch, two_shot=True)
     """
     m, n = check_products(products, workspace)
     x = products[0][0]

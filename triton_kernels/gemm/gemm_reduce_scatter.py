@@ -36,26 +36,11 @@ OP = tl.constexpr(OPS.index("matmul_reduce_scatter"))
 
 @triton.jit(do_not_specialize=["rank"])
 def gemm_reduce_scatter_kernel(
-    x0,
-    w0,
-    x1,
-    w1,
-    x2,
-    w2,
-    x3,
-    w3,
-    sizes,
-    bias_ptr,
-    out,
-    M,
-    N,
-    rows_per_rank,
-    ws,
-    rank,
-    terms_offset,
-    WORLD: tl.constexpr,
+    x0, w0, x1, w1, x2, w2, x3, w3, sizes, bias_ptr, out,
+    M, N, rows_per_rank,
+    ws, rank, terms_offset, WORLD: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
     STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
@@ -118,9 +103,6 @@ def gemm_reduce_scatter(
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
-
-    Example:
-        y_shard_m = gemm_reduce_scatter([(x_shard_k, w_shard_k)], workspace=workspace, launch=launch)
     """
     m, n = check_products(products, workspace)
     x = products[0][0]

@@ -103,9 +103,6 @@ def launch_for(
 
     Raises:
         ValueError: a dtype, precision or number that is not as above.
-
-    Example:
-        launch = launch_for(torch.bfloat16, 4096, 8192, 8, arch=90, sms=132, sm_margin=8)
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bf16, fp16 or fp32; got {dtype}.")
@@ -120,20 +117,23 @@ def launch_for(
     if not choices:
         raise ValueError(f"arch must be 80, 90, 100 or, interpreted, 0; got {arch}.")
 
-    def tiles(choice: FusedConfig) -> int:
+    def tiles(config: GemmConfig) -> int:
         # Tiles do not span the rows of two ranks, where rows belong to ranks.
         rows_per_rank = -(-m // world_size)
-        return world_size * -(-rows_per_rank // choice.block_m) * -(-n // choice.block_n)
+        return world_size * -(-rows_per_rank // config.block_m) * -(-n // config.block_n)
 
-    def at_once(choice: FusedConfig) -> int:
-        return max(1, min(choice.programs_per_sm * (sms - sm_margin), tiles(choice)))
+    def at_once(config: GemmConfig) -> int:
+        return max(1, min(config.programs_per_sm * (sms - sm_margin), tiles(config)))
 
     def time(choice: FusedConfig) -> float:
-        rounds = -(-tiles(choice) // at_once(choice))
-        return rounds * choice.block_m * choice.block_n * choice.programs_per_sm / choice.speed
+        config = choice.pointers
+        rounds = -(-tiles(config) // at_once(config))
+        return rounds * config.block_m * config.block_n * config.programs_per_sm / choice.speed
 
     best = min(choices, key=time)
-    return Launch(at_once(best), best.pointers, precision if kind == precision else "ieee", tma_config=best.tma)
+    return Launch(
+        at_once(best.pointers), best.pointers, precision if kind == precision else "ieee", tma_config=best.tma
+    )
 
 
 class LoadPlan(NamedTuple):
