@@ -62,18 +62,32 @@ class Call:
     """One call of one rank: how to launch it in a workspace, and how to check what comes out."""
 
     launch: Callable[[Any], list[Tensor]]
-    check: Callable[[list[Tensor], str], None]
+    wanted: list[Tensor]  # fp64
     nbytes: int
+    terms: int
     everywhere: bool = False  # the same bits on all ranks
+    lse: bool = False  # the second result is that of attention
+
+    def check(self, results: list[Tensor], name: str) -> None:
+        for number, (result, wanted) in enumerate(zip(results, self.wanted, strict=True)):
+            if number == 1 and self.lse:
+                torch.testing.assert_close(result.double(), wanted, atol=1e-3, rtol=1e-3, msg=lambda m: f"{name}: {m}")
+            else:
+                # Terms and probabilities are rounded to dtype, with random signs; so are results, and a norm adds one.
+                assert_within_dtype_error(
+                    result, wanted, result.dtype, reduced_over=self.terms, roundings=3, name=name
+                )  # fmt: skip
 
 
-def near(wanted: list[Tensor], dtype: torch.dtype, terms: int) -> Callable[[list[Tensor], str], None]:
-    def check(results: list[Tensor], name: str) -> None:
-        for result, one in zip(results, wanted, strict=True):
-            # Terms travel in dtype: one rounding each, of random sign, and one of the sum. The norm adds one.
-            assert_within_dtype_error(result, one, dtype, reduced_over=terms, roundings=3, name=name)
+def right_or_nan(call: Call, results: list[Tensor], name: str) -> None:
+    """What did not arrive is NaN, never a number; all else is right."""
+    assert any(bool(result.isnan().any()) for result in results if result.numel()), f"{name}: nothing is missing"
+    known = zip(results, call.wanted, strict=True)
+    call.check([torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
 
-    return check
+
+def workspace_kind(op: str) -> Any:
+    return GatherWorkspace if op in GATHERS else RingWorkspace if op in RINGS else Workspace
 
 
 def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
@@ -82,23 +96,32 @@ def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torc
     return (gather_call if op in GATHERS else sum_call)(rank, op, shape, dtype, seed)
 
 
-def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+def sum_call(
+    rank: Any,
+    op: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
+    launch: Launch | None = None,
+    uneven: int = 0,
+) -> Call:
+    """With K of odd ranks larger by `uneven`."""
     m, n, k = shape
     world, device = rank.world_size, rank.device
-    xs = [normal(m, k, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
-    ws = [normal(n, k, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)]
+    xs = [normal(m, k + r % 2 * uneven, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
+    ws = [normal(n, k + r % 2 * uneven, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)]
     bias = normal(n, dtype=dtype, device=device, seed=seed + 7)
     residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
     norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
     total = sum((matmul64(x, w) for x, w in zip(xs, ws, strict=True)), start=bias.double())
-    launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
+    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
     product, how = [(xs[rank.rank], ws[rank.rank])], {"launch": launch, "bias": bias}
     if op == "reduce_scatter":
-        nbytes = scatters.workspace_bytes(m, n, dtype, world, launch)
         return Call(
             lambda workspace: [scatters.gemm_reduce_scatter(product, workspace=workspace, **how)],
-            near([total[slice(*shard_range(m, world, rank.rank))]], dtype, world * k),
-            nbytes,
+            [total[slice(*shard_range(m, world, rank.rank))]],
+            scatters.workspace_bytes(m, n, dtype, world, launch),
+            world * k,
         )
     how["two_shot"] = op.startswith("two_shot")
     wanted = [total]
@@ -111,10 +134,12 @@ def sum_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch
         return [result for result in results if result is not None]
 
     nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
-    return Call(reduce, near(wanted, dtype, world * k), nbytes, everywhere=True)
+    return Call(reduce, wanted, nbytes, world * k, everywhere=True)
 
 
-def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
+def gather_call(
+    rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, launch: Launch | None = None
+) -> Call:
     m, n, k = shape
     world, device, keep = rank.world_size, rank.device, op == "copy_engine"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
@@ -122,20 +147,15 @@ def gather_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: to
     biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # What hands shards over needs an SM that the matmul leaves free.
-    launch = launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
+    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
     how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep, "direct": op == "direct"}
 
     def gather(workspace: Any) -> list[Tensor]:
         outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
         return [*outs, *([] if gathered is None else [gathered])]
 
-    check_outs = near([matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)], dtype, k)
-
-    def check(results: list[Tensor], name: str) -> None:
-        check_outs(results[:2], name)
-        assert all(torch.equal(gathered, x) for gathered in results[2:]) and len(results) == 2 + keep, name
-
-    return Call(gather, check, gathers.workspace_bytes(-(-m // world), k, dtype, world))
+    wanted = [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
+    return Call(gather, wanted, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
 
 
 def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
@@ -153,7 +173,7 @@ def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtyp
     q, k, v = (seeded(2, seq, n, head_dim, dtype=dtype, seed=10 * seed + i) for i, n in enumerate((heads, 2, 2)))
     seen, distance = dense_mask(seq, seq, **how)
     mine = torch.from_numpy(plan.queries[rank.rank].indices)
-    wanted_out, wanted_lse = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
+    wanted = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
     here = [x[:, mine].to(rank.device) for x in (q, k, v)]
     keys = keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
@@ -165,13 +185,7 @@ def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtyp
         chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
         return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
 
-    def check(results: list[Tensor], name: str) -> None:
-        out, lse = results
-        # Probabilities are rounded to dtype, and the result once.
-        assert_within_dtype_error(out.cpu(), wanted_out, dtype, reduced_over=seq, roundings=3, name=name)
-        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-3, rtol=1e-3)
-
-    return Call(attend, check, keys.nbytes(rank.world_size))
+    return Call(attend, [x.to(rank.device) for x in wanted], keys.nbytes(rank.world_size), seq, lse=True)
 
 
 def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> Any:
@@ -182,9 +196,8 @@ def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float
         rank.synchronize()
         del kept
 
-    kind = GatherWorkspace if op in GATHERS else RingWorkspace if op in RINGS else None
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
-    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=kind)
+    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
 
 
 def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[Tensor]], workspace: Any) -> None:
@@ -264,8 +277,8 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     took = begun.elapsed_time(ended)
     rank.barrier()
     assert took < 5000, f"{took:.0f} ms"
-    # What did not arrive is NaN, never a number; and the context goes on.
-    assert any(bool(result.isnan().any()) for result in results if result.numel()), "a wrong result looks right"
+    right_or_nan(bad, results, op)
+    # The context goes on.
     x = torch.arange(1000, device=rank.device, dtype=torch.float64)
     assert float((x * x).sum()) == 332833500.0
     return str(workspace.expired())
@@ -373,7 +386,7 @@ def several_products(rank: LocalRank) -> None:
         return [scatters.gemm_reduce_scatter(pairs[rank.rank], workspace=workspace, launch=launch)]
 
     nbytes = scatters.workspace_bytes(m, n, torch.bfloat16, rank.world_size, launch)
-    call = Call(scatter, near([total[start:stop]], torch.bfloat16, rank.world_size * sum(ks)), nbytes)
+    call = Call(scatter, [total[start:stop]], nbytes, rank.world_size * sum(ks))
     workspace = prepared(rank, "reduce_scatter", [call])
     check_calls(rank, "reduce_scatter", [call], [scatter(workspace)], workspace)
 

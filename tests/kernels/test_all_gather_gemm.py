@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -18,7 +16,7 @@ from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch
-from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere
+from tests.kernels.ranks import interpreted, interpreted_ranks, same_everywhere
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
@@ -105,74 +103,6 @@ def test_ranks_may_want_different_things_of_one_gather(group):
 def test_operands_of_any_strides(group):
     how = {"lay_out": lambda t: t.t().contiguous().t(), "gathered": True}
     both_ways(group, TMA, 33, (24, 16), 24, torch.float16, how)
-
-
-def many_calls(group, dtype, late_rank):
-    """15 calls on one workspace, of shapes that change, by both variants, with ranks slow at random points."""
-    workspace = workspace_of(group, 40, 16, dtype)
-    orders = set()
-    for call in range(15):
-        on = late_rank is None or group.rank() == late_rank
-        with delays(seed=call * 10 + group.rank(), on=on, seconds=0.004):
-            check(
-                group, workspace, POINTERS, 1 + 13 * (call % 4), (16,), 7 + call % 3, dtype,
-                seed=call, gathered=call % 2 == 0, direct=call % 5 == 3,
-            )  # fmt: skip
-        world = group.size()
-        words = workspace.buffer[: 6 * world * 8].view(torch.int64).view(6, world)
-        orders.add(tuple(words[4, : world - 1].tolist()))
-    assert not workspace.state[16:].any()
-    return int(workspace.state[0]), len(orders)
-
-
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, None)])
-def test_many_calls_with_no_reset(world_size, late_rank):
-    results = interpreted_ranks(world_size, many_calls, torch.bfloat16, late_rank)
-    assert [calls for calls, _ in results] == [15] * world_size
-    if world_size == 4:
-        assert max(orders for _, orders in results) > 1  # shards did arrive in different orders
-
-
-def missing_rank(group, missing, direct):
-    workspace = workspace_of(group, 40, 16, torch.bfloat16, timeout_seconds=0.5)
-    x, weight = seeded(40, 16, dtype=torch.bfloat16), seeded(20, 16, dtype=torch.bfloat16, seed=1)
-
-    def call():
-        return all_gather_gemm(
-            shard(x, group), [weight], workspace=workspace, launch=POINTERS, rows=40, gathered=True, direct=direct
-        )
-
-    call()
-    begun = time.monotonic()
-    answer = None
-    if group.rank() != missing:
-        (y,), gathered = call()
-        took = time.monotonic() - begun
-        wanted = matmul64(x, weight)
-        for rank in range(group.size()):
-            rows = slice(rank * 14, rank * 14 + 14)
-            if rank == missing or (rank != group.rank() and gathered[rows].isnan().any()):
-                # Also of a rank that came, if that was after the deadline for another.
-                assert gathered[rows].isnan().all() and y[rows].isnan().all()
-            else:
-                assert torch.equal(gathered[rows], x[rows])
-                assert_within_dtype_error(y[rows], wanted[rows], torch.bfloat16, reduced_over=16)
-        (y,), _ = call()  # does not wait again, and does not touch what peers may still read
-        assert y.isnan().any()
-        answer = took, str(workspace.expired())
-    dist.barrier(group)  # what the others may still write to is there until they are done
-    return answer
-
-
-@pytest.mark.parametrize("direct", [False, True], ids=["copied", "direct"])
-def test_a_missing_rank_is_named_within_the_deadline_and_its_rows_are_nan(direct):
-    answers = interpreted_ranks(3, missing_rank, 1, direct)
-    for rank in (0, 2):
-        took, text = answers[rank]
-        assert 0.4 < took < 5
-        assert text == (
-            f"all_gather_matmul, call 2: rank {rank} waited for its beginning of rank 1; rank 1 had not begun the call"
-        )
 
 
 def stuck_reader(group):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -26,7 +25,7 @@ import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from tests.attention_cases import DOCUMENTS, Case, case, check_all, on_ranks
-from tests.kernels.ranks import delays, interpreted, interpreted_ranks
+from tests.kernels.ranks import interpreted, interpreted_ranks
 from tests.reference import seeded
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
@@ -93,30 +92,6 @@ def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
     calls = [ring_call(rank, "ring", (21 + seed % 3, 2, 8), torch.float32, seed) for seed in range(5)]
     buffer, handle = allocate_cpu(resolve_group(group), max(call.nbytes for call in calls))
     return calls, ring_keys.RingWorkspace(buffer, handle, timeout_seconds=timeout_seconds)
-
-
-def many_calls(group: Any, late_rank: int) -> None:
-    """Masks for which ranks pull from different peers, or from none, follow each other, with a rank that is late; the
-    same call gives the same bits."""
-    rank = group.rank()
-    draw = random.Random(rank)
-    with small_chunks():
-        calls, workspace = ring_calls(group, 30)
-        results = []
-        with delays(rank, on=rank == late_rank, chance=0.02):
-            for number in range(10):
-                if rank == late_rank or draw.random() < 0.2:
-                    time.sleep(0.05 * draw.random())  # another order of arrival each time
-                results.append(calls[number % 5].launch(workspace))
-    assert workspace.expired() is None
-    for number, (call, first, again) in enumerate(zip(calls, results[:5], results[5:], strict=True)):
-        call.check(first, f"call {number}")
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), number
-
-
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (3, 2)])
-def test_calls_of_any_masks_follow_each_other(world_size: int, late_rank: int) -> None:
-    interpreted_ranks(world_size, many_calls, late_rank, timeout=120)
 
 
 def launches(group: Any) -> list[str]:

@@ -4,7 +4,6 @@ shared memory."""
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
 from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch, launch_for, plan_loads
-from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere, sum_of_matmuls, workspace_of
-from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
+from tests.kernels.ranks import interpreted, interpreted_ranks, workspace_of
+from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 LAUNCH = Launch(2, CONFIG, strip_elements=128)
@@ -40,81 +39,6 @@ def own_rows(op, group, wanted):
         return wanted
     start, stop = shard_range(wanted.shape[0], group.size(), group.rank())
     return wanted[start:stop]
-
-
-def call(group, workspace, op, m, n, k, dtype, *, with_tail=False, launch=LAUNCH, seed=0, lay_out=lambda t: t):
-    """One call, with bias, residual and norm if `with_tail`; returns how to check it against fp64 and between ranks."""
-    x, w, wanted, terms = sum_of_matmuls(group, m, n, k, dtype, seed)
-    tail = {}
-    if with_tail:
-        tail["bias"] = seeded(n, dtype=dtype, seed=7)
-        wanted = wanted + tail["bias"].double()
-        if op != "reduce_scatter":
-            tail |= {"residual": seeded(m, n, dtype=dtype, seed=7), "norm_weight": seeded(n, dtype=dtype, seed=7)}
-            wanted = wanted + tail["residual"].double()
-    out, normed = launched(op, [(lay_out(x), lay_out(w))], workspace, launch, **tail)
-
-    def check():
-        # Terms travel in dtype: one rounding each, of random sign, and one of the sum.
-        assert_within_dtype_error(out, own_rows(op, group, wanted), dtype, reduced_over=terms, roundings=2, name=op)
-        assert op == "reduce_scatter" or same_everywhere(group, out)
-        if normed is not None:
-            # Of the rounded out: the norm itself adds one rounding.
-            assert_within_dtype_error(normed, rms_norm64(out, tail["norm_weight"], EPS), dtype, reduced_over=n)
-            assert same_everywhere(group, normed)
-
-    return check
-
-
-def each_op(group, m, n, k, dtype, with_tail, programs):
-    for op in OPS:
-        workspace, launch = workspace_of(group), Launch(programs, CONFIG, strip_elements=128)
-        check = call(group, workspace, op, m, n, k, dtype, with_tail=with_tail, launch=launch)
-        assert workspace.expired() is None
-        check()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "m", "n", "k", "dtype", "with_tail", "programs"),
-    [
-        (2, 67, 41, 19, torch.bfloat16, True, 2),
-        (2, 1, 16, 7, torch.float16, False, 1),  # rank 1 has no rows
-        (3, 37, 50, 33, torch.float32, True, 3),
-        (3, 5, 70, 16, torch.bfloat16, False, 2),
-        (4, 40, 35, 17, torch.float16, True, 2),
-        (4, 5, 16, 32, torch.float32, False, 2),  # rows 2, 2, 1, none; fewer tiles than ranks
-    ],
-)
-def test_equals_the_sum(world_size, m, n, k, dtype, with_tail, programs):
-    interpreted_ranks(world_size, each_op, m, n, k, dtype, with_tail, programs)
-
-
-def many_calls(group, late_rank):
-    """Calls on one workspace, of shapes that change, with this rank slow at random points if it is `late_rank`: ops
-    that lay flags and slots out differently in turn, then some of each."""
-    workspace = workspace_of(group)
-    n = 20 if group.size() < 4 else 12  # four interpreters share the cores: one column of tiles
-    checks = []
-    for number, op in enumerate([*OPS * 3, *(op for op in OPS for _ in range(8))]):
-        # M of 1 to 17 rows: ranks without rows wait for nobody's tiles, and must not run ahead all the same.
-        m, with_tail = 1 + number % 3 * 8, number % 4 == 3
-        with delays(seed=number, on=group.rank() == late_rank):
-            checks.append(call(group, workspace, op, m, n, 7, torch.bfloat16, with_tail=with_tail, seed=number))
-    assert workspace.expired() is None and int(workspace.state[0]) == len(checks)
-    for check in checks:  # afterwards: comparing ranks would keep them in step
-        check()
-
-
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, 2)])
-def test_many_calls_with_no_reset(world_size, late_rank):
-    interpreted_ranks(world_size, many_calls, late_rank)
-
-
-@interpreted(2)
-def test_operands_of_any_strides(group):
-    for op in OPS[:2]:
-        how = {"lay_out": lambda t: t.t().contiguous().t()}
-        call(group, workspace_of(group), op, 33, 20, 17, torch.float32, **how)()
 
 
 @pytest.mark.full
@@ -215,29 +139,6 @@ def test_launches_depend_on_what_all_ranks_know():
     }.items():
         with pytest.raises(ValueError, match=wrong):
             launch_for(**{"dtype": torch.bfloat16, "m": 8, "n": 8, "world_size": 2, "arch": 90, "sms": 132} | how)
-
-
-def missing_rank(group, missing):
-    answers = []
-    for op in OPS:
-        workspace = workspace_of(group, timeout_seconds=0.5)
-        x, w, _, _ = sum_of_matmuls(group, 40, 20, 17, torch.float32)
-        if group.rank() != missing:
-            begun = time.monotonic()
-            out, _ = launched(op, [(x, w)], workspace)
-            assert time.monotonic() - begun < 5
-            assert bool(out.isnan().all())  # never a sum of fewer terms
-            answers.append(workspace.expired())
-        dist.barrier(group)  # what the others may still write to is there until they are done
-    return answers
-
-
-def test_a_missing_rank_is_named():
-    answers = interpreted_ranks(3, missing_rank, 1)
-    for rank in (0, 2):
-        for op, expired in zip(OPS, answers[rank], strict=True):
-            name = "matmul_reduce_scatter" if op == "reduce_scatter" else "matmul_all_reduce"
-            assert (expired.op, expired.call, expired.rank, expired.absent) == (name, 1, rank, (1,))
 
 
 @interpreted(1)

@@ -1,0 +1,134 @@
+"""Calls of all fused kernels in a row and with a rank that stays away, interpreted, W processes over CPU shared memory.
+
+The calls are those that GPUs are tested with (tests/gpu/test_fused_kernels.py), in small tiles and with K that differs
+between ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.symm_mem import allocate_cpu
+from fused_tp.triton_kernels.gemm.configs import GemmConfig
+from fused_tp.triton_kernels.gemm.launch import Launch
+from tests.gpu.test_fused_kernels import (
+    GATHERS,
+    RINGS,
+    SUMS,
+    Call,
+    gather_call,
+    right_or_nan,
+    ring_call,
+    sum_call,
+    workspace_kind,
+)
+from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
+from tests.kernels.test_ring_processes import small_chunks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPS = (*SUMS, *GATHERS, *RINGS)
+CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
+SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
+NAMES = {"reduce_scatter": "matmul_reduce_scatter", **dict.fromkeys(GATHERS, "all_gather_matmul")}
+NAMES |= dict.fromkeys(RINGS, "ring_attention")
+
+Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, programs
+
+
+def made(group: Any, asked: Asked, seed: int) -> Call:
+    op, shape, dtype, programs = asked
+    rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
+    if op in RINGS:
+        return ring_call(rank, op, (shape[0], 2, 8), FP32, seed)
+    launch = Launch(programs, CONFIG, strip_elements=128)
+    if programs > 2:
+        launch = Launch(programs, SPLIT, strip_elements=128, tma_config=SPLIT)
+    if op in GATHERS:
+        return gather_call(rank, op, shape, dtype, seed, launch)
+    return sum_call(rank, op, shape, dtype, seed, launch, uneven=1)
+
+
+def workspaces(group: Any, asked: list[Asked], calls: list[Call], timeout_seconds: float = 30.0) -> list[Any]:
+    """That of each call, one of each kind."""
+    kinds = [workspace_kind(op) for op, *_ in asked]
+    found = {}
+    for kind in dict.fromkeys(kinds):
+        nbytes = max(call.nbytes for call, own in zip(calls, kinds, strict=True) if own is kind)
+        sizes: list[Any] = [None] * group.size()
+        dist.all_gather_object(sizes, nbytes, group=group)
+        found[kind] = kind(*allocate_cpu(resolve_group(group), max(sizes)), timeout_seconds=timeout_seconds)
+    return [found[kind] for kind in kinds]
+
+
+def in_a_row(group: Any, asked: list[Asked], late_rank: int) -> None:
+    """Calls with nothing between them, `late_rank` slow at random points; afterwards, as that keeps ranks in step, they
+    are checked."""
+    with small_chunks():
+        calls = [made(group, one, seed) for seed, one in enumerate(asked)]
+        used = workspaces(group, asked, calls)
+        results = []
+        for seed, (call, workspace) in enumerate(zip(calls, used, strict=True)):
+            with delays(seed, on=group.rank() == late_rank):
+                results.append(call.launch(workspace))
+    for workspace in set(used):
+        assert workspace.expired() is None and not workspace.state[16:].any()
+        assert int(workspace.state[0]) == sum(other is workspace for other in used)
+    for one, call, tensors in zip(asked, calls, results, strict=True):
+        call.check(tensors, str(one))
+        assert not call.everywhere or all(same_everywhere(group, tensor) for tensor in tensors), one
+
+
+SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [
+    ((67, 41, 19), BF16, 2),
+    ((1, 16, 7), FP16, 1),  # one rank has rows
+    ((37, 50, 24), FP32, 3),
+    ((5, 33, 32), BF16, 3),  # fewer tiles than ranks
+]
+# Ops that lay flags and slots out differently in turn, then some of each.
+TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *GATHERS * 3])]
+
+
+@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, 2)])
+def test_every_op_at_every_size(world_size: int, late_rank: int) -> None:
+    asked = [(op, *one) for one in SHAPES for op in OPS]
+    interpreted_ranks(world_size, in_a_row, asked, -1, timeout=200)
+    interpreted_ranks(world_size, in_a_row, TURNS, late_rank, timeout=200)
+
+
+def without(group: Any, missing: int) -> list[Any]:
+    """What each op's workspace says where a rank does not make the second call; what that has not brought is NaN."""
+    said = []
+    for op in OPS:
+        asked: list[Asked] = [(op, (40, 20, 17), BF16, 2)] * 2
+        calls = [made(group, one, 2) for one in asked]  # a ring's second mask looks at all ranks' keys
+        workspace, _ = workspaces(group, asked, calls, timeout_seconds=0.5)
+        calls[0].check(calls[0].launch(workspace), op)
+        assert workspace.expired() is None
+        if group.rank() != missing:
+            begun = time.monotonic()
+            right_or_nan(calls[1], calls[1].launch(workspace), op)
+            took = time.monotonic() - begun
+            calls[1].launch(workspace)  # does not wait again, and touches nothing that peers may still read
+            assert 0.4 < took < 5 and time.monotonic() - begun < 5
+            said.append(workspace.expired())
+        dist.barrier(group)  # what the others may still write to is there until they are done
+    return said
+
+
+def test_a_missing_rank_is_named_within_the_deadline() -> None:
+    answers = interpreted_ranks(3, without, 1)
+    assert answers[1] == []
+    for rank in (0, 2):
+        for op, expired in zip(OPS, answers[rank], strict=True):
+            name = NAMES.get(op, "matmul_all_reduce")
+            assert (expired.op, expired.call, expired.rank, expired.absent) == (name, 2, rank, (1,)), str(expired)
+            assert str(expired).startswith(f"{name}, call 2: rank {rank} waited for ")
