@@ -68,6 +68,7 @@ def dense_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.double()[:, None, None] * distance.abs()
-    scores = torch.where(seen, scores, -torch.inf)
+    scores = torch.where(seen, scores if bias is None else scores + bias, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     if scores.shape[-1] == 0:

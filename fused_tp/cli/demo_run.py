@@ -115,10 +115,7 @@ class Demo:
         model = build_model(settings) if model is None else model
         if parallel:
             model = parallelize(
-                model,
-                self.mesh,
-                sequence_parallel=settings.sequence_parallel,
-                loss_parallel=settings.loss_parallel,
+                model, self.mesh, sequence_parallel=settings.sequence_parallel, loss_parallel=settings.loss_parallel
             )
         trainer = Trainer(model, lr=settings.lr, dtype=settings.dtype, device=settings.device)
         return trainer, 0 if settings.resume is None else trainer.load(settings.resume, alone=not parallel)

@@ -53,10 +53,7 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
 
 # What a version of NCCL has that we use: attributes of `_core.NcclLibrary`.
-_NCCL_FEATURES = {
-    "has_revoke": "communicators that can be stopped",
-    "has_shared_devices": "several ranks on one GPU",
-}
+_NCCL_FEATURES = {"has_revoke": "communicators that can be stopped", "has_shared_devices": "several ranks on one GPU"}
 
 
 @dataclass(frozen=True)

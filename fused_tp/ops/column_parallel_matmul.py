@@ -96,12 +96,7 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     used = [i for i, d in enumerate(grads) if d is not None]
     needs_x = needs.x and bool(used)
     d_x, *d_weights = COLUMN_PARALLEL_MATMUL_BACKWARD(
-        [grads[i] for i in used],
-        a.x,
-        [a.weights[i] for i in used],
-        [needs.weights[i] for i in used],
-        needs_x,
-        a.group,
+        [grads[i] for i in used], a.x, [a.weights[i] for i in used], [needs.weights[i] for i in used], needs_x, a.group
     )
     given = iter(d_weights)
     return {

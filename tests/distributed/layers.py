@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.nn import RotaryEmbedding
 from fused_tp.runtime.partition import shard_range
+from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
 # fp64: what is left is the order of summation.
@@ -22,7 +23,7 @@ HEADS, HEAD_DIM, HIDDEN = 12, 4, 10
 
 
 class Attention(nn.Module):
-    """What ParallelAttention computes, in the plainest words, with the names of Llama's attention."""
+    """What ParallelAttention computes, by `dense_attention`, with the names of Llama's attention."""
 
     def __init__(self, kv_heads: int, bias: bool, norms: bool, rope: RotaryEmbedding | None, causal: bool) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Attention(nn.Module):
             with torch.no_grad():
                 self.q_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=8))
                 self.k_norm.weight.copy_(seeded(HEAD_DIM, dtype=torch.float64, seed=9))
-        self.head_dim, self.kv_heads, self.rope, self.is_causal, self.norms = HEAD_DIM, kv_heads, rope, causal, norms
+        self.head_dim, self.rope, self.is_causal, self.norms = HEAD_DIM, rope, causal, norms
         self.sliding_window: int | None = None
         self.attn_logit_softcapping: float | None = None
         self.sinks: nn.Parameter | None = None
@@ -53,48 +54,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """mask: additive or bool, [batch, heads, seq, seq] or broadcastable."""
-        q = self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, HEAD_DIM))
+        q, k, v = (proj(x).unflatten(-1, (-1, HEAD_DIM)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.norms:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             places = [torch.arange(b - a) for a, b in itertools.pairwise([0, *self.documents[1:-1], x.shape[1]])]
             q, k = self.rope(q, k, torch.cat(places))
-        k, v = (t.repeat_interleave(HEADS // self.kv_heads, dim=2) for t in (k, v))
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) / HEAD_DIM**0.5
-        if self.attn_logit_softcapping is not None:
-            scores = self.attn_logit_softcapping * torch.tanh(scores / self.attn_logit_softcapping)
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * distance.abs()
-        if self.is_causal:
-            scores = scores.masked_fill(distance < 0, -torch.inf)
-        if self.sliding_window is not None:
-            scores = scores.masked_fill(distance.abs() >= self.sliding_window, -torch.inf)
-        if self.documents:
-            document = torch.bucketize(torch.arange(x.shape[1]), torch.tensor(self.documents), right=True)
-            scores = scores.masked_fill(document[:, None] != document, -torch.inf)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        if self.sinks is not None:
-            extra = self.sinks[None, :, None, None].expand(x.shape[0], HEADS, x.shape[1], 1)
-            scores, v = torch.cat([scores, extra], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
-        # 0 for rows that see nothing
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e300).detach())
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
-        return self.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2))
+        window = None if self.sliding_window is None else (self.sliding_window - 1,) * 2
+        documents = self.documents or None
+        seen, distance = dense_mask(x.shape[1], x.shape[1], causal=self.is_causal, window=window, cu_seqlens=documents)
+        if mask is not None and mask.dtype == torch.bool:
+            seen, mask = seen & mask, None
+        given: dict[str, Any] = {"bias": mask, "alibi_slopes": self.slopes, "sinks": self.sinks}
+        out, _ = dense_attention(q, k, v, seen, distance, softcap=self.attn_logit_softcapping or 0.0, **given)
+        return self.o_proj(out.flatten(-2))
 
 
 class Gated(nn.Module):
     """An MLP with the names of Llama's."""
 
     def __init__(
-        self,
-        act: Callable[[Tensor], Tensor] = F.silu,
-        bias: bool = False,
-        hidden: int = 6,
-        intermediate: int = 13,
+        self, act: Callable[[Tensor], Tensor] = F.silu, bias: bool = False, hidden: int = 6, intermediate: int = 13
     ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias)

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn import (
-    ColumnParallelLinear,
-    ParallelAttention,
-    ParallelMLP,
-    RotaryEmbedding,
-    VocabParallelEmbedding,
-)
+from fused_tp.nn import ColumnParallelLinear, ParallelAttention, ParallelMLP, RotaryEmbedding, VocabParallelEmbedding
 from fused_tp.nn.norm import replicate_own, sequence_parallel_
 from tests.distributed.layers import HEAD_DIM, HIDDEN, Attention, Gated
 

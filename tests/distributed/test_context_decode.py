@@ -300,11 +300,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads, of which the 4 heads of q are not"),
     ({"v": K[:, :4]}, ValueError, "v_cache_shard has shape (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
     ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
-    (
-        {"cache_seqlens": LENGTHS.float()},
-        TypeError,
-        "cache_seqlens has dtype torch.float32; it must be int32",
-    ),
+    ({"cache_seqlens": LENGTHS.float()}, TypeError, "cache_seqlens has dtype torch.float32; it must be int32"),
     ({"cache_seqlens": LENGTHS[:1]}, ValueError, "cache_seqlens has shape (1,); it must be [2], of the batch of q."),
     ({"cache_seqlens": LENGTHS - 4}, ValueError, "cache_seqlens is [-1, 1]; lengths must be at least 0."),
     (

@@ -19,9 +19,10 @@ from torch import Tensor
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.runtime.partition import shard_sizes
+from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.device_plans import NORMED_ALGORITHMS
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
@@ -36,9 +37,12 @@ from tests.distributed.device_tools import (
 )
 from tests.distributed.schedule_cases import at_random, every_method
 from tests.native_build import cpu_device_library, use_library
-from tests.reference import seeded
+from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 
 pytestmark = pytest.mark.full
+
+# One element, fewer than a packet of 16 bytes, odd, several packets and a bit, more than one block's share.
+SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,95 @@ def terms_of(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: 
     return [seeded(*shape, dtype=dtype, seed=1000 * seed + rank) for rank in range(world_size)]
 
 
-# -- collectives, on any ranks ----------------------------------------------------------------------------------------
+# -- collectives, on any ranks: of the CPU here, of GPUs in tests/gpu --------------------------------------------------
+
+
+def sums(device: DeviceCollectives, dtype: torch.dtype) -> None:
+    rank, world_size = device.rank, device.world_size
+    for seed, shape in enumerate(SHAPES):
+        terms = terms_of(world_size, shape, dtype, seed)
+        bias = seeded(shape[-1], dtype=dtype, seed=77)
+        for algorithm in ALGORITHMS:
+            same_bits(device.all_reduce(terms[rank], algorithm), summed(terms))
+            total = device.all_reduce(terms[rank], algorithm, bias)
+            if algorithm == "multimem":  # the switch rounds the sum, then the bias is added
+                wanted = torch.stack([t.double() for t in terms]).sum(0) + bias.double()
+                assert_within_dtype_error(total, wanted, dtype, reduced_over=world_size + 1, roundings=2)
+            else:
+                same_bits(total, summed(terms, bias))
+        in_place = terms[rank].clone()
+        assert device.all_reduce(in_place, "two_shot", bias, out=in_place) is in_place
+        same_bits(in_place, summed(terms, bias))
+        backwards = terms[rank].flip(0).t().contiguous().t() if len(shape) == 2 else terms[rank].flip(0)
+        strided_bias = torch.stack([bias, bias], -1)[..., 0]
+        same_bits(device.all_reduce(backwards, "one_shot", strided_bias), summed([t.flip(0) for t in terms], bias))
+        start, stop = shard_range(shape[0], world_size, rank)
+        same_bits(device.reduce_scatter(terms[rank]), summed(terms)[start:stop])
+        same_bits(device.reduce_scatter(terms[rank], None, bias), summed(terms, bias)[start:stop])
+    # Blocks of rows, as of a dim in the middle: 3 rows for each index of a dim of 5.
+    terms = terms_of(world_size, (15, 4), dtype)
+    sizes = [3 * size for size in shard_sizes(5, world_size)]
+    wanted = summed(terms).split(sizes)[rank]
+    same_bits(device.reduce_scatter(terms[rank], sizes), wanted)
+
+
+def movements(device: DeviceCollectives, dtype: torch.dtype) -> None:
+    rank, world_size = device.rank, device.world_size
+    for shape in ((1,), (7,), (13, 3), (4 * world_size, 5, 2), (257, 67)):
+        whole = (100 * seeded(*shape)).to(dtype)
+        sizes = shard_sizes(shape[0], world_size)
+        shard = whole.split(sizes)[rank]
+        same_bits(device.all_gather(shard, sizes), whole)
+    shards = [torch.full((2, 3), r, dtype=dtype)[:, ::2] for r in range(world_size)]
+    same_bits(device.all_gather(shards[rank]), torch.cat(shards))
+    for batch, length, heads, head_dim in ((1, 1, 1, 1), (2, 3, 2, 5), (3, 4, 1, 64)):
+        whole = (100 * seeded(batch, length * world_size, heads * world_size, head_dim)).to(dtype)
+        of_sequence = whole.split(length, 1)[rank]
+        of_heads = whole.split(heads, 2)[rank]
+        assert 1 in (batch, world_size) or not of_sequence.is_contiguous()  # its batches lie apart, which takes no copy
+        same_bits(device.sequence_to_heads(of_sequence), of_heads)
+        same_bits(device.heads_to_sequence(of_heads), of_sequence)
+        same_bits(device.heads_to_sequence(device.sequence_to_heads(of_sequence)), of_sequence)
+
+
+def norms(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
+    """Also what must have the same bits on all ranks."""
+    rank, world_size = device.rank, device.world_size
+    results: list[Tensor] = []
+    for seed, shape in enumerate(SHAPES):
+        terms = terms_of(world_size, shape, dtype, seed)
+        residual, weight = seeded(*shape, dtype=dtype, seed=5), seeded(shape[-1], dtype=dtype, seed=6)
+        wanted = residual.double() + torch.stack([t.double() for t in terms]).sum(0)
+        for algorithm in NORMED_ALGORITHMS:
+            name = f"{shape} {algorithm}"
+            normed, stream = device.all_reduce_rms_norm(terms[rank], residual, weight, 1e-6, algorithm)
+            assert_within_dtype_error(stream, wanted, dtype, reduced_over=world_size + 1, name=name)
+            normed64 = rms_norm64(stream, weight, 1e-6)
+            assert_within_dtype_error(normed, normed64, dtype, reduced_over=shape[-1], name=name)
+            results += [normed, stream]
+    return results
+
+
+def every_collective(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
+    sums(device, dtype)
+    movements(device, dtype)
+    return norms(device, dtype)
+
+
+def in_process(group: Any, dtype_name: str) -> list[bytes]:
+    device = collectives_of(group)
+    results = every_collective(device, getattr(torch, dtype_name))
+    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex64):  # what is only moved may have any
+        movements(device, dtype)
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype_name"), [(1, "bfloat16"), (2, "float32"), (3, "float16"), (4, "bfloat16")]
+)
+def test_collectives_of_processes(world_size: int, dtype_name: str) -> None:
+    results = device_ranks(world_size, in_process, dtype_name)
+    assert all(result == results[0] for result in results)
 
 
 @pytest.fixture

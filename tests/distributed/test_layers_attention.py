@@ -288,11 +288,7 @@ def test_with_context_parallelism(group: dist.ProcessGroup, documents: bool) -> 
     for layout in ("balanced", "zigzag") if documents else ("zigzag", "contiguous"):
         for sequence_parallel in (False, True):
             sharded = converted(
-                full,
-                mesh=mesh["tp"],
-                cp_group=mesh["cp"],
-                cp_layout=layout,
-                sequence_parallel=sequence_parallel,
+                full, mesh=mesh["tp"], cp_group=mesh["cp"], cp_layout=layout, sequence_parallel=sequence_parallel
             )
 
             def mine(t: Tensor, layout: str = layout, cut: bool = sequence_parallel) -> Tensor:

@@ -315,12 +315,7 @@ def cross_entropy_cases(group: Any, dtype_name: str) -> None:
                 wanted = torch.nn.functional.cross_entropy(*flat, reduction=reduction, label_smoothing=smoothing)
                 shard = own_part(logits, -1, group).clone().requires_grad_()
                 loss = fused_tp.vocab_parallel_cross_entropy(
-                    shard,
-                    target,
-                    group=group,
-                    label_smoothing=smoothing,
-                    reduction=reduction,
-                    vocab_size=vocab,
+                    shard, target, group=group, label_smoothing=smoothing, reduction=reduction, vocab_size=vocab
                 )
                 d = seeded(*loss.shape, dtype=torch.float64, seed=3)
                 if shape[0] == 0:

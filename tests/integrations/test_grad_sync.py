@@ -17,13 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.integrations.global_loss import GradientSync
 from fused_tp.integrations.parallelize import parallelize
-from tests.integrations.models import (
-    assert_same_gradients,
-    copy_of,
-    make,
-    make_tokens,
-    mesh_of,
-)
+from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 
 

@@ -56,11 +56,7 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any]
 
 def bias_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
     return [
-        (
-            lambda: op(bias=torch.ones(4)),
-            ValueError,
-            "bias has shape (4,); it must be (5,), one for each row of",
-        ),
+        (lambda: op(bias=torch.ones(4)), ValueError, "bias has shape (4,); it must be (5,), one for each row of"),
         (lambda: op(bias=B.half()), TypeError, "bias has dtype torch.float16, but"),
         (lambda: op(bias=1.0), TypeError, "bias must be a Tensor, not float."),
     ]
@@ -112,11 +108,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but partial has torch.float32"),
     (lambda: norm(residual=R[:2]), ValueError, "residual has shape (2, 5); it must be (3, 5), the shape of the sum"),
     (lambda: norm(norm_weight=R), ValueError, "norm_weight has shape (3, 5); it must be (5,), one for each feature."),
-    (
-        lambda: norm(norm_weight=NW.double()),
-        TypeError,
-        "norm_weight has dtype torch.float64, but partial has torch",
-    ),
+    (lambda: norm(norm_weight=NW.double()), TypeError, "norm_weight has dtype torch.float64, but partial has torch"),
     (lambda: norm(eps=0.0), ValueError, "eps is 0.0; it must be positive"),
     (lambda: norm(eps=float("nan")), ValueError, "eps is nan; it must be positive"),
     (lambda: norm(eps="1e-6"), TypeError, "eps must be a float, not str."),

@@ -147,16 +147,10 @@ def test_the_figure_is_printed_as_a_table() -> None:
         ({"seq_len": 4, "layout": "balanced"}, ValueError, "needs their cu_seqlens"),
         ({"seq_len": 4, "layout": "stripe"}, ValueError, "layout is 'stripe'"),
         ({"seq_len": -4}, ValueError, "seq_len is -4"),
-        ({"seq_len": 4.0}, TypeError, "seq_len must be an int"),
         ({"seq_len": 4, "world_size": 0}, ValueError, "world_size is 0"),
         ({"seq_len": 4, "world_size": 2, "group": "cp"}, ValueError, "both given"),
-        ({"seq_len": 4, "window": 3}, TypeError, "window must be"),
-        ({"seq_len": 4, "causal": "no"}, TypeError, "causal must be a bool, not str"),
-        ({"cu_seqlens": torch.tensor([0, 5, 4])}, ValueError, "never go back"),
         ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, ValueError, "must begin with 0"),
-        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "must be int32 or int64"),
         ({"cu_seqlens": torch.tensor([[0, 4]])}, ValueError, r"\[documents \+ 1\]"),
-        ({"cu_seqlens": [0, 4]}, TypeError, "must be a Tensor"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

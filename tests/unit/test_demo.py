@@ -14,11 +14,7 @@ import torch
 from fused_tp.cli import demo, shipped_module
 from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Run, Sample, report, shown_steps, verdict
-from fused_tp.cli.demo_run import (
-    BYTES,
-    make_tokens,
-    plain_collectives,
-)
+from fused_tp.cli.demo_run import BYTES, make_tokens, plain_collectives
 from fused_tp.cli.main import main
 from fused_tp.runtime import settings as runtime_settings
 

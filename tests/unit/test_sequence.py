@@ -150,7 +150,6 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
     ("call", "error", "message"),
     [
         (lambda: shard_sequence(X, 2, group=None), ValueError, "dim=2 is out of range"),
-        (lambda: shard_sequence(X, 1.0, group=None), TypeError, "dim must be an int"),
         (lambda: shard_sequence([1], 0, group=None), TypeError, "x must be a Tensor"),
         (lambda: shard_sequence(X, 1, group=None, layout="stripe"), ValueError, "layout is 'stripe'"),
         (
@@ -160,15 +159,11 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
         ),
         (lambda: unshard_sequence(X, 1, group=None, seq_len=-1), ValueError, "seq_len is -1"),
         (lambda: sequence_positions(True, group=None), TypeError, "seq_len must be an int"),
-        (lambda: sequence_positions(-3, group=None), ValueError, "seq_len is -3"),
         (lambda: sequence_positions(4, group=None, within_documents=True), ValueError, "pass cu_seqlens"),
         (lambda: sequence_positions(4, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
         (lambda: shard_sequence(X, 1, group=None, layout="balanced"), ValueError, "needs their cu_seqlens"),
         (lambda: packed(shard_sequence, torch.tensor([0, 5])), ValueError, r"cu_seqlens is \(0, 5\); .* the 4 tokens"),
         (lambda: packed(unshard_sequence, torch.tensor([0, 3, 2, 4])), ValueError, "never go back"),
-        (lambda: packed(unshard_sequence, torch.tensor([0.0, 4.0])), TypeError, "cu_seqlens has dtype torch.float32"),
-        (lambda: packed(shard_sequence, torch.tensor([[0, 4]])), ValueError, r"cu_seqlens has shape \(1, 2\)"),
-        (lambda: packed(shard_sequence, [0, 4]), TypeError, "cu_seqlens must be a Tensor, not list"),
     ],
 )
 def test_bad_sequence_arguments(call: Any, error: type[Exception], message: str) -> None:
