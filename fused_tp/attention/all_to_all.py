@@ -102,14 +102,7 @@ def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all of several tensors on this rank.
-
-    Attributes:
-        op: name of the op that this is part of.
-        dims: what all ranks must agree on.
-        shares: of each tensor.
-        dtypes: of each result.
-    """
+    """One all-to-all of several tensors on this rank, a part of `op`; all ranks must agree on `dims`."""
 
     op: str
     dims: tuple[int, ...]

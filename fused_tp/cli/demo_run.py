@@ -50,14 +50,9 @@ Advance = Callable[[Run, int], None]  # notes that a run has done one more of so
 
 
 def launch(settings: DemoSettings, start_method: str | None) -> None:
-    """Run the demo on settings.ranks ranks; returns when all have exited.
+    """Run the demo on settings.ranks ranks, started by `start_method`, or being there already (None, under torchrun).
 
-    Args:
-        start_method: how ranks are started on this host; None under torchrun, where this process is one of them.
-
-    Raises:
-        ValueError: what was asked does not fit the model or the text.
-        ProcessRaisedException, ProcessExitedException: a rank has failed.
+    Raises ValueError where what was asked does not fit the model or the text; torch's errors where a rank has failed.
     """
     if start_method is None:
         _run_rank(settings, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)

@@ -84,11 +84,6 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
         TypeError: `plan` is neither "auto" nor a dict, or a style is neither a string nor a `ParallelStyle`.
         ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
             module.
-
-    Example:
-        >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        >>> resolve_plan(mlp, {"0": "colwise", "1": "rowwise"})
-        {'0': 'colwise', '1': 'rowwise'}
     """
     own = isinstance(plan, str)
     if isinstance(plan, str):

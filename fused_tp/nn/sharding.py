@@ -91,9 +91,6 @@ def shard_parameter(
     Raises:
         TypeError: `parameter` is a DTensor already.
         ValueError: it was converted before, by `memo`, to another placement (tied weights must be cut alike).
-
-    Example:
-        >>> weight = shard_parameter(linear.weight, mesh, Shard(0))   # [out, in] -> local [out / W, in]
     """
     if isinstance(parameter, DTensor):
         raise TypeError(

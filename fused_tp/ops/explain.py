@@ -114,22 +114,8 @@ def explain_for(
     arch: str,
     dim: int | None = None,
 ) -> Explanation:
-    """What FUSED_TP_SCHEDULE or the dispatch table says for a group that need not exist: ranks on `transport`.
-
-    Args:
-        op, shapes, dtype, dim: as for `explain`.
-        world_size: ranks in the group.
-        transport: "shm" or the name of a torch.distributed backend.
-        arch: "cpu", or "sm_90" and the like.
-
-    Raises:
-        ValueError, TypeError: as `explain`.
-
-    Example:
-        >>> explain_for("matmul_all_reduce", (1, 8), (8, 8), dtype=torch.float32, world_size=2, transport="gloo",
-        ...             arch="cpu").forward.schedule
-        'plain'
-    """
+    """`explain` for a group that need not exist: `world_size` ranks on `transport`, "shm" or the name of a
+    torch.distributed backend, with devices of `arch`, "cpu" or "sm_90" and the like."""
     device_type = "cuda" if arch.startswith("sm_") else arch
     messages = "torch.distributed" if transport == "shm" else transport  # which a table may prefer to shared memory
 
@@ -161,15 +147,8 @@ def explain_for(
 
 
 class _Place(NamedTuple):
-    """Ranks that would run a call.
-
-    Attributes:
-        size: how many there are.
-        device_type, where: of their devices, for dispatch and in words.
-        ask: what dispatch decides for them.
-        messages: the backend that carries their messages.
-        fused_ring: whether they can run the fused ring.
-    """
+    """Ranks that would run a call: how many, on devices of which type, `where` in words, what dispatch decides for them
+    (`ask`), the backend of their messages, and whether they can run the fused ring."""
 
     size: int
     device_type: str

@@ -11,16 +11,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Availability:
-    """Truthy where something can be used.
-
-    Attributes:
-        ok: whether it can.
-        reason: why it cannot, as the part of a sentence without a full stop; empty where it can.
-
-    Example:
-        >>> bool(AVAILABLE), unavailable("Triton is not installed").reason
-        (True, 'Triton is not installed')
-    """
+    """Truthy where something can be used; `reason`: why it cannot, as the part of a sentence without a full stop."""
 
     ok: bool
     reason: str = ""

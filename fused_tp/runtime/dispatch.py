@@ -69,20 +69,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
-    """The table's schedule for one call.
-
-    Args:
-        key: of the call.
-        world_size: size of the group.
-        transport: "shm", or the torch.distributed backend.
-        arch: as `arch_of` says.
-        without: schedules that cannot serve this call; rules that name them are passed over.
-
-    Example:
-        >>> key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cpu"), 1, None, 4096)
-        >>> choose(key, 2, "gloo", "cpu").schedule
-        'plain'
-    """
+    """The table's schedule for one call, on `transport` ("shm", or the torch.distributed backend) and `arch` (of
+    `arch_of`). Rules that name a schedule of `without`, which cannot serve this call, are passed over."""
     return _choose(settings.table_path(), key, world_size, transport, arch, without)
 
 

@@ -26,13 +26,8 @@ SINGLE_NAME = ""  # torch.distributed never gives a group the empty name
 class Group:
     """The ranks that share an op. What modules keep for a group is in a `GroupSlot` of each.
 
-    Attributes:
-        process_group: torch.distributed's group; None when torch.distributed is not initialised (a world of one).
-        name: torch.distributed's name of the group.
-        rank: this process's rank in the group.
-        size: how many ranks it has.
-        ranks: their global ranks, by group rank.
-        owned: groups that were made for this one, and are destroyed once it has been.
+    `process_group` is None where torch.distributed is not initialised (a world of one); `ranks` are the global ranks,
+    by group rank; `owned` are groups that were made for this one, and are destroyed once it has been.
     """
 
     process_group: ProcessGroup | None
@@ -44,18 +39,11 @@ class Group:
 
 
 class GroupSlot(dict[Group, T]):
-    """What one module keeps for each group: made at the first `slot[group]`, dropped once the group is destroyed.
+    """What one module keeps for each group: made by `make` at the first `slot[group]`, or set by the module where there
+    is no `make`; dropped once the group is destroyed.
 
     A dict and no object around one: decode-sized calls look up several slots, and a Python frame costs them more than
     a lookup does (`ops.op` has the numbers).
-
-    Args:
-        make: makes the value of a group; None where the module sets it, as `slot[group] = value`.
-
-    Example:
-        _PLANS: GroupSlot[dict[int, Plan]] = GroupSlot(lambda group: {})
-        _PLANS[group]        # {}
-        _PLANS.get(group)    # the same, or None where nothing has been made
     """
 
     def __init__(self, make: Callable[[Group], T] | None = None) -> None:

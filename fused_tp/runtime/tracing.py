@@ -53,14 +53,9 @@ _NOTHING = cast(AbstractContextManager[object], _Nothing())
 def span(name: str, *parts: object) -> AbstractContextManager[object]:
     """A range that profilers show, named `name` and `parts`; costs some tens of nanoseconds where nothing records.
 
-    Args:
-        name: what is done.
-        parts: what it is done with, put in words only where something records: a tensor by its shape, a list with
-            tensors by the shapes of the matrices among them and the dtype, None not at all, anything else by `str`.
-
-    Example:
-        with span("chunk", number, "of", chunks): ...
-        with span("matmul_all_reduce", (x, weight), schedule.name): ...  # matmul_all_reduce [8, 64]x[32, 64] bf16 plain
+    `parts` are put in words only where something records: a tensor by its shape, a list with tensors by the shapes of
+    the matrices among them and the dtype, None not at all, anything else by `str`: of ("op", (x, weight), "plain") the
+    name is "op [8, 64]x[32, 64] bf16 plain".
     """
     if not _profiler._is_profiler_enabled and not (settings.RAW.get(NVTX) or TOOL):
         return _NOTHING

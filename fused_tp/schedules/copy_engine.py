@@ -38,11 +38,8 @@ MAX_CHUNKS = 4
 class CopyEngineSchedule(KernelSchedule):
     """Every op over one group as matmuls of the library and copies of blocks.
 
-    Args:
-        engine: of the group.
-        plain: what runs the ops that have no such form: sums of whole tensors that all ranks get; None for ranks that
-            are threads, which have nothing that could.
-        chunks: of an all-reduce; None: as many as its size is worth.
+    `plain` runs the ops that have no such form, sums of whole tensors that all ranks get; threads have none.
+    `chunks`: of an all-reduce; None: as many as its size is worth.
     """
 
     name = "copy_engine"

@@ -42,11 +42,8 @@ MAX_CHUNKS = 4
 class Hierarchical(Schedule):
     """Every op over one group of several hosts.
 
-    Args:
-        hosts: of the group.
-        inside: the schedule for an op in a dtype among the ranks of this host.
-        across: between the ranks of this rank's place on all hosts.
-        flat: what runs where shards are not equally long; over the whole group.
+    `inside`: the schedule for an op in a dtype among the ranks of this host. `across`: between the ranks of this rank's
+    place on all hosts. `flat`: over the whole group, where shards are not equally long.
     """
 
     name = "hierarchical"
