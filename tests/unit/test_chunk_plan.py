@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.native.doubles import libraries
-
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
 COUNTS = [
@@ -117,9 +115,3 @@ def test_bad_arguments_are_named(arguments: tuple[Any, ...], said: str) -> None:
     for make in ("gather_plan", "scatter_plan"):
         with pytest.raises(ValueError, match=said):
             getattr(core, make)(*arguments)
-
-
-@pytest.mark.full
-def test_pipelines_have_no_races() -> None:
-    """Sizes and cuts by chance. Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
-    assert libraries.run_under_thread_sanitizer("pipelines", "nccl/pipeline") == "no race"

@@ -95,6 +95,6 @@ def test_deadlines_without_clocks_or_threads() -> None:
 
 
 @pytest.mark.full
-def test_watchdog_and_communicators_have_no_races() -> None:
+def test_watchdog_communicators_and_pipelines_have_no_races() -> None:
     """Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
-    assert libraries.run_under_thread_sanitizer("communicators") == "no race"
+    assert libraries.run_races() == "no race"

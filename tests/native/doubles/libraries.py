@@ -86,14 +86,14 @@ def nccl_of_version(version: int, folder: Path) -> Path:
     return Path(shutil.copy(nccl_double(), folder / f"libnccl_{version}.so"))
 
 
-def run_under_thread_sanitizer(program: str, *units: str) -> str:
-    """What `program`.cpp of this folder prints; it is linked with the communicator and these units of csrc."""
+def run_races() -> str:
+    """What races.cpp prints under ThreadSanitizer."""
     require_sanitizer("thread")
     # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
     flags = ("-fsanitize=thread", "-ftls-model=initial-exec")
-    own = [f"csrc/{unit}.cpp" for unit in ("driver/driver", "driver/watchdog", "nccl/library", "nccl/communicator")]
-    sources = [FOLDER / f"{program}.cpp", *own, *(f"csrc/{unit}.cpp" for unit in units)]
-    command = [build_program(program, sources, ["-Icsrc", "-O1", flags[0]]), cuda_double(*flags), nccl_double(*flags)]
+    own = [source for folder in ("driver", "nccl") for source in sorted(Path("csrc", folder).glob("*.cpp"))]
+    program = build_program("nccl_races", [FOLDER / "races.cpp", *own], ["-Icsrc", "-O1", flags[0]])
+    command = [program, cuda_double(*flags), nccl_double(*flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     return done.stdout.strip()
