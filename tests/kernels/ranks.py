@@ -23,7 +23,6 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import forks, workers
-from tests.reference import matmul64, seeded
 
 _pool: workers._Workers | None = None
 
@@ -83,17 +82,6 @@ def stop() -> None:
 def workspace_of(group: dist.ProcessGroup, nbytes: int = 1 << 20, timeout_seconds: float = 20.0) -> Workspace:
     buffer, handle = allocate_cpu(resolve_group(group), nbytes)
     return Workspace(buffer, handle, timeout_seconds=timeout_seconds, counters=64)
-
-
-def sum_of_matmuls(
-    group: dist.ProcessGroup, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """x [m, k_r] and w [n, k_r] of this rank, k_r = k or k + 1; the fp64 sum of x @ w^T over ranks; its terms."""
-    ks = [k + rank % 2 for rank in range(group.size())]
-    xs = [seeded(m, k_r, dtype=dtype, seed=1000 * seed + rank) for rank, k_r in enumerate(ks)]
-    ws = [seeded(n, k_r, dtype=dtype, seed=1000 * seed + 100 + rank) for rank, k_r in enumerate(ks)]
-    total = torch.stack([matmul64(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
-    return xs[group.rank()], ws[group.rank()], total, sum(ks)
 
 
 def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:

@@ -84,14 +84,6 @@ def test_each_kind_has_its_own() -> None:
         assert again is first
 
 
-def test_growing_during_a_capture_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    workspaces, _ = made()
-    monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
-    match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
-    with pytest.raises(RuntimeError, match=match), workspaces.use("sum", 5, "op"):
-        pass
-
-
 def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     workspaces, _ = made()
     with workspaces.use("sum", 1, "op") as captured:
@@ -104,13 +96,23 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
         pass
 
 
-def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("heard", "left", "kind", "sentence"),
+    [
+        (None, Said("who and why"), CollectiveTimeoutError, "who and why, in 7 s (FUSED_TP_TIMEOUT)."),
+        ("Rank 1 has said why.", GaveUp("it gave up"), PeerLostError, "it gave up. Rank 1 has said why."),
+        (None, GaveUp("it gave up"), CollectiveTimeoutError, "it gave up."),  # which did not take the deadline
+    ],
+)
+def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
+    heard: str | None, left: Said, kind: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
-    workspaces, _ = made()
-    match = r"who and why, in 7 s \(FUSED_TP_TIMEOUT\)"
-    with pytest.raises(CollectiveTimeoutError, match=match), workspaces.use("sum", 1, "op") as workspace:
-        workspace.said = Said("who and why")
-    with pytest.raises(FusedTPError, match="unusable since an earlier failure: who and why"):
+    workspaces = Workspaces(Memory(), {"sum": Workspace}, lambda said: heard)
+    with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
+        workspace.said = left
+    assert str(raised.value) == sentence
+    with pytest.raises(FusedTPError, match="unusable since an earlier failure: "):
         workspaces.raise_if_failed()
 
 
@@ -122,15 +124,6 @@ def test_one_that_gives_up_tells_its_peers_in_all_workspaces() -> None:
     assert first.left and second.left
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: why"):
         workspaces.use("sum", 1, "op")
-
-
-@pytest.mark.parametrize("said", ["Rank 1 has said why.", None])
-def test_a_wait_for_one_that_gave_up_did_not_take_the_deadline(said: str | None) -> None:
-    workspaces = Workspaces(Memory(), {"sum": Workspace}, lambda sentence: said)
-    kind = CollectiveTimeoutError if said is None else PeerLostError
-    with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
-        workspace.said = GaveUp("rank 1 gave up")
-    assert str(raised.value) == " ".join(filter(None, ("rank 1 gave up.", said))) == str(workspaces.broken)
 
 
 def test_a_lost_peer_ends_all_waits_and_is_the_cause_that_is_told() -> None:
@@ -175,7 +168,8 @@ def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     assert len(told) == 1 and match in told[0]
 
 
-def test_a_workspace_that_is_made_after_a_peer_was_lost_does_not_wait_for_it() -> None:
+def test_a_peer_that_is_lost_meanwhile() -> None:
+    """A workspace that is made then does not wait for it; a call that had its part is not spoilt, the next one is."""
     workspaces, memory = made()
     allocate = memory.allocate
 
@@ -186,23 +180,20 @@ def test_a_workspace_that_is_made_after_a_peer_was_lost_does_not_wait_for_it() -
     memory.allocate = lost_meanwhile
     with workspaces.use("sum", 1, "op") as workspace:
         assert workspace.stopped
-
-
-def test_a_peer_that_ended_after_its_part_does_not_spoil_the_result() -> None:
-    workspaces, _ = made()
-    with workspaces.use("sum", 1, "op"):
-        workspaces._peer_lost(1)
     with pytest.raises(PeerLostError), workspaces.use("sum", 1, "op"):
         pass
 
 
-def test_room_that_is_reserved_is_there_when_nothing_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces, memory = made()
     workspaces.reserve("sum", 5, "op")
     workspaces.reserve("sum", MIB, "op")
     monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
     with workspaces.use("sum", MIB, "op"):
         assert memory.asked == [MIB]
+    match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"
+    with pytest.raises(RuntimeError, match=match), workspaces.use("gather", 5, "op"):
+        pass
 
 
 def test_a_deadline_beyond_what_kernels_can_count(monkeypatch: pytest.MonkeyPatch) -> None:

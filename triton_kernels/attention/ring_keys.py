@@ -224,9 +224,7 @@ class RingWorkspace(GatherWorkspace):
         Raises:
             ValueError: it is too small.
         """
-        needed = layout.nbytes(self.world_size)
-        if needed > self.nbytes:
-            raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
+        self.require(layout.nbytes(self.world_size))
         offset = (self.begin + data_offset(self.world_size)) // layout.dtype.itemsize
         return self.handle.get_buffer(rank, layout.shape, layout.dtype, offset)
 

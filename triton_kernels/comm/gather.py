@@ -213,9 +213,8 @@ class GatherWorkspace(Workspace):
         self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
 
-    def check_room(self, rows_per_rank: int, k: int, dtype: torch.dtype) -> None:
-        """Raises ValueError where a shard of [rows_per_rank, k] does not fit."""
-        needed = region_bytes(rows_per_rank, k, dtype, self.world_size)
+    def require(self, needed: int) -> None:
+        """Raises ValueError where it has fewer bytes."""
         if needed > self.nbytes:
             raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
 

@@ -57,7 +57,7 @@ from ..comm.gather import (
 from ..comm.signals import flag_at, is_last, join, put, unbroken, wait
 from ..device import sms_of
 from ..language import zeros
-from .configs import Constants, GemmConfig
+from .configs import GemmConfig
 from .launch import Launch, LoadPlan, check_like, check_matmul, descriptor, fits_tma, is_swapped, plan_loads
 from .tiles import Matrix, Sizes, add_product, store_result, tile_at
 
@@ -300,7 +300,7 @@ def _checked(
     _, own = shards.range(workspace.rank)
     if x_shard.shape[0] != own:
         raise ValueError(f"x_shard of rank {workspace.rank} must have {own} of {rows} rows; got {x_shard.shape[0]}.")
-    workspace.check_room(per_rank, shards.k, x_shard.dtype)
+    workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, world))
     return shards
 
 
@@ -349,7 +349,12 @@ def matmul_launch(
         "WORLD": workspace.world_size,
         "DIRECT": direct,
         "LAST": last,
-        "C": gather_constants(launch, plan, len(weights), shards.k % config.block_k == 0),
+        # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
+        "C": plan.constants(
+            launch.precision,
+            even_k=shards.k % config.block_k == 0,
+            flatten=len(weights) == 1 or config.block_n > 128,
+        ),
     }
     # Relays wait for peers and say so when they give up; this deadline only bounds the wait.
     arguments |= workspace.arguments(workspace.timeout_ns * (1 if direct else 2))
@@ -371,13 +376,6 @@ def by_pointers(config: GemmConfig) -> GemmConfig:
     if config.block_m * config.block_n <= 128 * 128:
         return config
     return dataclasses.replace(config, block_n=config.block_n // 2)
-
-
-def gather_constants(launch: Launch, plan: LoadPlan, weights: int, even_k: bool) -> Constants:
-    """The constants of a matmul of several weights."""
-    # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
-    flatten = weights == 1 or plan.config.block_n > 128
-    return plan.constants(launch.precision, even_k=even_k, flatten=flatten)
 
 
 def _key(

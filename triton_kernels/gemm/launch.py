@@ -21,7 +21,6 @@ from .tiles import Sizes
 
 # Matmuls that one launch adds up: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4
-OPERANDS = tuple(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
 
 
 def is_swapped(t: Tensor) -> bool:
@@ -38,11 +37,6 @@ def fits_tma(t: Tensor) -> bool:
 def descriptor(t: Tensor, block: Sequence[int]) -> Any:
     """Of blocks [rows, columns] of `t`; where it `is_swapped`, of the transposed matrix in blocks [columns, rows]."""
     return tma_descriptor(t.t(), block[::-1]) if is_swapped(t) else tma_descriptor(t, block)
-
-
-def sizes_of(x: Tensor, w: Tensor) -> Sizes:
-    """What a kernel knows of x [M, K] and w [N, K] beside M and N."""
-    return Sizes(x.shape[1], x.stride(), w.stride())
 
 
 @dataclass(frozen=True)
@@ -164,12 +158,8 @@ def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Loa
     alike = all(len(found) == 1 for found in swapped)
     if launch.tma_config is not None and alike and transposes and all(map(fits_tma, (*xs, *ws))):
         return LoadPlan(launch.tma_config, True, *of_first)
-    return LoadPlan(by_pointers(launch, len(products)), False, *of_first)
-
-
-def by_pointers(launch: Launch, products: int) -> GemmConfig:
-    """Several products are as many loops, all of whose pointers are ready at once: half as many each."""
-    return launch.config.half_k() if products > 1 else launch.config
+    # Several products are as many loops, all of whose pointers are ready at once: half as many each.
+    return LoadPlan(launch.config.half_k() if len(products) > 1 else launch.config, False, *of_first)
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
@@ -179,26 +169,19 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
     """
     plan = plan_loads(products, launch)
     config = plan.config
-    arguments: dict[str, Any] = dict.fromkeys(OPERANDS)
+    arguments: dict[str, Any] = dict.fromkeys(f"{name}{i}" for i in range(MAX_PRODUCTS) for name in "xw")
     for i, (x, w) in enumerate(products):
         if plan.tma:
             arguments[f"x{i}"] = descriptor(x, (config.block_m, config.block_k))
             arguments[f"w{i}"] = descriptor(w, (config.block_n, config.block_k))
         else:
             arguments[f"x{i}"], arguments[f"w{i}"] = x, w
-    arguments["sizes"] = tuple(sizes_of(x, w) for x, w in products)
+    arguments["sizes"] = tuple(Sizes(x.shape[1], x.stride(), w.stride()) for x, w in products)
     even_k = all(x.shape[1] % config.block_k == 0 for x, _ in products)
-    arguments["C"] = sum_constants(launch, plan, products[0][0].element_size(), len(products), even_k, flatten)
-    return arguments | config.options()
-
-
-def sum_constants(
-    launch: Launch, plan: LoadPlan, element_bytes: int, products: int, even_k: bool, flatten: bool
-) -> Constants:
-    """The constants of a matmul that ends in a sum over ranks."""
     # Triton flattens two loops into one, not three.
-    constants = plan.constants(launch.precision, even_k=even_k, flatten=flatten and products == 1)
-    return constants._replace(PRODUCTS=products, STRIP_M=launch.strip_rows(plan.config, element_bytes))
+    c = plan.constants(launch.precision, even_k=even_k, flatten=flatten and len(products) == 1)
+    strip_rows = launch.strip_rows(config, products[0][0].element_size())
+    return arguments | config.options() | {"C": c._replace(PRODUCTS=len(products), STRIP_M=strip_rows)}
 
 
 def check_products(products: Sequence[tuple[Tensor, Tensor]], workspace: Workspace) -> tuple[int, int]:
