@@ -1,4 +1,5 @@
 """A rank that comes too late: once the others have given up, not after seconds that a busy machine stretches for them.
+And one whose wait Ctrl-C ends.
 
 The ranks are those of the default group, whose store they meet at:
 
@@ -11,8 +12,11 @@ The ranks are those of the default group, whose store they meet at:
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -36,3 +40,18 @@ def wait_for_those_who_gave_up(what: str, ranks: Iterable[int]) -> None:
 
 def _key(what: str, rank: int) -> str:
     return f"gave up/{what}/{rank}"
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """A signal handler raises KeyboardInterrupt then."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -6,8 +6,8 @@ Every round starts new ranks, runs a few hundred random calls with their backwar
 fourth round one rank kills itself on the way, and all others must notice. A round also fails when memory of a rank
 keeps growing or something is left in /dev/shm. It prints each round's seed first, which repeats it.
 
-Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and 60
-ranks killed at random moments (tests/faults.py).
+Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and 30
+ranks stopped and killed at random moments (tests/faults.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.workers import Outcome, fresh_ranks
 CALLS = 300
 KILL_EVERY = 4
 SHM_CALLS = 10_000
-KILLS = 60
+KILLS = 30
 GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice

@@ -175,7 +175,7 @@ def fresh_ranks(
     raised: call `.unwrap()` where none is expected. A rank that dies (also while it exits) raises RanksFailed unless
     `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut.
     """
-    workers = _Workers(world_size, env=env, forked=forks.can_fork())
+    workers = _Workers(world_size, env=env)
     try:
         outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
         # A rank that raised may have left peers in the middle of something, and gloo's threads then take long to end.
@@ -214,7 +214,7 @@ _the_pool: _Workers | None = None
 def _pool() -> _Workers:
     global _the_pool
     if _the_pool is None:
-        _the_pool = _Workers(POOL_SIZE)
+        _the_pool = _Workers(POOL_SIZE, pool=True)
         atexit.register(stop_pool)
     return _the_pool
 
@@ -237,12 +237,13 @@ class _Workers:
     """`size` processes joined by one gloo default group, and the pipes to them.
 
     Forked ones start in a moment (`tests.forks`). Rank 0 of the pool is a process of its own: ranks that went through a
-    set in the order of its hashes would differ from it, as they do in real life.
+    set in the order of its hashes would differ from it, as they do in real life. Only the pool makes groups of parts of
+    its ranks: torch names groups that some ranks make for themselves by how many groups a rank is in.
     """
 
-    def __init__(self, size: int, env: Mapping[str, str | None] | None = None, forked: bool = False) -> None:
+    def __init__(self, size: int, env: Mapping[str, str | None] | None = None, pool: bool = False) -> None:
         self.size = size
-        self.forked = forked
+        self.pool = pool
         self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_ranks_"))
         self.processes: list[subprocess.Popen[bytes] | forks.Forked] = []
         self.pipes: list[Connection] = []
@@ -344,10 +345,10 @@ class _Workers:
         self.pipes.append(ours)
 
     def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
-        arguments = [rank, self.size, self.store.port]
+        arguments = [rank, self.size, self.store.port, int(self.pool)]
         # What forks has imported Triton (by torch._dynamo), which decides then whether it interprets kernels.
         compiles = "TRITON_INTERPRET" not in env
-        if compiles and (self.forked or (rank > 0 and forks.can_fork())):
+        if compiles and forks.can_fork() and (rank > 0 or not self.pool):
             return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers", str(os.getpid()), *map(str, [pipe, *arguments])],
@@ -431,7 +432,7 @@ class _Workers:
 # ---- in the worker process -------------------------------------------------------------------------------------
 
 
-def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
+def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int, pool: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipe_fd)
@@ -449,7 +450,7 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int) -> None:
         if time:  # keys of groups of the same names are there already
             store = dist.PrefixStore(f"joined again {time}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-        if world_size == POOL_SIZE:
+        if pool:
             for size in range(1, POOL_SIZE + 1):
                 groups[size] = dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT, backend="gloo")
         else:

@@ -196,6 +196,10 @@ void Group::follow(int rank, const std::string& doing) {
   lose(lost, "died or left (as rank " + std::to_string(rank) + " saw)", doing);
 }
 
+bool Group::has_closed(int rank) const {
+  return control(rank).state.load(std::memory_order_acquire) == static_cast<uint32_t>(RankState::kClosed);
+}
+
 bool Group::died(int rank) const {
   if (pidfds_[rank] >= 0) {
     pollfd exited{pidfds_[rank], POLLIN, 0};
@@ -214,7 +218,7 @@ void Group::check_peers(const Wait& wait) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || !wait.matters(r)) continue;
     follow(r, wait.doing());
-    const bool closed = control(r).state.load(std::memory_order_acquire) == static_cast<uint32_t>(RankState::kClosed);
+    const bool closed = has_closed(r);
     if (!closed && !died(r)) continue;
     // Looked at once more: a rank may do its part and leave between two looks.
     if (wait.done() || !wait.matters(r)) continue;
@@ -427,6 +431,7 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
     if (!left || reached(rank, stage)) return;
     const std::string doing = describe_call(signature, number_);
     group_->follow(rank, doing);
+    if (group_->has_closed(rank)) group_->lose(rank, "has left the group", doing);
     throw GroupError("rank " + std::to_string(rank) + " left " + doing + ", because of an error of its own");
   };
   // A rank that ended the call did its part; whether it lives on does not matter to this call.

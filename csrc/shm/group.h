@@ -112,6 +112,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   void throw_if_unusable();
   void check_peers(const Wait& wait);
+  bool has_closed(int rank) const;
   bool died(int rank) const;
   bool has_ended(int rank, uint64_t number) const {
     return control(rank).slots[number % kSlots].ended.load(std::memory_order_acquire) >= number;

@@ -36,7 +36,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport.base import current_stream
-from fused_tp.transport.symm_mem import KernelMemory, is_capturing
+from fused_tp.transport.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.transport.workspace import GroupKernels, rounded
 
 # As in csrc/copy_engine/watchdog.h.
@@ -172,7 +172,7 @@ class Scatter:
         self._core.release(self._engine.stream(), self.number)
 
 
-class CopyEngine(GroupKernels):
+class CopyEngine(GroupKernels[_Slot]):
     """The copy engines of one group on one device.
 
     Example:
@@ -184,8 +184,6 @@ class CopyEngine(GroupKernels):
 
     def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
         super().__init__(memory, "copy engines", on_failure)
-        self._slot: _Slot | None = None
-        self._outgrown: list[_Slot] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self.abandoned: list[Tensor] = []  # of calls without an end: never given back
         self.watch()
         _engines.add(self)
@@ -206,26 +204,16 @@ class CopyEngine(GroupKernels):
             Also what `raise_if_failed` raises.
         """
         self.raise_if_failed()
-        slot = self._slot
+        slot = self._slots.get("")
         if slot is None or slot.gather_bytes < gather_bytes or slot.scatter_bytes < scatter_bytes:
             slot = self._grow(op, gather_bytes, scatter_bytes)
         self.calls += 1
         return Call(self, slot, op)
 
-    def abort(self, why: str) -> None:
-        """Gives up and lets the peers know."""
-        for slot in self._all():
-            slot.core.abort(why)
-
     def stop(self) -> None:
         """Ends the native threads: at the end of the program."""
         for slot in self._all():
             slot.core.stop()
-
-    def _fail(self, error: FusedTPError) -> str | None:
-        said = super()._fail(error)
-        self.abort(str(error))
-        return said
 
     def _failure(self) -> FusedTPError | None:
         failed = next((slot.core for slot in self._all() if slot.core.failure != _NONE), None)
@@ -237,22 +225,19 @@ class CopyEngine(GroupKernels):
             late = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         return self._error(kind, f"{{reason}}{late}", reason=failed.sentence)
 
-    def _all(self) -> list[_Slot]:
-        return [*([] if self._slot is None else [self._slot]), *self._outgrown]
+    def _leave(self, slot: _Slot, why: str) -> None:
+        slot.core.abort(why)
 
-    def _peer_lost(self, rank: int) -> None:
-        super()._peer_lost(rank)
-        for slot in self._all():
-            slot.core.lose(rank)
+    def _lose(self, slot: _Slot, rank: int) -> None:
+        slot.core.lose(rank)
 
     def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _Slot:
-        if is_capturing(self.device):
-            raise RuntimeError(
-                f"{op} needs room for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
-                f"{'none yet' if self._slot is None else 'less'}; it cannot be made while a CUDA graph is being "
-                "captured. Run the same ops once before the capture."
-            )
-        old = self._slot
+        old = self._slots.get("")
+        check_not_capturing(
+            self.device,
+            f"{op} needs room for shards of {gather_bytes} and blocks of {scatter_bytes} bytes, and the group has "
+            f"{'none yet' if old is None else 'less'}",
+        )
         if old is not None:
             gather_bytes, scatter_bytes = max(gather_bytes, old.gather_bytes), max(scatter_bytes, old.scatter_bytes)
         gather_bytes, scatter_bytes = (
@@ -273,12 +258,8 @@ class CopyEngine(GroupKernels):
             index = self.device.index or 0
             made = core(LIBRARIES[self.device.type], index, self.rank, addresses, gather_bytes, scatter_bytes)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
-        if old is not None and (old.captured or old.pending):
-            self._outgrown.append(old)
-        self._slot = slot = _Slot(made, buffer, gather_bytes, scatter_bytes)
-        for rank in self._lost:  # meanwhile; the watch has not seen this slot
-            made.lose(rank)
-        return slot
+        used = old is not None and (old.captured or old.pending)
+        return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes), old if used else None)
 
 
 _engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()

@@ -26,6 +26,7 @@ from fused_tp.transport.device_plans import (
     ALGORITHMS,
     SUMMED_DTYPES,
     AllToAllLayout,
+    Plan,
     Plans,
     heads_to_sequence,
     sequence_to_heads,
@@ -39,7 +40,7 @@ from fused_tp.transport.workspace import Workspaces
 MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
 
 
-class DeviceCollectives:
+class DeviceCollectives(Workspaces):
     """The collectives of one group on one device. Arguments are those that the ops have checked: tensors to be summed
     have one shape and a dtype of SUMMED_DTYPES, a bias [n] has the same values on all ranks.
 
@@ -52,14 +53,10 @@ class DeviceCollectives:
             raise ValueError(
                 f"The device kernels serve up to {MAX_WORLD_SIZE} ranks, and the group has {memory.world_size}."
             )
-        self.rank = memory.rank
-        self.world_size = memory.world_size
-        self.device = memory.device
         self._kernels = native_kernels()
         self._plans = Plans(memory)
         _preload(self._kernels, memory.device)
-        kinds = dict.fromkeys(("device", "overlapped gather"), _workspace_class())
-        self._workspaces = Workspaces(memory, kinds, on_failure)
+        super().__init__(memory, dict.fromkeys(("device", "overlapped gather"), _workspace_class()), on_failure)
 
     # -- sums over ranks ----------------------------------------------------------------------------------------------
 
@@ -77,24 +74,14 @@ class DeviceCollectives:
         Raises:
             ValueError: "multimem" on memory that has no multicast address.
         """
-        plan = self._plans.all_reduce(x, algorithm, overlapped)
+        plan = self._plans.of("all_reduce", x, algorithm, None, overlapped)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
-            with self._workspaces.use("device", plan.nbytes, "all_reduce") as workspace:
-                self._kernels.all_reduce(
-                    workspace.native_for(algorithm),
-                    ALGORITHMS[algorithm],
-                    terms.data_ptr(),
-                    out.data_ptr(),
-                    plan.count,
-                    plan.dtype,
-                    _bias(bias),
-                    plan.blocks,
-                    self._stream(),
-                )
+            way, places = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
+            self._launch("all_reduce", plan, way, *places, plan.count, plan.dtype, _bias(bias), algorithm=algorithm)
         return out
 
     def reduce_scatter(
@@ -109,23 +96,13 @@ class DeviceCollectives:
 
         Rank r gets counts[r] of them: equally many, and the last ranks what is left. None: ceil(M / W).
         """
-        plan = self._plans.reduce_scatter(rows, counts, overlapped)
+        plan = self._plans.of("reduce_scatter", rows, "", counts, overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
         if plan.count:
             bias = None if bias is None else bias.contiguous()
-            with self._workspaces.use("device", plan.nbytes, "reduce_scatter") as workspace:
-                self._kernels.reduce_scatter(
-                    workspace.native,
-                    rows.data_ptr(),
-                    out.data_ptr(),
-                    plan.count,
-                    plan.chunk,
-                    plan.dtype,
-                    _bias(bias),
-                    plan.blocks,
-                    self._stream(),
-                )
+            places = rows.data_ptr(), out.data_ptr()
+            self._launch("reduce_scatter", plan, *places, plan.count, plan.chunk, plan.dtype, _bias(bias))
         return out
 
     def all_reduce_rms_norm(
@@ -140,22 +117,13 @@ class DeviceCollectives:
 
         The norm is taken of the rounded new_residual, in float32, and rounded once. Not by "multimem".
         """
-        plan = self._plans.all_reduce_rms_norm(partial, algorithm)
+        plan = self._plans.of("all_reduce_rms_norm", partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
-        new_residual = torch.empty_like(partial)
-        normed = torch.empty_like(partial)
+        new_residual, normed = torch.empty_like(partial), torch.empty_like(partial)
         if plan.count:
-            with self._workspaces.use("device", plan.nbytes, "all_reduce_rms_norm") as workspace:
-                operands = (residual, norm_weight, normed, new_residual)
-                self._kernels.all_reduce_rms_norm(
-                    workspace.native,
-                    ALGORITHMS[algorithm],
-                    partial.data_ptr(),
-                    (*(tensor.data_ptr() for tensor in operands), plan.count // plan.chunk, plan.chunk, eps),
-                    plan.dtype,
-                    plan.blocks,
-                    self._stream(),
-                )
+            operands = (tensor.data_ptr() for tensor in (residual, norm_weight, normed, new_residual))
+            norm = *operands, plan.count // plan.chunk, plan.chunk, eps
+            self._launch("all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm, plan.dtype)
         return normed, new_residual
 
     # -- movements ----------------------------------------------------------------------------------------------------
@@ -166,25 +134,15 @@ class DeviceCollectives:
         Rank r has counts[r] rows: equally many, and the last ranks what is left. None: all as many as this one.
         `overlapped` ones have a workspace to themselves: one may be under way while a CUDA graph is replayed.
         """
-        plan = self._plans.all_gather(shard, counts, overlapped)
+        plan = self._plans.of("all_gather", shard, "", counts, overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            kind = "device"
-            if overlapped:
-                kind = "overlapped gather"
-                # In a capture it would be one of the others: that is to have its room by then.
-                self._workspaces.reserve("device", self._plans.all_gather(shard, counts).nbytes, "all_gather")
-            with self._workspaces.use(kind, plan.nbytes, "all_gather") as workspace:
-                self._kernels.all_gather(
-                    workspace.native,
-                    shard.data_ptr(),
-                    out.data_ptr(),
-                    plan.count,
-                    plan.chunk,
-                    plan.blocks,
-                    self._stream(),
-                )
+            if overlapped:  # in a capture it would be one of the others: that is to have its room by then
+                room = self._plans.of("all_gather", shard, "", counts).nbytes
+                self.reserve("device", room, "all_gather")
+            kind = "overlapped gather" if overlapped else "device"
+            self._launch("all_gather", plan, shard.data_ptr(), out.data_ptr(), plan.count, plan.chunk, kind=kind)
         return out
 
     def sequence_to_heads(self, x: Tensor) -> Tensor:
@@ -201,27 +159,13 @@ class DeviceCollectives:
         plan = self._plans.all_to_all(layout, out_shape)
         out = x.new_empty(plan.shape)
         if plan.count:
-            with self._workspaces.use("device", plan.nbytes, "all_to_all") as workspace:
-                self._kernels.all_to_all(
-                    workspace.native, x.data_ptr(), out.data_ptr(), tuple(layout), plan.blocks, self._stream()
-                )
+            self._launch("all_to_all", plan, x.data_ptr(), out.data_ptr(), tuple(layout))
         return out
 
-    @property
-    def calls(self) -> int:
-        """How many have been launched that take other ranks."""
-        return self._workspaces.calls
-
-    def abort(self, sentence: str) -> None:
-        """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
-        self._workspaces.abort(sentence)
-
-    def raise_if_failed(self) -> None:
-        """Raises what a kernel has reported, if any has; does not wait for kernels that still run."""
-        self._workspaces.raise_if_failed()
-
-    def _stream(self) -> int:
-        return current_stream(self.device)
+    def _launch(self, op: str, plan: Plan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
+        with self.use(kind, plan.nbytes, op) as workspace:
+            native = workspace.native_for(algorithm)
+            getattr(self._kernels, op)(native, *arguments, plan.blocks, current_stream(self.device))
 
 
 _preloaded: set[tuple[int, int]] = set()

@@ -56,36 +56,23 @@ class Plans:
         self._world_size = memory.world_size
         self._kept: dict[Hashable, Plan] = {}
 
-    def all_reduce(self, x: Tensor, algorithm: str, overlapped: bool = False) -> Plan:
-        make = partial(self._plan, "all_reduce", algorithm, x.numel(), 0, x, x.shape, overlapped)
-        return self._of(("all_reduce", algorithm, overlapped, x.shape, x.dtype), make)
-
-    def reduce_scatter(self, rows: Tensor, counts: Sequence[int] | None, overlapped: bool = False) -> Plan:
-        def make() -> Plan:
-            sizes = counts or shard_sizes(rows.shape[0], self._world_size)
-            shape = (sizes[self._memory.rank], *rows.shape[1:])
-            chunk = sizes[0] * prod(rows.shape[1:])
-            return self._plan("reduce_scatter", "", rows.numel(), chunk, rows, shape, overlapped)
-
-        return self._of(("reduce_scatter", counts and tuple(counts), overlapped, rows.shape, rows.dtype), make)
-
-    def all_reduce_rms_norm(self, x: Tensor, algorithm: str) -> Plan:
-        make = partial(self._plan, "all_reduce_rms_norm", algorithm, x.numel(), x.shape[-1], x, x.shape)
-        return self._of(("all_reduce_rms_norm", algorithm, x.shape, x.dtype), make)
-
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None, overlapped: bool = False) -> Plan:
-        def make() -> Plan:
-            sizes = counts or [shard.shape[0]] * self._world_size
-            row = prod(shard.shape[1:]) * shard.element_size()
-            shape = (sum(sizes), *shard.shape[1:])
-            return self._plan("all_gather", "", sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
-
-        return self._of(("all_gather", counts and tuple(counts), overlapped, shard.shape, shard.dtype), make)
+    def of(
+        self,
+        op: str,
+        x: Tensor,
+        algorithm: str = "",
+        counts: Sequence[int] | None = None,
+        overlapped: bool = False,
+    ) -> Plan:
+        """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, where the op moves rows."""
+        key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
+        return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> Plan:
+        """The plan of an all-to-all in that layout; `shape` is that of its result."""
         part = layout.part_bytes
         make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
-        return self._of(("all_to_all", layout, shape), make)
+        return self._of((layout, shape), make)
 
     def _of(self, key: tuple[Hashable, ...], make: Callable[[], Plan]) -> Plan:
         key = (settings.sm_margin(), *key)
@@ -96,21 +83,35 @@ class Plans:
             plan = self._kept[key] = make()
         return plan
 
+    def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> Plan:
+        row = prod(x.shape[1:])
+        if op == "all_gather":  # of bytes
+            sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
+            shape = (sum(sizes), *x.shape[1:])
+            return self._plan(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
+        chunk, shape = 0, tuple(x.shape)
+        if op == "reduce_scatter":
+            sizes = counts or shard_sizes(x.shape[0], self._world_size)
+            chunk, shape = sizes[0] * row, (sizes[self._memory.rank], *x.shape[1:])
+        elif op == "all_reduce_rms_norm":
+            chunk = x.shape[-1]
+        return self._plan(op, algorithm, x.numel(), chunk, x.dtype, shape, overlapped)
+
     def _plan(
         self,
         op: str,
         algorithm: str,
         count: int,
         chunk: int,
-        summed: Tensor | None,
-        shape: Sequence[int],
+        summed: torch.dtype | None,
+        shape: tuple[int, ...],
         overlapped: bool = False,
     ) -> Plan:
-        if summed is not None and summed.dtype not in SUMMED_DTYPES:
-            raise TypeError(f"The tensor has dtype {summed.dtype}; sums take float32, bfloat16 and float16.")
-        number = 0 if summed is None else dtype_number(summed.dtype)
+        if summed is not None and summed not in SUMMED_DTYPES:
+            raise TypeError(f"The tensor has dtype {summed}; sums take float32, bfloat16 and float16.")
+        number = 0 if summed is None else dtype_number(summed)
         if count == 0:
-            return Plan(0, 0, 0, chunk, number, tuple(shape))
+            return Plan(0, 0, 0, chunk, number, shape)
         # On the CPU it is threads that are counted, and none are spared.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
@@ -118,7 +119,7 @@ class Plans:
         core = import_module("fused_tp._core")
         blocks = core.device_suggested_blocks(*arguments, most)
         nbytes = core.device_workspace_bytes(*arguments, blocks)
-        return Plan(nbytes, blocks, count, chunk, number, tuple(shape))
+        return Plan(nbytes, blocks, count, chunk, number, shape)
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from fused_tp.transport.base import Done, Pending, current_stream, when
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange, first_reason
+from fused_tp.transport.symm_mem import made_on_device
 from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
 _LOG = logging.getLogger("fused_tp")
@@ -408,28 +409,16 @@ class NcclDist(TorchDist):
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(
-    lambda group: {}
-)  # by type and number of device
+# By type and number of device.
+_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lambda group: {})
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
     """The group's communicator for tensors on `device`, or why it cannot have one. The first time, all ranks must ask.
 
-    Raises:
-        RuntimeError: the first time is during the capture of a CUDA graph.
-        CollectiveTimeoutError: some rank did not ask.
+    Raises what `made_on_device` raises.
     """
-    made, key = _NCCL[group], (device.type, device.index or 0)
-    answer = made.get(key)
-    if answer is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "The group has no NCCL communicator yet, and none can be made while a CUDA graph is being captured. "
-                "Run the same ops once before the capture."
-            )
-        answer = made[key] = _agree(group, device)
-    return answer
+    return made_on_device(_NCCL, group, device, "NCCL communicator", _agree)
 
 
 def _agree(group: Group, device: torch.device) -> NcclDist | Availability:

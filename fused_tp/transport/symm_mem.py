@@ -10,10 +10,10 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange, first_reason
 from fused_tp.transport.two_level import own_host
 
+T = TypeVar("T")
+
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device`, which need not be the current device, records a CUDA graph."""
@@ -36,6 +38,36 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(device: torch.device, lacks: str) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured. `lacks`: what would have to be made, in a sentence."""
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{lacks}; it cannot be made while a CUDA graph is being captured. Run the same ops once before the "
+            "capture."
+        )
+
+
+def made_on_device(
+    slot: GroupSlot[dict[tuple[str, int], T]],
+    group: Group,
+    device: torch.device,
+    what: str,
+    make: Callable[[Group, torch.device], T],
+) -> T:
+    """What `slot` has for `group` on `device`. The first call, which all ranks make together, makes it.
+
+    Raises:
+        RuntimeError: the first call is during the capture of a CUDA graph.
+        CollectiveTimeoutError: some rank did not call.
+    """
+    made, key = slot[group], (device.type, device.index or 0)
+    found = made.get(key)
+    if found is None:
+        check_not_capturing(device, f"The group has no {what} yet")
+        found = made[key] = make(group, device)
+    return found
 
 
 class KernelMemory(ABC):
@@ -112,20 +144,9 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
     Args:
         device: a GPU by its index, or the CPU.
 
-    Raises:
-        RuntimeError: the first time is during the capture of a CUDA graph.
-        CollectiveTimeoutError: some rank did not ask.
+    Raises what `made_on_device` raises.
     """
-    made, key = _MEMORIES[group], (device.type, device.index or 0)
-    answer = made.get(key)
-    if answer is None:
-        if is_capturing(device):
-            raise RuntimeError(
-                "The group has not run fused kernels yet, and what they need cannot be set up while a CUDA graph is "
-                "being captured. Run the same ops once before the capture."
-            )
-        answer = made[key] = _agree(group, device)
-    return answer
+    return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
 
 
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,9 +25,10 @@ import torch
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport.peer_watch import PeerWatch
-from fused_tp.transport.symm_mem import KernelMemory, is_capturing
+from fused_tp.transport.symm_mem import KernelMemory, check_not_capturing
 
 _LOG = logging.getLogger("fused_tp")
+SlotT = TypeVar("SlotT")
 
 _LEAST_BYTES = 1 << 20
 _LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
@@ -55,8 +56,9 @@ class _Slot:
     done: torch.cuda.Event | None = None  # behind its last op; recorded anew each time, since making one costs
 
 
-class GroupKernels(ABC):
-    """What the kernels, or the copy engines, of one group on one device have in common: how they fail.
+class GroupKernels(ABC, Generic[SlotT]):
+    """What the kernels, or the copy engines, of one group on one device have in common: their memory, in slots by kind
+    of op, and how they fail.
 
     A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes. Then
     `on_failure` gets the reason why they, and with them the group, are unusable from now on; it returns what a peer has
@@ -68,6 +70,8 @@ class GroupKernels(ABC):
         self.rank, self.world_size, self.device = memory.rank, memory.world_size, memory.device
         self._what = what
         self._on_failure = on_failure
+        self._slots: dict[str, SlotT] = {}
+        self._outgrown: list[SlotT] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self._lost: list[int] = []  # in the order in which they ended
         self._logged = False
         self.calls = 0  # that have begun and that peers have a part of
@@ -76,6 +80,11 @@ class GroupKernels(ABC):
     def watch(self) -> None:
         """Watch the peers' processes from now on."""
         self._watch = PeerWatch(self, self._memory.pids, type(self)._peer_lost, type(self)._look)
+
+    def abort(self, sentence: str) -> None:
+        """No more calls, for a reason of the caller's; whatever of a peer's waits for one ends at once."""
+        if self.broken is None:
+            self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
 
     def raise_if_failed(self) -> None:
         """Raises what an earlier call has failed with, or that a peer has ended; waits for nothing that still runs.
@@ -118,7 +127,24 @@ class GroupKernels(ABC):
 
     def _fail(self, error: FusedTPError) -> str | None:
         self.broken = error.copy()
-        return self._on_failure(str(error))
+        try:
+            return self._on_failure(str(error))
+        finally:
+            for slot in self._all():
+                self._leave(slot, str(error))
+
+    def _all(self) -> list[SlotT]:
+        # A copy: the watch's thread looks at them while a call may make another.
+        return [*self._slots.values(), *self._outgrown]
+
+    def _keep(self, kind: str, slot: SlotT, outgrown: SlotT | None) -> SlotT:
+        """`slot`, which is that of `kind` from now on; the one before it may still be used where that is `outgrown`."""
+        if outgrown is not None:
+            self._outgrown.append(outgrown)
+        self._slots[kind] = slot
+        for rank in self._lost:  # meanwhile; the watch has not seen this slot
+            self._lose(slot, rank)
+        return slot
 
     @contextmanager
     def _making(self, nbytes: int, op: str) -> Iterator[None]:
@@ -131,15 +157,26 @@ class GroupKernels(ABC):
             self._fail(self._error(FusedTPError, sentence, reason=str(error)))
             raise
 
-    # -- of the subclass; the watch's thread calls the last two -------------------------------------------------------
+    # -- of the subclass ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _failure(self) -> FusedTPError | None:
         """What a call has failed with, if any has, as an error of this rank."""
 
+    @abstractmethod
+    def _leave(self, slot: SlotT, why: str) -> None:
+        """End the waits of peers for this rank in that memory."""
+
+    @abstractmethod
+    def _lose(self, slot: SlotT, rank: int) -> None:
+        """End this rank's waits for that one, whose process has ended."""
+
+    # -- called by the watch's thread ---------------------------------------------------------------------------------
+
     def _peer_lost(self, rank: int) -> None:
-        """The process of that rank has ended."""
         self._lost.append(rank)
+        for slot in self._all():
+            self._lose(slot, rank)
 
     def _look(self) -> None:
         """Logs at once what the next call is going to raise: there may be none, and results are wrong already."""
@@ -150,7 +187,7 @@ class GroupKernels(ABC):
             _LOG.error("%s Results of the group's %s that were under way are wrong.", failure, self._what)
 
 
-class Workspaces(GroupKernels):
+class Workspaces(GroupKernels[_Slot]):
     """The workspaces of one group on one device, by kind of op. `kinds[kind]` makes one of a buffer, a handle and
     `timeout_seconds`.
     """
@@ -163,8 +200,6 @@ class Workspaces(GroupKernels):
     ) -> None:
         super().__init__(memory, "kernels", on_failure)
         self._kinds = dict(kinds)
-        self._slots: dict[str, _Slot] = {}
-        self._outgrown: list[_Slot] = []  # those that a CUDA graph may still use
         self._turn = _turns.setdefault(memory.serialized_by, _Turn())
         self.watch()
 
@@ -186,18 +221,6 @@ class Workspaces(GroupKernels):
         """Makes room for an op that may come later, as `use` would. All ranks call alike."""
         self.raise_if_failed()  # else it would wait for peers that are gone
         self._slot(kind, nbytes, op)
-
-    def abort(self, sentence: str) -> None:
-        """No more calls, for a reason of the caller's; kernels of peers that wait for one end at once."""
-        if self.broken is not None:
-            return
-        self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
-        for slot in self._all():
-            try:
-                with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
-                    slot.workspace.leave()
-            except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
-                _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
 
     def raise_failure(self) -> None:
         expired = self._expired()
@@ -221,29 +244,25 @@ class Workspaces(GroupKernels):
         """A `triton_kernels.comm.workspace.Expired`, or None."""
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
-    def _all(self) -> list[_Slot]:
-        # A copy: the watch's thread looks at them while a call may make another.
-        return [*self._slots.values(), *self._outgrown]
+    def _leave(self, slot: _Slot, why: str) -> None:
+        try:
+            with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
+                slot.workspace.leave()
+        except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
+            _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
 
-    def _peer_lost(self, rank: int) -> None:
-        super()._peer_lost(rank)
-        slots = self._all()
-        for slot in slots:
-            slot.workspace.stop_waiting(rank)
+    def _lose(self, slot: _Slot, rank: int) -> None:
+        slot.workspace.stop_waiting(rank)
         # At the end of a program ranks end one after the other, and nothing is under way any more.
-        if any(slot.turn.under_way() for slot in slots):
+        if slot.turn.under_way():
             _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
 
     def _slot(self, kind: str, nbytes: int, op: str) -> _Slot:
         old = self._slots.get(kind)
         if old is not None and old.nbytes >= nbytes:
             return old
-        if is_capturing(self._memory.device):
-            have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
-            raise RuntimeError(
-                f"{op} needs a workspace of {nbytes} bytes and the group has one {have}; it cannot be made while a "
-                "CUDA graph is being captured. Run the same ops once before the capture."
-            )
+        have = f"of {old.nbytes} bytes" if old is not None else "that is not there yet"
+        check_not_capturing(self.device, f"{op} needs a workspace of {nbytes} bytes and the group has one {have}")
         size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
         # No rank frees what another may still write to: each waits for its own kernels, then making the new workspace
         # waits for all ranks. For its stream only: where ranks are threads, other streams wait for this rank.
@@ -252,12 +271,8 @@ class Workspaces(GroupKernels):
         with self._making(size, op):
             buffer, handle = self._memory.allocate(size)
             workspace = self._kinds[kind](buffer, handle, timeout_seconds=_timeout_seconds())
-        if old is not None and old.captured:
-            self._outgrown.append(old)
-        slot = self._slots[kind] = _Slot(workspace, size, workspace.state.is_cuda)
-        for rank in self._lost:  # meanwhile; the watch has not seen this slot
-            workspace.stop_waiting(rank)
-        return slot
+        slot = _Slot(workspace, size, workspace.state.is_cuda)
+        return self._keep(kind, slot, old if old is not None and old.captured else None)
 
 
 class Use:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -31,6 +32,7 @@ from tests.distributed.device_tools import (
     collectives_of,
     device_ranks,
     forced,
+    fresh_device_ranks,
     multicast,
     rank_and_size,
     summed,
@@ -339,3 +341,66 @@ def test_ranks_that_disagree_are_told_where_they_are_asked_to_check() -> None:
     for sentence in device_ranks(2, mismatched):
         for rows in (2, 3):
             assert f"matmul_all_reduce (one_shot)(dims=[{rows}, 4" in sentence
+
+
+# -- a rank that does not come ----------------------------------------------------------------------------------------
+
+X = torch.ones(40, 24)
+CALLS: dict[str, Callable[[DeviceCollectives], Any]] = {
+    "one_shot": lambda device: device.all_reduce(X, "one_shot"),
+    "two_shot": lambda device: device.all_reduce(X, "two_shot"),
+    "reduce_scatter": lambda device: device.reduce_scatter(X),
+    "all_gather": lambda device: device.all_gather(X),
+    "all_to_all": lambda device: device.sequence_to_heads(X.view(1, 40, 6, 4)),
+    "rms_norm": lambda device: device.all_reduce_rms_norm(X, X, X[0], 1e-6, "two_shot"),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_thread_that_does_not_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel: the call names the rank, and what was to come from it is NaN, never what was there."""
+    use_library(cpu_device_library())
+
+    def ranks(rank: LocalRank) -> None:
+        device = DeviceCollectives(rank)
+        CALLS[name](device)
+        rank.barrier()
+        if rank.rank == 0:
+            return
+        monkeypatch.setenv("FUSED_TP_TIMEOUT", "0.2")
+        with mock.patch.object(device, "raise_failure"):  # as on a GPU, where a later call raises
+            result = CALLS[name](device)
+        for out in result if isinstance(result, tuple) else [result]:
+            missing = out.view(2, -1)[0] if name in ("all_gather", "all_to_all") else out
+            assert bool(missing.isnan().all()), name
+        said = r"rank 0 had not begun the call, in 0\.2 s \(FUSED_TP_TIMEOUT\)"
+        with pytest.raises(CollectiveTimeoutError, match=said):
+            device.raise_if_failed()
+
+    run_local(2, ranks, timeout=30)
+
+
+def kernels_fail(group: Any) -> tuple[str, str]:
+    """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
+    with forced(group, "two_shot") as schedule:
+        schedule.all_reduce(X)
+        transport, outside = schedule.fallback.transport, torch.ones(4)
+        if dist.get_rank(group) == 0:
+            schedule.device.abort("the kernels of rank 0 have failed.")
+            return "", ""
+        begun = time.perf_counter()
+        with pytest.raises(PeerLostError) as heard, schedule.abort_scope("op"):
+            transport.shift("shift", outside[:0], outside, 1).wait()
+        assert time.perf_counter() - begun < 4.0  # the deadline is 60 s
+        for run in (lambda: schedule.all_reduce(X), lambda: schedule.device.all_reduce(X, "two_shot")):
+            with pytest.raises(FusedTPError, match="unusable since an earlier failure") as refused:
+                run()
+        return str(heard.value), str(refused.value)
+
+
+def test_who_waits_for_messages_of_a_rank_whose_kernels_failed_hears_of_it() -> None:
+    """And its own kernels, which have not failed, are given up with the messages."""
+    outcomes = fresh_device_ranks(2, kernels_fail, env={"FUSED_TP_TIMEOUT": "60"})
+    heard, refused = outcomes[1].unwrap()
+    assert "rank 0 has given the group up" in heard and "the kernels of rank 0 have failed." in heard
+    assert "The group's kernels are unusable" in refused and "the kernels of rank 0 have failed." in refused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -229,23 +228,6 @@ def test_ranks_in_an_order_that_torch_would_not_keep_are_refused() -> None:
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
-def failing(group: Any) -> tuple[str, str, float]:
-    """The error of some op of an endless loop, that of the op after it, and when the first came."""
-    x, w = torch.ones(4, 6), torch.ones(3, 6)
-    with pytest.raises(fused_tp.FusedTPError) as first:
-        while True:
-            fused_tp.matmul_all_reduce(x, w, group=group)
-            fused_tp.all_gather(torch.ones(2, 3), 0, group=group)
-    at = time.monotonic()
-    again = []
-    for rows in (4, 3):  # also one that goes flat
-        with pytest.raises(fused_tp.FusedTPError) as second:
-            fused_tp.matmul_reduce_scatter(torch.ones(rows, 6), w, group=group)
-        again.append(str(second.value))
-    assert time.monotonic() - at < 1.0 and again[0] == again[1]
-    return f"{type(first.value).__name__}: {first.value}", again[0], at
-
-
 def parts_that_rank_3_does_not_make() -> str:
     def never(*_: Any) -> None:
         wait_for_those_who_gave_up("parts", (0, 1, 2))
@@ -301,43 +283,6 @@ def test_rank_that_does_not_join_a_level_ends_group_on_all_ranks(outcome: list[O
             assert sentence in said and "This is rank 2." in said, said
         assert seconds < 1.0 + NOTICE_SECONDS, said
     assert "some rank of [2, 3]" in outcomes[2][0]
-
-
-def stalled_then_killed(_: Any) -> list[tuple[str, str, str, float]]:
-    rank, found = dist.get_rank(), []
-    x, w = torch.ones(4, 6), torch.ones(3, 6)
-    for deadline in (1.5, 60.0):
-        with on_hosts("aabb", FUSED_TP_TIMEOUT=str(deadline)) as group:
-            fused_tp.matmul_all_reduce(x, w, group=group)
-            begun = time.monotonic()
-            if rank == 3:
-                if deadline == 60.0:
-                    time.sleep(0.3)  # the others are waiting for it, most likely
-                    os._exit(7)
-                wait_for_those_who_gave_up("stalled", (0, 1, 2))
-            error, again, at = failing(group)
-            give_up("stalled")
-            found.append((group.group_name, error, again, at - begun))
-        if deadline < 60.0:
-            dist.barrier()
-    return found
-
-
-@beside(lambda: fresh_ranks(4, stalled_then_killed, env=FORCED, expect_deaths=True))
-def test_a_rank_that_stalls_or_dies_ends_the_group_on_all_levels(outcome: list[Outcome]) -> None:
-    assert outcome[3].exit_code == 7
-    for rank, one in enumerate(outcome[:3]):
-        stalled, killed = one.unwrap()
-        name, error, again, seconds = stalled
-        assert error.startswith("CollectiveTimeoutError: ") and f"of group {name!r}) on rank {rank} of 4" in error
-        assert "waited 1.5 s (FUSED_TP_TIMEOUT) for rank 3, which had not arrived" in error, error
-        assert seconds < 1.5 + 3.0
-        assert f"Group {name!r} is unusable since an earlier failure" in again
-        name, error, again, seconds = killed
-        assert error.startswith("PeerLostError: ") and f"of group {name!r}) on rank {rank} of 4" in error
-        assert "lost rank 3: died" in error, error
-        assert seconds < 0.3 + 3.0
-        assert f"Group {name!r} is unusable since an earlier failure" in again
 
 
 def test_errors_of_a_level_are_told_of_the_group() -> None:

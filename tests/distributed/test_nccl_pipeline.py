@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import gather_plan, scatter_plan
-from tests.distributed.nccl_tools import nccl_ranks, public_ops_use, transport_of
-from tests.distributed.schedule_cases import at_random, every_method
+from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, public_ops_use, transport_of
+from tests.distributed.schedule_cases import at_random, every_method, step
 from tests.distributed.test_tp_ops import all_cases, own_part
+from tests.faults import failure_of
 from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.reference import seeded
 
@@ -127,11 +129,11 @@ def movements_case(group: Any) -> None:
         "all_to_all", torch.cat(blocks[rank]), sizes[rank], [sizes[s][rank] for s in range(world_size)]
     )
     assert torch.equal(moved.wait(), torch.cat([blocks[s][rank] for s in range(world_size)]))
-    for step in range(1, world_size):
+    for distance in range(1, world_size):
         out = torch.empty(rank, 2)
-        source = (rank - step) % world_size
-        target = (rank + step) % world_size
-        arriving = transport.shift("shift", torch.full((target, 2), float(rank)), out, step)
+        source = (rank - distance) % world_size
+        target = (rank + distance) % world_size
+        arriving = transport.shift("shift", torch.full((target, 2), float(rank)), out, distance)
         assert torch.equal(arriving.wait(), torch.full((rank, 2), float(source)))
     assert transport.all_reduce_max("max", torch.tensor([float(rank), -float(rank)])).tolist() == [world_size - 1, 0.0]
 
@@ -139,18 +141,6 @@ def movements_case(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_movements(world_size: int) -> None:
     nccl_ranks(world_size, movements_case)
-
-
-def mismatch_case(group: Any) -> str:
-    schedule = NcclPipeline(transport_of(group), 2)
-    with pytest.raises(RankMismatchError) as raised:
-        schedule.matmul_all_reduce([(torch.ones(2 + dist.get_rank(group), 3), torch.ones(4, 3))], None)
-    return str(raised.value)
-
-
-def test_ranks_that_disagree_are_told() -> None:
-    first, second = nccl_ranks(2, mismatch_case, env={"FUSED_TP_CHECK": "1"})
-    assert first == second and "[2, 4]" in first and "[3, 4]" in first
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -243,3 +233,82 @@ def graph_case(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_pipelines_can_be_captured(world_size: int) -> None:
     nccl_ranks(world_size, graph_case)
+
+
+# -- a peer that ends --------------------------------------------------------------------------------------------------
+
+NOTICE_SECONDS = 4.0  # where many processes share a core
+
+
+def sent_before_it_ended(group: Any) -> tuple[str, float]:
+    """At the end of a program ranks end one after the other: what they have sent arrives all the same."""
+    rank = dist.get_rank(group)
+    transport = transport_of(dist.new_group([0, 1]))
+    schedule = NcclPipeline(transport, 2)
+    step(schedule, "all_gather_matmul")
+    arriving = schedule.all_gather(torch.full((2,), float(rank)), gather_dim=0, gather_size=None)
+    transport._peer_lost(1 - rank)
+    time.sleep(0.1)  # what has been lost changes nothing
+    assert arriving.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
+    if rank == 1:
+        dist.barrier(group)
+        return "", 0.0
+    failure = failure_of(lambda: step(schedule, "all_gather_matmul"))
+    dist.barrier(group)
+    return failure.message, failure.seconds
+
+
+def sent_long_before(group: Any) -> list[float]:
+    """Rank 0's computation comes to the exchange long after rank 1 has sent its part and ended: it arrives."""
+    driver, _ = load_doubles()
+    transport = transport_of(dist.new_group([0, 1]))
+    own, gathered = torch.full((2, 3), 1.0 + transport.rank), torch.zeros(4, 3)
+    stream, word = Stream(), torch.zeros(1, dtype=torch.int64)
+    if transport.rank == 0:
+        stream.wait_for(word)
+    with mock.patch.object(transport, "stream", lambda: stream.handle):
+        moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
+        if transport.rank == 0:
+            transport._peer_lost(1)
+            time.sleep(1.5)  # longer than it takes to notice that rank 1 is lost
+            word.fill_(1)
+        moving.wait()
+    assert driver.synchronize(0, stream.handle, 10)
+    dist.barrier(group)
+    return gathered[:, 0].tolist()
+
+
+def lost_in_a_graph(group: Any) -> str:
+    """A peer ends while a graph waits for it: no call is made, and the group is known to be broken all the same."""
+    driver, _ = load_doubles()
+    knobs, transport = cuda_knobs(), transport_of(dist.new_group([0, 1]))
+    step(NcclPipeline(transport, 2), "all_gather_matmul")
+    stream = Stream()
+    own, gathered = torch.ones(2, 3), torch.zeros(4, 3)
+    knobs.cuda_double_begin_capture(stream.handle)
+    with mock.patch.object(transport, "stream", lambda: stream.handle):
+        moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
+        moving.wait()
+    graph = ctypes.c_void_p(knobs.cuda_double_end_capture(stream.handle, transport.communicator.stream))
+    if transport.rank == 0:
+        knobs.cuda_double_replay(graph, stream.handle)
+        transport._peer_lost(1)
+        deadline = time.monotonic() + 10
+        while transport.broken is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert driver.synchronize(0, stream.handle, 10)
+    dist.barrier(group)
+    return str(transport.broken or "")
+
+
+def peers_that_end(group: Any) -> tuple[Any, ...]:
+    return sent_before_it_ended(group), sent_long_before(group), lost_in_a_graph(group)
+
+
+def test_peer_that_ends_is_lost_and_what_it_has_sent_arrives() -> None:
+    # A world of two: in the pool two of four ranks would make groups.
+    first, second = (outcome.unwrap() for outcome in fresh_nccl_ranks(2, peers_that_end))
+    message, seconds = first[0]
+    assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
+    assert first[1] == second[1] == [1.0, 1.0, 2.0, 2.0]
+    assert "on rank 0 of 2 lost rank 1: the process has ended" in first[2]

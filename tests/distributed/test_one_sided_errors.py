@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,9 +15,9 @@ import fused_tp
 from fused_tp.attention import ring
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import shared_memory
 from fused_tp.schedules.shared_memory import SharedMemory
 from fused_tp.transport.shm import ShmTransport, Workspace, shm_transport
+from tests.late import interrupted_after
 from tests.workers import fresh_ranks, run_ranks
 
 SOON = 5.0  # seconds; the deadline is 60
@@ -67,38 +65,6 @@ def test_a_rank_that_cannot_copy_in(op: str, world_size: int) -> None:
         assert said.endswith("because of an error of its own")
 
 
-def fail_half_way(group: dist.ProcessGroup, where: str) -> tuple[str, list[float]]:
-    """Rank 0 raises when its peer may have what it needs of it, and tries again from the beginning."""
-    x, found, failing = torch.ones(2, 4, requires_grad=True), [], dist.get_rank(group) == 0
-    said = ""
-    for _ in range(3):
-        broken = mock.patch.object(shared_memory, where, side_effect=MemoryError("no room for a product"))
-        try:
-            for number in (2.0, 3.0):
-                w = torch.full((6, 4), number, requires_grad=True)
-                y = fused_tp.all_gather_matmul(x, w, group=group)
-                with broken if failing and number == 3.0 else nullcontext():
-                    dx, dw = torch.autograd.grad(fused_tp.all_gather_matmul(x, w, group=group).sum(), (x, w))
-                found += [y[0, 0].item(), dx[0, 0].item(), dw[0, 0].item()]
-            break
-        except (MemoryError, FusedTPError) as error:
-            said = str(error)
-            failing = False
-    return said, found
-
-
-@pytest.mark.parametrize("where", ["linear", "sum_of_products"])  # in the forward, in the backward
-def test_a_second_try_is_not_taken_for_the_next_call(where: str) -> None:
-    outcomes = fresh_ranks(2, fail_half_way, where, env={"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"})
-    (own, first), (others, second) = (outcome.unwrap() for outcome in outcomes)
-    assert "unusable since an earlier call failed" in own
-    assert "raised MemoryError (no room for a product) half-way" in own
-    assert "unusable since an earlier call failed" in others and "rank 0 has left the group" in others
-    # Of the second weight there are no numbers but those of the product that had come to its end.
-    right = [8.0, 24.0, 4.0]
-    assert first == right and second == right
-
-
 def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
     """Rank 1 raises before its keys are readable; rank 0, which sees none of them, ends the call all the same."""
     rank, q, said = dist.get_rank(world), torch.ones(1, 4, 2, 4), []
@@ -131,10 +97,6 @@ def test_a_ring_that_fails_in_step_0_is_not_tried_again() -> None:
     assert all("rank 1 has left the group" in said for said in others), others
 
 
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 NATIVE: dict[str, Callable[[ShmTransport], Any]] = {
     "all_reduce": lambda transport: transport.all_reduce(torch.ones(4)),
     "reduce_scatter": lambda transport: transport.reduce_scatter(torch.ones(4, 4), [2, 2]),
@@ -149,13 +111,8 @@ def interrupt_a_wait(world: dist.ProcessGroup, op: str) -> str:
     assert transport is not None
     NATIVE[op](transport)
     if transport.rank == 0:
-        before = signal.signal(signal.SIGALRM, interrupted)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                NATIVE[op](transport)
-        finally:
-            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(KeyboardInterrupt), interrupted_after(0.3):
+            NATIVE[op](transport)
         dist.barrier(world)
     else:
         dist.barrier(world)

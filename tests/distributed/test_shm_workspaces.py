@@ -276,25 +276,3 @@ def test_the_deadline_is_read_when_needed() -> None:
         "barrier(; uint8), call 2, on rank 0 of 2: waited 0.3 s (FUSED_TP_TIMEOUT) for rank 1, which had not arrived"
     ]
     assert second == []
-
-
-def stay_away(group: Any, tag: str) -> list[str]:
-    """A rank that never joins the rendezvous; a second attempt could only wait in vain, and says so at once."""
-    described = resolve_group(group)
-    if described.rank == 1:
-        torch.distributed.barrier(group)
-        return []
-    said = []
-    for _ in range(2):
-        with pytest.raises(FusedTPError) as error:
-            shm.shm_transport(described)
-        said.append(f"{type(error.value).__name__}: {error.value}")
-    torch.distributed.barrier(group)
-    return said
-
-
-def test_a_rank_that_does_not_join() -> None:
-    outcomes = fresh_ranks(2, stay_away, new_tag(), env={"FUSED_TP_TIMEOUT": "0.7"})
-    first, again = outcomes[0].unwrap()
-    assert first.startswith("CollectiveTimeoutError: Rank 1 did not take part in the shared-memory rendezvous of group")
-    assert again.startswith("CollectiveTimeoutError: ") and "is unusable since its first call failed" in again

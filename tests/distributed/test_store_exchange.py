@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fused_tp
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import Group, resolve_group
-from fused_tp.transport import shm
-from fused_tp.transport.store import BoundedStore, exchange
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.gloo import closed_peers
+from fused_tp.transport.store import exchange
+from tests.beside import beside
 from tests.distributed.shm_tools import with_store
-from tests.workers import fresh_ranks, run_ranks
+from tests.late import interrupted_after
+from tests.workers import Outcome, fresh_ranks, on_ranks
 
 NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 
@@ -56,50 +60,82 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert at_once < NOTICE_SECONDS, said_dead
 
 
-MEETINGS: tuple[Callable[[Group], object], ...] = (lambda group: exchange(group, "names", "mine"), shm._rendezvous)
+@on_ranks(2)
+def test_ctrl_c_ends_an_exchange(group: Any) -> None:
+    alone, begun = with_store(resolve_group(group), dist.HashStore()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.3):
+        exchange(alone, "names")
+    assert time.monotonic() - begun < NOTICE_SECONDS
 
 
-class DyingStore(dist.HashStore):
-    """Its host dies once it has taken what this rank gives."""
+# ---- the rendezvous of shared memory ---------------------------------------------------------------------------------
 
-    def _gone(self, *_: Any) -> Any:
-        raise RuntimeError("Connection reset by peer")
-
-    wait = get = check = _gone
+ONE_SIDED = {"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"}
 
 
-def meet_over(group: Any, store: type[dist.HashStore], kind: type[FusedTPError]) -> list[str]:
-    """What the meetings say over such a store; they raise that kind of error."""
+def join_alone(group: Any) -> list[str]:
+    """A second attempt could only wait in vain, and says so at once."""
     said = []
-    for meet in MEETINGS:
-        described = with_store(resolve_group(group), store())
-        with pytest.raises(kind) as caught:
-            meet(described)
-        said.append(str(caught.value))
-        if kind is PeerLostError:
-            with pytest.raises(FusedTPError, match="unusable since its ranks failed to agree: The store of group"):
-                exchange(described, "names", "mine")
+    for _ in range(2 if dist.get_rank(group) == 0 else 0):
+        with pytest.raises(CollectiveTimeoutError) as error:
+            fused_tp.all_reduce(torch.ones(2), group=group)
+        said.append(str(error.value))
     return said
 
 
-def test_a_store_that_has_died_is_no_fault_of_a_rank() -> None:
-    (said,) = run_ranks(1, meet_over, DyingStore, CollectiveTimeoutError, env={"FUSED_TP_TIMEOUT": "0.3"})
-    for sentence in said:
-        assert sentence.startswith("The store of group '") and "is gone" in sentence, sentence
-        assert "did not" not in sentence
+@beside(lambda: fresh_ranks(3, join_alone, env={**ONE_SIDED, "FUSED_TP_TIMEOUT": "1.5"}, expect_deaths=True))
+def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome]) -> None:
+    """They live, so that only the deadline can tell."""
+    first, again = outcome[0].unwrap()
+    said = "Ranks 1 and 2 did not take part in the shared-memory rendezvous of group '0' within 1.5 s"
+    assert said in first and "is unusable since its first call failed" in again
 
 
-class DeadStore(DyingStore):
-    """Its host is dead already."""
-
-    set = add = DyingStore._gone
-
-
-def test_a_store_that_is_dead_when_it_is_first_written_to() -> None:
-    (said,) = run_ranks(1, meet_over, DeadStore, PeerLostError)
-    for sentence, what in zip(said, ("names", "the shared-memory rendezvous"), strict=True):
-        assert sentence.startswith("The store of group '") and f"peers anything in {what}. It says: Con" in sentence
+def join_late(group: Any) -> float:
+    if dist.get_rank(group) == 1:
+        time.sleep(1.7)  # the others look for its death three times
+    total = fused_tp.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(total, group=group)
+    dist.barrier(group)
+    return total[0].item()
 
 
-def test_a_deadline_longer_than_a_thread_can_wait() -> None:
-    assert BoundedStore(dist.HashStore()).ask(lambda store: store.add("count", 1), 1e12) == 1
+@beside(lambda: fresh_ranks(3, join_late, env=ONE_SIDED))
+def test_a_rank_that_joins_the_rendezvous_late_is_waited_for(outcome: list[Outcome]) -> None:
+    """And the receives that looked for its death harm nothing."""
+    assert [one.unwrap() for one in outcome] == [9.0] * 3
+
+
+def join_after_a_receive_that_timed_out(group: Any) -> float:
+    """That closes gloo's connections, on both sides; nobody has died, and two ranks come late."""
+    rank = dist.get_rank(group)
+    if rank == 0:
+        receive = dist.irecv(torch.empty(1), group=group, group_src=1)
+        assert receive is not None
+        with pytest.raises(RuntimeError, match="Timed out"):
+            receive.wait(timedelta(milliseconds=50))
+        time.sleep(0.9)  # the other side sees it, and nobody has begun to join
+    elif rank == 1:
+        time.sleep(3.0)  # later than rank 0 would wait for a peer that has closed its connection
+    else:
+        time.sleep(2.5)  # rank 0 waits for two that have not come
+    return fused_tp.all_reduce(torch.ones(2), group=group)[0].item()
+
+
+@beside(lambda: fresh_ranks(3, join_after_a_receive_that_timed_out, env=ONE_SIDED))
+def test_closed_connections_are_no_dead_ranks(outcome: list[Outcome]) -> None:
+    assert [one.unwrap() for one in outcome] == [3.0] * 3
+
+
+def join_late_with_lazy_connections(group: Any) -> float:
+    if dist.get_rank(group) == 1:
+        time.sleep(1.2)  # the other looks for its death twice
+    begun = time.perf_counter()
+    assert closed_peers(group) == [] and time.perf_counter() - begun < 0.1
+    fused_tp.all_reduce(torch.ones(2), group=group)
+    return time.perf_counter() - begun
+
+
+@beside(lambda: fresh_ranks(2, join_late_with_lazy_connections, env={**ONE_SIDED, "TORCH_GLOO_LAZY_INIT": "1"}))
+def test_lazy_connections_are_not_probed(outcome: list[Outcome]) -> None:
+    assert outcome[0].unwrap() < 10.0

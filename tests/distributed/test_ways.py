@@ -33,7 +33,7 @@ GPU_ONLY = {
 
 def asked_for(_: Any) -> list[str]:
     group, said = dist.new_group(list(range(4))), []  # that no other test has asked
-    for name in GPU_ONLY:
+    for name in (*GPU_ONLY, "one_sided", "fastest"):
         with patch.dict("os.environ", FUSED_TP_SCHEDULE=name), pytest.raises(ValueError) as caught:
             fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
         said.append(str(caught.value))
@@ -42,8 +42,12 @@ def asked_for(_: Any) -> list[str]:
 
 def test_forced_schedules_are_refused_with_the_reason() -> None:
     pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
-    wanted = [f"Schedule {name!r} cannot serve this group: rank 0: {why}." for name, why in GPU_ONLY.items()]
-    assert run_ranks(4, asked_for) == [wanted] * 4
+    wanted = [
+        *(f"Schedule {name!r} cannot serve this group: rank 0: {why}." for name, why in GPU_ONLY.items()),
+        "Schedule 'one_sided' cannot serve this group: FUSED_TP_SHM=0 turns it off.",
+        f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {', '.join(SCHEDULES)}.",
+    ]
+    assert run_ranks(4, asked_for, env={"FUSED_TP_SHM": "0"}) == [wanted] * 4
 
 
 def named_by_a_table(group: Any) -> str:
@@ -109,3 +113,20 @@ def test_ranks_on_different_gpus_find_out_together() -> None:
         pytest.skip("here there may be no obstacle")
     first, *others = run_ranks(4, asked_with_its_own_gpu, env={"FUSED_TP_TIMEOUT": "20"})
     assert others == [first] * 3 and all(answer.startswith("rank 0: ") for answer in first)
+
+
+def explained(group: Any) -> str:
+    shapes = ((512, 1024), (2048, 1024))
+    return str(fused_tp.explain("matmul_reduce_scatter", *shapes, dtype=torch.float32, group=group))
+
+
+def test_explain_says_what_runs_and_why() -> None:
+    plain = run_ranks(2, explained, env={"FUSED_TP_SHM": "0", "FUSED_TP_SCHEDULE": None})
+    assert plain[0] == plain[1]
+    assert plain[0].splitlines()[0] == (
+        "matmul_reduce_scatter(x [512, 1024], weight [2048, 1024]), float32 on cpu, 2 ranks"
+    )
+    assert "forward: pipelined over gloo, because dispatch table as shipped, rule cpu/default" in plain[0]
+    assert "no shared memory: FUSED_TP_SHM=0 turns it off" in plain[0]
+    forced_plain = run_ranks(2, explained, env={"FUSED_TP_SCHEDULE": "plain"})[0]
+    assert "backward: plain over gloo, because FUSED_TP_SCHEDULE=plain forces it" in forced_plain

@@ -1,6 +1,6 @@
 """The device kernels on GPUs: ranks as threads of one GPU and as processes, in graphs, with a rank that stays away.
 
-The checks are those of the kernels' CPU build (tests/distributed/test_device_schedules.py and test_device_faults.py).
+The checks are those of the kernels' CPU build (tests/distributed/test_device_schedules.py).
 Processes take a GPU each where there are enough, and else share what there is.
 """
 
@@ -25,7 +25,6 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.symm_mem import group_memory
-from tests.distributed import test_device_faults as faults
 from tests.distributed import test_device_schedules as checks
 from tests.gpu.on_device import Graph, OnDevice, device_of, environment, unwrapped, why_not
 from tests.native_build import use_library
@@ -346,24 +345,3 @@ def test_processes(world_size: int, dtype_name: str) -> None:
     env = environment(world_size)
     results = unwrapped(fresh_ranks(world_size, in_process, "cuda", None, dtype_name, timeout=300, env=env))
     assert all(result == results[0] for result in results)
-
-
-def with_fault(group: Any, kind: str, library: str | None, case: str, args: tuple[Any, ...]) -> Any:
-    """A test of faults of the CPU build, on the ranks' GPUs."""
-    device = group_collectives(group, kind, library)
-    if isinstance(device, str):
-        return device
-    with mock.patch.object(faults, "own_kernels", lambda group: device):
-        return getattr(faults, case)(group, *args)
-
-
-@pytest.mark.parametrize(("case", "args"), [("too_late", ()), ("dies", ("two_shot",))])
-def test_faults(case: str, args: tuple[str, ...]) -> None:
-    """A process that comes too late, and one that is killed."""
-    dies = case == "dies"
-    outcomes = fresh_ranks(3, with_fault, "cuda", None, case, args, timeout=120, env=environment(3), expect_deaths=dies)
-    results = unwrapped([outcome for outcome in outcomes if not outcome.died])
-    if case == "too_late":
-        assert "gave up" in results[1]
-    else:
-        assert outcomes[1].died and all(seconds < 5 for seconds in results)

@@ -1,8 +1,7 @@
 """Our NCCL communicator and the pipelines over it: one rank, several on one GPU where NCCL takes that, one on each GPU.
 
-The checks are those made over the doubles of NCCL and CUDA (tests/distributed/test_nccl_pipeline.py and
-test_nccl_faults.py). Several ranks on one GPU take NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL calls
-experimental.
+The checks are those made over the doubles of NCCL and CUDA (tests/distributed/test_nccl_pipeline.py).
+Several ranks on one GPU take NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL calls experimental.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import NcclDist, nccl_dist
-from tests.distributed import test_nccl_faults as faults
 from tests.distributed import test_nccl_pipeline as checks
 from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, graph_case, unwrapped
 from tests.native_build import use_nccl
 from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.gpu
-
-NOTICE_SECONDS = 8.0  # NCCL takes some to abort
 
 
 def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.device:
@@ -53,8 +49,8 @@ def transport_on(group: Any, device: torch.device) -> NcclDist | Availability:
 
 
 @contextmanager
-def checks_on(module: Any, device: torch.device) -> Iterator[None]:
-    """What `module` makes of a group works on `device`."""
+def checks_on(device: torch.device) -> Iterator[None]:
+    """What `checks` makes of a group works on `device`."""
 
     def transport_of(group: Any) -> OnDevice:
         transport = transport_on(group, device)
@@ -65,21 +61,19 @@ def checks_on(module: Any, device: torch.device) -> Iterator[None]:
         return OnDevice(NcclPipeline(transport.target, chunks), device)
 
     with (
-        mock.patch.object(module, "transport_of", transport_of),
-        mock.patch.object(module, "NcclPipeline", pipeline),
-        mock.patch.object(faults, "NOTICE_SECONDS", NOTICE_SECONDS),
+        mock.patch.object(checks, "transport_of", transport_of),
+        mock.patch.object(checks, "NcclPipeline", pipeline),
     ):
         yield
 
 
-def case_on(group: Any, kind: str, libraries: Any, of_faults: bool, case: str, args: tuple[Any, ...]) -> Any:
+def case_on(group: Any, kind: str, libraries: Any, case: str, args: tuple[Any, ...]) -> Any:
     """What a case of the tests over doubles returns; or why these ranks cannot run it."""
     device = start(group, kind, libraries)
     if isinstance(transport := transport_on(group, device), Availability):
         return transport.reason
-    module = faults if of_faults else checks
-    with checks_on(module, device):
-        return getattr(module, case)(group, *args)
+    with checks_on(device):
+        return getattr(checks, case)(group, *args)
 
 
 def prepare(group: Any, kind: str, libraries: Any) -> Any:
@@ -105,29 +99,9 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 )
 def test_pipelines(world_size: int, case: str, args: tuple[str, ...]) -> None:
     env = environment(world_size)
-    unwrapped(fresh_ranks(world_size, case_on, "cuda", None, False, case, args, timeout=300, env=env))
+    unwrapped(fresh_ranks(world_size, case_on, "cuda", None, case, args, timeout=300, env=env))
 
 
 @WORLD_SIZES
 def test_graphs_and_calls_between_replays(world_size: int) -> None:
     unwrapped(fresh_ranks(world_size, graph_case, prepare, "cuda", None, timeout=300, env=environment(world_size)))
-
-
-def test_a_killed_rank_is_lost_to_all_others_and_they_go_on() -> None:
-    outcomes = fresh_ranks(
-        3, case_on, "cuda", None, True, "killed_case", (), timeout=300, env=environment(3), expect_deaths=True
-    )
-    (found,) = unwrapped(outcomes[:1])
-    assert [outcome.died for outcome in outcomes] == [False, True, True]
-    for (kind, message, seconds), victim, op in zip(found, (2, 1), faults.KILLED_IN, strict=True):
-        assert kind == "PeerLostError" and f"lost rank {victim}" in message and op in message, message
-        assert seconds < NOTICE_SECONDS
-
-
-def test_a_rank_that_stalls_is_a_timeout_that_names_it() -> None:
-    env = environment(3, FUSED_TP_TIMEOUT=str(faults.DEADLINE))
-    outcomes = fresh_ranks(3, case_on, "cuda", None, True, "stalled_case", (), timeout=300, env=env)
-    for rank, found in enumerate(unwrapped(outcomes)):
-        for (kind, message, seconds), op in zip(found, faults.OPS, strict=True):
-            assert kind == "CollectiveTimeoutError" and op in message, message
-            assert rank == 1 or seconds < faults.DEADLINE + NOTICE_SECONDS, message

@@ -22,7 +22,7 @@ from torch import Tensor
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.workspace import Workspace
-from tests import forks, workers
+from tests import workers
 
 _pool: workers._Workers | None = None
 
@@ -31,7 +31,7 @@ def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeo
     """`tests.workers.run_ranks`, on ranks that interpret Triton kernels."""
     global _pool
     if _pool is None:
-        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"}, forked=forks.can_fork())
+        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"}, pool=True)
         _pool.call(workers.POOL_SIZE, quicken, (), workers.START_SECONDS, None)
         atexit.register(stop)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from tests.late import interrupted_after
 from tests.native.doubles import libraries
 from tests.workers import fresh_ranks, run_ranks
 
@@ -87,19 +87,6 @@ def seconds_until(error: type[BaseException], call: Callable[[], Any]) -> tuple[
 
 def names_left() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"{libraries.NCCL_NAMES}*")]
-
-
-@contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------

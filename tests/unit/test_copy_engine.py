@@ -16,7 +16,7 @@ import torch
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
-from fused_tp.transport import copy_engine
+from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.workspace import rounded
 from tests.native_build import build_program, build_shared, prebuild, require_sanitizer, use_driver
@@ -167,13 +167,16 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
     engine = CopyEngine(LocalGroup(1).rank(0))
     with engine.call("all_gather", gather_bytes=100) as call:
         call.finish()
-    with mock.patch.object(copy_engine, "is_capturing", return_value=True):
+    with (
+        mock.patch.object(copy_engine, "is_capturing", return_value=True),
+        mock.patch.object(symm_mem, "is_capturing", return_value=True),
+    ):
         with engine.call("all_gather", gather_bytes=200) as call:  # there is room
             call.finish()
         with pytest.raises(RuntimeError, match="Run the same ops once before the capture"):
             engine.call("all_gather", gather_bytes=1 << 30)
-    first = engine._slot
-    assert first is not None and first.captured
+    first = engine._slots[""]
+    assert first.captured
     with engine.call("all_gather", gather_bytes=1 << 20) as call:
         call.finish()
     assert engine._outgrown == [first]  # the graph may still use it

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from benchmarks.local_ranks import run_local
+from tests import faults
 from tests.distributed import nccl_tools
 from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
+from tests.gpu import test_failures as failure_tests
 from tests.gpu import test_nccl as nccl_tests
 from tests.gpu.on_device import OnDevice, graph_case, mapped, on_device, public_ops, there
 from tests.native_build import cpu_device_library, use_library
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import run_ranks
 
 pytestmark = [
     pytest.mark.full,
@@ -62,11 +64,11 @@ def test_processes(library: str) -> None:
     assert reasons == ["two_shot is for cuda, not cpu"] * 2
 
 
-@pytest.mark.parametrize(("case", "args"), [("too_late", ()), ("dies", ("two_shot",))])
-def test_faults(library: str, case: str, args: tuple[str, ...]) -> None:
-    outcomes = fresh_ranks(3, collectives.with_fault, "cpu", library, case, args, expect_deaths=True)
-    results: list[Any] = [outcomes[0].unwrap(), outcomes[2].unwrap()]
-    assert all(result for result in results) and outcomes[1].died == (case == "dies")
+@pytest.mark.parametrize("transport", list(faults.DOUBLES))
+def test_failures(transport: str) -> None:
+    faults.build_doubles(transport)
+    failure_tests.test_late_rank_is_a_timeout_that_names_it(transport, "cpu")
+    failure_tests.test_stopped_or_killed_rank_is_noticed(transport, "cpu")
 
 
 # -- NCCL and copy engines, over doubles of NCCL and of the CUDA driver ------------------------------------------------
@@ -82,7 +84,7 @@ def doubles() -> tuple[str, str]:
     ("case", "args"), [("movements_case", ()), ("many_calls_case", ()), ("schedule_case", ("bfloat16",))]
 )
 def test_nccl(doubles: tuple[str, str], case: str, args: tuple[str, ...]) -> None:
-    run_ranks(2, nccl_tests.case_on, "cpu", doubles, False, case, args)
+    run_ranks(2, nccl_tests.case_on, "cpu", doubles, case, args)
 
 
 def test_graphs(doubles: tuple[str, str]) -> None:
@@ -90,35 +92,10 @@ def test_graphs(doubles: tuple[str, str]) -> None:
     assert run_ranks(3, graph_case, engine_tests.prepare, "cpu", doubles[1]) == ["", "", ""]
 
 
-def test_nccl_faults(doubles: tuple[str, str]) -> None:
-    env = {"FUSED_TP_TIMEOUT": "30"}
-    arguments = ("cpu", doubles, True, "told_case", ())
-    outcomes = fresh_ranks(3, nccl_tests.case_on, *arguments, timeout=120, env=env)
-    assert [outcome.unwrap()[0] for outcome in outcomes] == ["CollectiveTimeoutError"] * 3
-
-
-def test_nccl_lost_ranks(doubles: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the test for GPUs, with the doubles in the place of the GPUs."""
-
-    def on_doubles(world_size: int, fn: Any, kind: str, libraries: None, *args: Any, **keywords: Any) -> Any:
-        keywords["env"] = {"FUSED_TP_TIMEOUT": "30"}
-        return fresh_ranks(world_size, fn, "cpu", doubles, *args, **keywords)
-
-    monkeypatch.setattr(nccl_tests, "fresh_ranks", on_doubles)
-    nccl_tests.test_a_killed_rank_is_lost_to_all_others_and_they_go_on()
-
-
 def test_copy_engine(doubles: tuple[str, str]) -> None:
     _, library = doubles
     run_ranks(2, engine_tests.with_schedule, "cpu", library, "numbers", ("bfloat16",))
     run_ranks(2, engine_tests.with_schedule, "cpu", library, "at_random", (3, 20))
-
-
-def test_copy_engine_faults(doubles: tuple[str, str]) -> None:
-    _, library = doubles
-    arguments = ("cpu", library, "killed", ("matmul_all_reduce",))
-    outcomes = fresh_ranks(3, engine_tests.with_schedule, *arguments, timeout=120, expect_deaths=True)
-    assert outcomes[2].died and all(outcome.unwrap() < 3 for outcome in outcomes[:2])
 
 
 # -- what takes checks of the CPU to a device; "meta" stands for one ---------------------------------------------------

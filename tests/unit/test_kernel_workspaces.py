@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport import workspace
+from fused_tp.transport import symm_mem
 from fused_tp.transport.symm_mem import Facts, shared_sms
 from fused_tp.transport.workspace import Workspaces
 
@@ -188,7 +188,7 @@ def test_nothing_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     workspaces, memory = made()
     workspaces.reserve("sum", 5, "op")
     workspaces.reserve("sum", MIB, "op")
-    monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
+    monkeypatch.setattr(symm_mem, "is_capturing", lambda device: True)
     with workspaces.use("sum", MIB, "op"):
         assert memory.asked == [MIB]
     match = r"op needs a workspace of 5 bytes and the group has one that is not there yet.*once before the capture"

@@ -1,0 +1,437 @@
+"""Ranks that come late, stop, die, disagree or raise in the middle of an op: which error, saying what, on whom, when.
+
+One table over all transports. What only one of them can do wrong is in the files of that transport.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.runtime.errors import PeerLostError, RankMismatchError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import base, copy_engine, hierarchical, nccl_pipeline, pipelined, plain, shared_memory
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
+from fused_tp.transport import torch_dist as torch_dist_module
+from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.torch_dist import torch_dist
+from tests.beside import beside
+from tests.distributed.schedule_cases import CPU
+from tests.faults import (
+    DOUBLES,
+    MATMULS,
+    NOTICE_SECONDS,
+    OPS,
+    TRANSPORTS,
+    Failure,
+    Op,
+    build_doubles,
+    calls_of,
+    check_late,
+    check_stopped_then_killed,
+    failure_of,
+    fresh_stopped_then_killed,
+    group_on,
+    late,
+    leaf,
+    weight,
+)
+from tests.late import give_up, wait_for_those_who_gave_up
+from tests.workers import Outcome, error_of, fresh_ranks, run_ranks
+
+# The ops have the names of their modules.
+decode_module, column_module = (
+    import_module(f"fused_tp.ops.{op}") for op in ("context_parallel_decode", "column_parallel_matmul")
+)
+
+WORLD = 4
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="stops and kills processes"),
+    pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e ."),
+]
+
+
+def on(*transports: str) -> pytest.MarkDecorator:
+    """Cases of those transports; those of GPUs, over doubles, are `full`."""
+    return pytest.mark.parametrize("transport", [with_marks(one, one) for one in transports or TRANSPORTS])
+
+
+def with_marks(value: object, transport: str) -> Any:
+    return pytest.param(value, marks=[pytest.mark.full] if transport in DOUBLES else [])
+
+
+# ---- late ------------------------------------------------------------------------------------------------------------
+
+
+@on()
+def test_late_rank_is_a_timeout_that_names_it(transport: str) -> None:
+    build_doubles(transport)
+    found = run_ranks(WORLD, late, transport, MATMULS)
+    check_late(found)
+    for rank, failures in enumerate(found[:-1]):
+        for failure in failures:
+            assert f"ank {rank}" in failure.message and "group" in failure.again, failure
+
+
+def another_op(_: Any, transport: str) -> str:
+    """The last rank is late, and rank 1 calls another op, of as many bytes: gloo aborts where those differ."""
+    rank, last = dist.get_rank(), WORLD - 1
+    x, w = torch.ones(4, 6), torch.ones(3, 6)
+    with group_on(transport) as group:
+        fused_tp.all_reduce(x, group=group)
+        if rank == last:
+            wait_for_those_who_gave_up(group.group_name, range(last))
+        os.environ["FUSED_TP_TIMEOUT"] = "1.5"
+        with pytest.raises(fused_tp.CollectiveTimeoutError) as raised:
+            if rank == 1:
+                fused_tp.all_reduce(x, group=group)
+            while True:
+                fused_tp.all_gather_matmul(x, w, group=group)
+        give_up(group.group_name)
+        wait_for_those_who_gave_up(group.group_name, range(WORLD))
+        return str(raised.value)
+
+
+@on("plain", "pipelined")
+def test_timeout_says_who_has_called_another_op(transport: str) -> None:
+    for rank, said in enumerate(run_ranks(WORLD, another_op, transport)):
+        assert f"on rank {rank} of 4" in said and "1.5 s (FUSED_TP_TIMEOUT) for rank 3, which had not arrived." in said
+        assert "'s call 2 is all_" in said and "must call the same ops in the same order" in said
+
+
+# ---- disagreeing -----------------------------------------------------------------------------------------------------
+
+X, W = torch.ones(4, 6), torch.ones(3, 6)
+Disagreement = tuple[Callable[[Any, bool], object], str]
+DISAGREE: dict[str, Disagreement] = {
+    "op": (
+        lambda group, odd: OPS["matmul_all_reduce" if odd else "all_gather"](group, 1.0),
+        "rank 0 calls all_gather(dims=[16, 6, 0], dtype=torch.float32), rank 1 calls matmul_all_reduce(dims=[16, 8]",
+    ),
+    "shape": (
+        lambda group, odd: fused_tp.matmul_all_reduce(X[odd:], W, group=group),
+        "rank 0 calls matmul_all_reduce(dims=[4, 3], dtype=torch.float32), rank 1 calls matmul_all_reduce(dims=[3, 3]",
+    ),
+    "dtype": (
+        lambda group, odd: fused_tp.matmul_reduce_scatter(*((X.half(), W.half()) if odd else (X, W)), group=group),
+        "dtype=torch.float32), rank 1 calls matmul_reduce_scatter(dims=[4, 3, 0], dtype=torch.float16).",
+    ),
+    "shards": (
+        lambda group, odd: fused_tp.all_gather_matmul(X[odd:], W, group=group),
+        "(dims=[16, 6, 0], dtype=torch.float32), rank 1 calls all_gather_matmul(dims=[12, 6, 0]",
+    ),
+}
+
+
+def disagree(_: Any, transport: str) -> list[str]:
+    said = []
+    with group_on(transport, FUSED_TP_CHECK="1") as group:
+        for call, _said in DISAGREE.values():
+            error = error_of(call, group, dist.get_rank() == 1)
+            assert isinstance(error, RankMismatchError), error
+            said.append(str(error))
+            assert fused_tp.all_reduce(torch.ones(1), group=group).item() == WORLD  # nothing was sent
+    return said
+
+
+@on("plain", "pipelined", "hierarchical", "copy_engine", "nccl_pipeline")
+def test_disagreement_is_an_error_on_all_ranks(transport: str) -> None:
+    build_doubles(transport)
+    first, *others = run_ranks(WORLD, disagree, transport)
+    assert others == [first] * (WORLD - 1)
+    for message, (_, said) in zip(first, DISAGREE.values(), strict=True):
+        assert said in message
+
+
+# ---- stopped, killed, ended, forked ----------------------------------------------------------------------------------
+
+
+@beside(lambda transport: fresh_stopped_then_killed(transport))
+@on()
+def test_stopped_or_killed_rank_is_noticed_and_others_go_on(outcome: list[Outcome], transport: str) -> None:
+    check_stopped_then_killed(outcome)
+
+
+@pytest.mark.full
+@beside(lambda transport, first: fresh_stopped_then_killed(transport, first))
+@pytest.mark.parametrize("transport", ["one_sided", "pipelined"])
+@pytest.mark.parametrize("first", range(1, len(OPS)))
+def test_rank_is_noticed_whatever_the_op(outcome: list[Outcome], transport: str, first: int) -> None:
+    check_stopped_then_killed(outcome)
+
+
+def killed_first(_: Any, transport: str) -> tuple[str, float]:
+    """Before its first call, in which the others wait for it."""
+    with group_on(transport) as group:
+        if dist.get_rank() == 2:
+            time.sleep(0.3)  # the others wait, most likely
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(PeerLostError) as raised:
+            calls_of(group)()
+        return str(raised.value), time.monotonic() - begun
+
+
+@beside(lambda transport: fresh_ranks(3, killed_first, transport, expect_deaths=True))
+@pytest.mark.parametrize(
+    ("transport", "said"), [("one_sided", r"Rank.* 2\b.* died, or left"), ("plain", r"lost rank.* 2\b")]
+)
+def test_rank_killed_before_its_first_call_is_noticed(outcome: list[Outcome], transport: str, said: str) -> None:
+    for one in outcome[:2]:
+        message, seconds = one.unwrap()
+        # In the rendezvous a closed connection is looked at twice: its peer may live, and join.
+        assert re.search(said, message) and seconds < 0.3 + 1.0 + NOTICE_SECONDS
+
+
+def ends(_: Any) -> tuple[float, str]:
+    """Rank 2 ends as a program does that has finished, while the others wait for it."""
+    with group_on("one_sided") as group:
+        run = calls_of(group)
+        run()
+        dist.barrier()
+        if dist.get_rank() == 2:
+            time.sleep(0.2)  # the others wait for it, most likely
+            at = time.monotonic()
+            atexit._run_exitfuncs()
+            wait_for_those_who_gave_up("ends", (0, 1))  # its end would tell them, too
+            return at, ""
+        failure = failure_of(run)
+        at = time.monotonic()
+        give_up("ends")
+        return at, failure.kind
+
+
+def test_rank_that_ends_is_lost_to_those_who_wait() -> None:
+    *others, (ended, _) = (one.unwrap() for one in fresh_ranks(3, ends, expect_deaths=True))
+    assert all(kind == "PeerLostError" and at - ended < 1.0 for at, kind in others), others
+
+
+def all_killed(_: Any) -> None:
+    with group_on("one_sided") as group:
+        run = calls_of(group)
+        run()
+        dist.barrier()
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        error_of(failure_of, run)
+        time.sleep(60)  # until it is killed
+
+
+def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+    before = left_in_dev_shm()
+    assert all(outcome.died for outcome in fresh_ranks(3, all_killed, expect_deaths=True))
+    assert left_in_dev_shm() <= before
+
+
+def left_in_dev_shm() -> set[str]:
+    """Without what the double of NCCL has there for other tests."""
+    return {name for name in os.listdir("/dev/shm") if "fused_tp" in name and "double" not in name}
+
+
+def forked(_: Any, transport: str) -> str:
+    """A rank forks a child, as data loaders do: the child may not speak for the rank, nor is its end the rank's."""
+    with group_on(transport) as group:
+        run = calls_of(group, MATMULS)
+        run()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, str(error_of(run)).encode())
+            del run
+            gc.collect()
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+        dist.barrier()
+        for _call in range(20):
+            run()
+        return os.read(read, 10_000).decode()
+
+
+@on("one_sided", "nccl_pipeline")
+def test_forked_child_does_not_speak_for_its_rank(transport: str) -> None:
+    build_doubles(transport)
+    for rank, outcome in enumerate(fresh_ranks(3, forked, transport)):
+        assert f"a fork of rank {rank}" in outcome.unwrap()
+
+
+# ---- raising in the middle of an op ----------------------------------------------------------------------------------
+
+
+class OutOfMemory(Exception):
+    """Of one rank alone."""
+
+
+class Place(NamedTuple):
+    """Where rank 0 raises: at call `number` of `name` in `where`, while `op` runs on `transport`."""
+
+    transport: str
+    op: str | Op
+    where: Any
+    name: str
+    number: int = 1
+
+
+def backward(group: Any, n: float) -> tuple[Tensor, float]:
+    """A gather for the gradient of w, and meanwhile the sum for that of x."""
+    x, w = leaf(n, 4, 6), weight()
+    y = n * fused_tp.all_gather_matmul(x, w, group=group)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert dw.eq(n * n * len(y)).all()
+    return dx, 8 * n * group.size()
+
+
+def meanwhile(group: Any, n: float) -> tuple[Tensor, float]:
+    """The sum for the gradient of x, and meanwhile the gradient of w."""
+    x, w = leaf(n, 4, 6), weight()
+    y = n * fused_tp.column_parallel_matmul(x, w, group=group)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert dw.eq(n * n * len(y)).all()
+    return dx, 8 * n * group.size()
+
+
+@mock.patch.object(decode_module, "_GATHERED_BYTES", 1)  # one query at a time
+def long_prompt(group: Any, n: float) -> tuple[Tensor, float]:
+    q, cache, lengths = torch.ones(1, 6, 2, 4), torch.full((1, 8, 2, 4), n), torch.tensor([6])
+    return fused_tp.context_parallel_decode(q, cache, cache, group=group, cache_seqlens=lengths), n
+
+
+BETWEEN_CALLS = {
+    "plain": (plain, "sum_of_products"),
+    "pipelined": (pipelined, "sum_of_products"),
+    "hierarchical": (hierarchical.Hierarchical, "matmul_reduce_scatter"),
+    "one_sided": (shared_memory, "sum_of_products"),
+    "two_shot": (DeviceSchedule, "matmul_reduce_scatter"),
+    "copy_engine": (CopyEngineSchedule, "matmul_reduce_scatter"),
+    "nccl_pipeline": (nccl_pipeline, "sum_of_products"),
+}
+PLACES = {
+    "shared memory": Place("one_sided", "all_gather_matmul", shared_memory, "linear"),
+    "between tensors": Place("two_shot", "ulysses_attention", DeviceCollectives, "sequence_to_heads", 2),
+    "block by copy engine": Place("copy_engine", "matmul_reduce_scatter", copy_engine, "sum_of_products", 2),
+    "chunks of a scatter, NCCL": Place("nccl_pipeline", "matmul_reduce_scatter", nccl_pipeline, "sum_of_products", 2),
+    "chunks of a sum, NCCL": Place("nccl_pipeline", "matmul_all_reduce", nccl_pipeline, "sum_of_products", 2),
+    "first of two exchanges": Place("plain", "matmul_all_reduce", torch_dist_module, "sum_in_rank_order"),
+    "after a gather": Place("plain", "all_gather_matmul", base, "linear"),
+    "last exchange under way": Place("plain", meanwhile, column_module, "weight_grad"),
+    "decode": Place("plain", long_prompt, decode_module, "merge"),
+    "shards": Place("pipelined", "all_gather_matmul", pipelined, "_linear_into", 2),
+    "chunks of a scatter": Place("pipelined", "matmul_reduce_scatter", pipelined, "sum_of_products", 2),
+    "chunks of a sum": Place("pipelined", "matmul_all_reduce", pipelined, "sum_of_products", 2),
+    "between levels": Place("hierarchical", "matmul_reduce_scatter", hierarchical, "sum_in_rank_order"),
+    **{f"backward, {transport}": Place(transport, backward, *where) for transport, where in BETWEEN_CALLS.items()},
+}
+
+
+def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which raises when it is called for that time."""
+    calls = 0
+
+    def raising(*args: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise OutOfMemory("no memory for 12 bytes\nand more")
+        return function(*args, **keywords)
+
+    return raising
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    with (
+        mock.patch.object(torch_dist_module, "ONE_SHOT_BYTES", 0),
+        mock.patch.object(pipelined, "CHUNK_BYTES", 64),
+        mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0),
+        mock.patch.object(NcclPipeline, "_chunks", lambda schedule, nbytes: 4),
+    ):
+        yield
+
+
+@small_chunks()
+def raises_midway(_: Any, name: str) -> Failure:
+    place = PLACES[name]
+    with group_on(place.transport) as group:
+        run = calls_of(group, [place.op])
+        run()
+        if dist.get_rank() == 0:
+            raising = at_call(place.number, getattr(place.where, place.name))
+            with mock.patch.object(place.where, place.name, raising), pytest.raises(OutOfMemory):
+                run()
+        # What rank 0 had sent may have been all that this one op of a peer waits for.
+        failure = failure_of(run)
+        dist.barrier()
+    return failure
+
+
+# What peers hear; over messages they hear the very sentence.
+HEARD = {
+    "one_sided": "rank 0 has left the group",
+    "two_shot": "rank 0 gave up",
+    "copy_engine": r"Rank 0 told rank \d that it has given up",
+}
+
+
+@pytest.mark.parametrize("name", [with_marks(name, PLACES[name].transport) for name in PLACES])
+def test_error_midway_aborts_group(name: str) -> None:
+    transport = PLACES[name].transport
+    build_doubles(transport)
+    own, *peers = run_ranks(WORLD, raises_midway, name)
+    assert "unusable since an earlier" in own.again and "OutOfMemory" in own.message, own
+    assert "no memory for 12 bytes" in own.message, own
+    for one in peers:
+        assert re.search(HEARD.get(transport, "rank 0 has given the group up. It said: "), one.message), one
+        assert "and more" not in one.message and one.seconds < NOTICE_SECONDS, one
+
+
+# ---- raising before anything is sent ---------------------------------------------------------------------------------
+
+BEFORE_ANYTHING_IS_SENT = {
+    "pipelined": (pipelined, "sum_of_products"),
+    "hierarchical": (hierarchical.Hierarchical, "_to_hosts"),
+    "nccl_pipeline": (nccl_pipeline, "sum_of_products"),
+}
+
+
+def raises_before(_: Any, transport: str) -> None:
+    with group_on(transport) as group:
+        run = calls_of(group, MATMULS)
+        run()
+        for _time in range(2):
+            if dist.get_rank() == 0:
+                where, name = BEFORE_ANYTHING_IS_SENT[transport]
+                with mock.patch.object(where, name, side_effect=OutOfMemory), pytest.raises(OutOfMemory):
+                    OPS["matmul_reduce_scatter"](group, 1.0)
+            for _op in MATMULS:
+                run()
+        if transport == "pipelined":  # all ranks raise this one together
+            messages = torch_dist(resolve_group(group), "cpu")
+            checking = mock.patch.dict(os.environ, FUSED_TP_CHECK="1")
+            with checking, pytest.raises(RankMismatchError), messages.abort_scope("op"):
+                messages.check("op", (messages.rank,), torch.float32, CPU)
+            run()
+
+
+@on(*BEFORE_ANYTHING_IS_SENT)
+def test_error_before_anything_is_sent_leaves_group_usable(transport: str) -> None:
+    build_doubles(transport)
+    run_ranks(WORLD, raises_before, transport)
