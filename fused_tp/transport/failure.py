@@ -208,6 +208,7 @@ class GroupCalls:
         self.backend = backend
         self.calls = 0  # that have been started
         self.broken: FusedTPError | None = None  # why the group is unusable
+        self.also_depart: Callable[[], None] = lambda: None  # from what else this rank leaves with the group
         self._ops: deque[str] = deque(maxlen=16)
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
         self.board = StatusBoard(store, board, group.rank, group.size)
@@ -294,17 +295,19 @@ class GroupCalls:
             self.broken = self.error(kind, call, said, cause=cause)
         return self.broken.copy()
 
-    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
+    def abort_peer_lost(self, call: Call, reason: str = "", cause: FusedTPError | None = None) -> FusedTPError:
         """A connection was closed: by a peer that died, or by one that failed and says why, if not always before. The
-        backend may give a reason."""
-        closed = self.closed_peers()  # before others close theirs too
+        backend may give a reason, a part of this group its error as `cause`."""
+        closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}  # before others close theirs
         self.post_status(call, failed=True)
-        statuses = self.board.read_until(lambda found: first_failure(found) is not None, REASON_SECONDS)
-        if first_failure(statuses) is not None:
+        if self.failure_within(REASON_SECONDS):
             return self.abort_following_peer(call)
-        dead = {rank: "" for rank in closed if rank not in statuses or not statuses[rank].failed}
+        statuses = self.board.read()
+        dead = {rank: "" for rank in sorted(closed) if rank not in statuses or not statuses[rank].failed}
         what = " lost {missing}: died, or closed its connections." + self._says(reason)
-        return self.abort(call, self.error(PeerLostError, call, what, missing=dead, reason=reason))
+        if cause is not None and not dead:
+            what += " What failed: {cause}"
+        return self.abort(call, self.error(PeerLostError, call, what, missing=dead, reason=reason, cause=cause))
 
     def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
         """The deadline has passed. Names who was late, once the others have had the time to say where they are."""
@@ -326,12 +329,17 @@ class GroupCalls:
         late, rest = late_ranks(statuses, ranks, error.call, error.op, self.arrived)
         return error.copy(rest, missing=late)
 
+    def failure_within(self, seconds: float) -> bool:
+        """Whether some rank says so soon that it has failed by itself."""
+        return first_failure(self.board.read_until(lambda found: first_failure(found) is not None, seconds)) is not None
+
     def publish_abort(self, call: Call, error: FusedTPError | None = None) -> None:
         """Tell the peers that this rank's part of the group has ended, those too who cannot read its status."""
         try:
             self.post_status(call, failed=True, error=error)
         finally:
             self._depart()
+            self.also_depart()
 
     def post_status(self, call: Call, failed: bool = False, error: FusedTPError | None = None) -> None:
         """Publish where this rank is."""

@@ -297,8 +297,11 @@ class NcclDist(TorchDist):
                 if late and self.board.has_failure():
                     return self.abort_following_peer(call)
                 return self.abort_timed_out(call, reason)
-            if isinstance(error, PeerLostError):
+            if isinstance(error, PeerLostError) and not self._gone:
                 return self.abort_peer_lost(call, reason)
+            if isinstance(error, PeerLostError):
+                what, missing = " lost {missing}: the process has ended.", dict.fromkeys(self._gone, "")
+                return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
             if self.board.has_failure():
                 return self.abort_following_peer(call)
             return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
@@ -324,12 +327,6 @@ class NcclDist(TorchDist):
                 super().abort_midway(call, error)
             finally:
                 self._end(f"{call.op} raised {type(error).__name__}")
-
-    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
-        if not self._gone:
-            return super().abort_peer_lost(call, reason)
-        what, missing = " lost {missing}: the process has ended.", dict.fromkeys(self._gone, "")
-        return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
 
     # -- called by the watch's thread ---------------------------------------------------------------------------------
 

@@ -54,8 +54,8 @@ def _end_all() -> None:
         thread.join(max(0.0, deadline - time.perf_counter()))
 
 
-class NoAnswer(RuntimeError):
-    """The store has not answered in time."""
+class NoAnswer(Exception):
+    """The store has not answered in time. A store that has died with its host raises RuntimeError."""
 
 
 class BoundedStore:
@@ -191,7 +191,7 @@ def publish_failure(group: Group, error: FusedTPError) -> None:
         return
     _EXCHANGES[group].failed = error.copy()
     told = json.dumps(error.as_dict())
-    with contextlib.suppress(RuntimeError):  # of a store whose host has died, or does not answer
+    with contextlib.suppress(RuntimeError, NoAnswer):  # of a store whose host has died, or does not answer
         STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/failed", told.encode()))
 
 
@@ -257,8 +257,6 @@ class _Exchange:
     def give(self, mine: bytes) -> None:
         try:
             self._ask(lambda store: _set(store, self._key(store, self._group.rank), mine))
-        except NoAnswer:
-            raise
         except RuntimeError as error:
             sentence = _STORE_IS_GONE + "tell its peers anything in {op}. It says: {reason}"
             raise self.error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
@@ -275,8 +273,6 @@ class _Exchange:
 
             try:
                 return self._ask(wait)
-            except NoAnswer:
-                raise
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
                 if (failure := self._failure(left <= self._slice)) is not None:
                     raise failure from error
@@ -330,7 +326,5 @@ class _Exchange:
         """What the store answers; None where it has died with its host."""
         try:
             return self._ask(question)
-        except NoAnswer:
-            raise
         except RuntimeError:
             return None

@@ -136,27 +136,22 @@ class TorchDist(GroupCalls):
         if self.broken is not None:
             return self.unusable()
         reason = str(error).splitlines()[0]
-        text = reason.lower()
-        if any(word in text for word in _LOST):
+        lost, late = (any(word in reason.lower() for word in words) for words in (_LOST, _TIMED_OUT))
+        kind: type[FusedTPError] = PeerLostError if lost else CollectiveTimeoutError if late else FusedTPError
+        what = " failed: {reason}"
+        if self.backend != "nccl" and lost:
             return self.abort_peer_lost(call, reason)
-        if any(word in text for word in _TIMED_OUT):
+        if self.backend != "nccl" and late:
             return self.abort_timed_out(call, reason)
-        return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
-
-    def abort_peer_lost(self, call: Call, reason: str = "") -> FusedTPError:
-        if self.backend == "nccl":
-            return self.abort(call, self.error(PeerLostError, call, " lost a peer: {reason}", reason=reason))
-        return super().abort_peer_lost(call, reason)
-
-    def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
-        if self.backend != "nccl":
-            return super().abort_timed_out(call, reason)
-        # Its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing.
-        what = (
-            f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's flight "
-            "recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: {reason}"
-        )
-        return self.abort(call, self.error(CollectiveTimeoutError, call, what, reason=reason))
+        if lost:
+            what = " lost a peer: {reason}"
+        elif late:  # its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing
+            what = (
+                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's "
+                "flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: "
+                "{reason}"
+            )
+        return self.abort(call, self.error(kind, call, what, reason=reason))
 
     def _depart(self) -> None:
         if self.backend == "gloo":

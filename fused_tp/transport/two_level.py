@@ -24,7 +24,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, listed
 from fused_tp.runtime.group import Group, GroupSlot, resolve_group
-from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of, first_failure
+from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of
 from fused_tp.transport.gloo import closed_peers
 from fused_tp.transport.shm import known_shm_transport
 from fused_tp.transport.store import exchange, made_together, publish_failure
@@ -186,12 +186,13 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
 
 class TwoLevelGroup:
     """What the groups inside of a group of several hosts have in common with it: when one fails, all do. `flat` is over
-    all of the group."""
+    all of the group; who leaves it leaves the levels too."""
 
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
         self._flat = flat
         self._left = False
+        flat.also_depart = self._leave
 
     def call(self, op: str) -> LevelScope:
         """One call of the group over its levels, to be entered around all of it, or around each part.
@@ -221,52 +222,29 @@ class TwoLevelGroup:
             raise
         except BaseException as error:
             if flat.broken is None and (before is None or self._all_started() != before):
-                self.abort(call, error)
+                flat.abort_midway(call, error)
             raise
 
     def abort(self, call: Call | None, error: BaseException) -> BaseException:
         """What to raise for an error on some level. From here on the group is unusable, and its peers know."""
         flat = self._flat
         if call is None or flat.broken is not None:
-            if flat.broken is not None:
-                self._leave()
             return error
-        try:
-            if isinstance(error, FusedTPError):
-                return self._abort(call, error)
+        if not isinstance(error, FusedTPError):
             flat.abort_midway(call, error)  # no peer's doing
             return error
-        finally:
-            self._leave()
-
-    def _abort(self, call: Call, error: FusedTPError) -> FusedTPError:
-        flat = self._flat
-        waited = time.perf_counter() - call.started
-        by_itself = isinstance(error, CollectiveTimeoutError) and waited > 0.9 * settings.timeout_seconds()
-        closed = set(flat.closed_peers())
+        cause = self._of_group(error)
+        if isinstance(error, PeerLostError):
+            return flat.abort_peer_lost(call, cause=cause)
+        late = isinstance(error, CollectiveTimeoutError)
+        by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
         flat.post_status(call, failed=True)
         # Who was left alone by a peer that has failed fails too; that peer has said why before it left.
-        statuses = flat.board.read_until(
-            lambda found: first_failure(found) is not None, 0.0 if by_itself else REASON_SECONDS
-        )
-        if first_failure(statuses) is not None:
-            self._leave()
+        if not by_itself and flat.failure_within(REASON_SECONDS):
             return flat.abort_following_peer(call)
-        if isinstance(error, CollectiveTimeoutError):
-            waited_for = flat.error(CollectiveTimeoutError, call, f" waited {flat.how_long(call)}")
-            flat.abort(call, waited_for)
-            self._leave()  # which wakes the peers, so that they say where they are
-            flat.broken = flat.with_late_ranks(waited_for)
-            return flat.broken.copy()
-        cause = self._of_group(error)
-        if not isinstance(error, PeerLostError):
-            return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
-        closed.update(flat.closed_peers(), cause.missing)
-        dead = [rank for rank in sorted(closed) if rank not in statuses or not statuses[rank].failed]
-        what = " lost {missing}: died, or closed its connections."
-        if not dead:
-            what += " What failed: {cause}"
-        return flat.abort(call, flat.error(PeerLostError, call, what, missing=dict.fromkeys(dead, ""), cause=cause))
+        if late:
+            return flat.abort_timed_out(call)
+        return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
     def _broken_level(self) -> FusedTPError | None:
         """Why a level is unusable, though no call of the group has failed: what runs beside the host says so late."""
