@@ -188,7 +188,7 @@ class Op(Generic[A]):
                     needs_grad = True
             elif value is None:
                 key = key, None
-            elif kind is list:
+            elif kind is list or kind is tuple:
                 parts: list[Any] = []
                 for one in value:
                     if type(one) is Tensor or type(one) is Parameter:
@@ -198,7 +198,7 @@ class Op(Generic[A]):
                     elif isinstance(one, Tensor):
                         return self._call(values)
                     else:
-                        parts.append(one)
+                        parts += type(one), one
                 key = key, tuple(parts)
             elif isinstance(value, Tensor):
                 return self._call(values)

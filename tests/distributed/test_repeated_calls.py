@@ -74,7 +74,8 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
     def run(*args: Tensor) -> Tensor:
         return fused_tp.matmul_all_reduce(*args, group=group)
 
-    expected = run(x, weight)
+    for _ in range(2):  # the first call of a group finds out what it is
+        expected = run(x, weight)
     assert planned(x, weight, group)
     # gradients
     leaf = x.clone().requires_grad_()
@@ -108,6 +109,12 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
         run(x.long(), weight.long())
     with pytest.raises(TypeError, match="weight must be a Tensor"):
         run(x, None)
+    q = torch.ones(1, 4, 2, 8)
+    for kind in (list, tuple):
+        for _ in range(2):
+            fused_tp.ring_attention(q, q, q, group=group, window=kind([1, 0]))
+        with pytest.raises(TypeError, match="each side must be an int"):  # True is 1, but not for the checks
+            fused_tp.ring_attention(q, q, q, group=group, window=kind([True, 0]))
     # settings
     os.environ["FUSED_TP_SCHEDULE"] = "plain"
     try:
