@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +17,9 @@ from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
 from tests.gpu import test_nccl as nccl_tests
-from tests.gpu.on_device import OnDevice, graph_case, mapped, on_device, public_ops, there
+from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
 from tests.native_build import cpu_device_library, use_library
-from tests.workers import run_ranks
+from tests.workers import fresh_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.full,
@@ -37,28 +37,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     use_library(None)
 
 
-THREADS: dict[str, Callable[[], Any]] = {
-    "collectives": lambda: collectives.same_on_all(run_local(2, collectives.every_collective, torch.bfloat16)),
-    "large": lambda: run_local(2, collectives.large, 5003),
-    "norms": lambda: collectives.same_on_all(run_local(2, collectives.wide_norms, 5, 4097)),
-    "graphs of one": lambda: run_local(1, collectives.in_graph, 4),
-    "graphs of three": lambda: run_local(3, collectives.in_graph, 4),
-}
+def test_large(library: str) -> None:
+    run_local(2, collectives.large, 5003)
 
 
-@pytest.mark.parametrize("case", THREADS)
-def test_threads(library: str, case: str) -> None:
-    THREADS[case]()
-
-
-def test_a_rank_that_stays_away(library: str) -> None:
-    first, second = run_local(2, collectives.without_last)
-    assert "rank 1 had not begun the call" in first and second == ""
-
-
-def test_processes(library: str) -> None:
-    results = run_ranks(2, collectives.in_process, "cpu", library, "float16")
-    assert results[0] == results[1] and len(results[0]) > 10
+def test_public_ops() -> None:
     assert run_ranks(2, public_ops, "cpu", "plain", "float32") == ["", ""]
     reasons = run_ranks(2, public_ops, "cpu", "two_shot", "float32")
     assert reasons == ["two_shot is for cuda, not cpu"] * 2
@@ -71,31 +54,45 @@ def test_failures(transport: str) -> None:
     failure_tests.test_stopped_or_killed_rank_is_noticed(transport, "cpu")
 
 
-# -- NCCL and copy engines, over doubles of NCCL and of the CUDA driver ------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def doubles() -> tuple[str, str]:
+    """Of NCCL and of the CUDA driver."""
     nccl_double, cuda_double = nccl_tools.doubles()
     return str(nccl_double), str(cuda_double)
 
 
-@pytest.mark.parametrize(
-    ("case", "args"), [("movements_case", ()), ("many_calls_case", ()), ("schedule_case", ("bfloat16",))]
-)
-def test_nccl(doubles: tuple[str, str], case: str, args: tuple[str, ...]) -> None:
-    run_ranks(2, nccl_tests.case_on, "cpu", doubles, case, args)
+TESTS: dict[str, tuple[Any, ...]] = {
+    "threads": (collectives.test_threads, 2, torch.bfloat16),
+    "norms": (collectives.test_wide_norms, 7, 4097),
+    "a thread alone in a graph": (collectives.test_graphs_and_calls_between_replays, 1),
+    "threads in graphs": (collectives.test_graphs_and_calls_between_replays, 3),
+    "a thread that stays away": (collectives.test_a_rank_that_stays_away, 2),
+    "processes": (collectives.test_processes, 2, "float16"),
+    "NCCL, movements": (nccl_tests.test_pipelines, 2, "movements_case", ()),
+    "NCCL, many calls": (nccl_tests.test_pipelines, 2, "many_calls_case", ()),
+    "NCCL, methods": (nccl_tests.test_pipelines, 2, "schedule_case", ("bfloat16",)),
+    "NCCL, graphs": (nccl_tests.test_graphs_and_calls_between_replays, 3),
+    "copy engine, methods": (engine_tests.test_every_method, 2, "bfloat16"),
+    "copy engine, many calls": (engine_tests.test_many_calls_at_a_random_pace, 2),
+    "copy engine, graphs": (engine_tests.test_graphs_and_calls_between_replays, 3),
+    "copy engine, a rank that is late": (engine_tests.test_a_rank_that_is_late_ends_the_call_on_all,),
+}
 
 
-def test_graphs(doubles: tuple[str, str]) -> None:
-    assert run_ranks(3, graph_case, nccl_tests.prepare, "cpu", doubles) == ["", "", ""]
-    assert run_ranks(3, graph_case, engine_tests.prepare, "cpu", doubles[1]) == ["", "", ""]
+@pytest.mark.parametrize("name", TESTS)
+def test_on_doubles(name: str, library: str, doubles: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests for GPUs, with the CPU build of the kernels and the doubles in the place of the GPUs."""
+    test, *args = TESTS[name]
+    libraries = {"NCCL": doubles, "copy engine": doubles[1]}.get(name.split(",")[0], library)
 
+    def ranks(world_size: int, fn: Any, *args: Any, env: object, timeout: float, **more: Any) -> Any:
+        here = ["cpu" if one == "cuda" else libraries if one is None else one for one in args]
+        return fresh_ranks(world_size, fn, *here, timeout=120, env={"FUSED_TP_TIMEOUT": "30"}, **more)
 
-def test_copy_engine(doubles: tuple[str, str]) -> None:
-    _, library = doubles
-    run_ranks(2, engine_tests.with_schedule, "cpu", library, "numbers", ("bfloat16",))
-    run_ranks(2, engine_tests.with_schedule, "cpu", library, "at_random", (3, 20))
+    for module in (collectives, nccl_tests, engine_tests):
+        monkeypatch.setattr(module, "fresh_ranks", ranks)
+    monkeypatch.setattr(collectives, "run_local", lambda *args, device: run_local(*args))
+    test(*args)
 
 
 # -- what takes checks of the CPU to a device; "meta" stands for one ---------------------------------------------------

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import on_device
 from ..language import dot, rounded, zeros
 from .blocks import (
     LOG2_E,
@@ -52,11 +51,9 @@ from .launch import (
     check,
     check_like,
     config_for,
-    descriptors,
     heads_of,
-    kernel_arguments,
+    launch_tiles,
     mask_of,
-    programs,
 )
 from .tiles import Step, key_tiles, query_tiles
 
@@ -287,44 +284,22 @@ def flash_backward(
     if q.numel() == 0 or k.numel() == 0:
         return
     on = step.on(q.device)
-    common = {"q": q, "k": k, "v": v, "grad_out": grad_out, "lse": lse, "sums": sums}
-    tensors: dict[str, Any] = {name: heads_of(x) for name, x in common.items()}
+    tensors: dict[str, Any] = {"grad_out": heads_of(grad_out), "lse": heads_of(lse), "sums": heads_of(sums)}
+    qkv = q, k, v
 
     config = queries_config or config_for("queries", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    k_tma, v_tma = descriptors(config, k, v)
-    grid = programs(q, k, v, tiles, of_keys=False)
     of_tiles = None
     if d_slopes is not None:
         of_tiles = q.new_empty((len(tiles), q.shape[0], q.shape[2]), dtype=torch.float32)
-    with on_device(q):
-        queries_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-            **tensors,
-            k_tma=k_tma,
-            v_tma=v_tma,
-            dq=heads_of(dq),
-            d_slopes=of_tiles,
-            mask=mask_of(on, "starts", "stops"),
-            tiles=tiles,
-            **grid,
-            **kernel_arguments(config, q, v, terms, precision, tma=k_tma is not None),
-        )
+    own: dict[str, Any] = {"dq": heads_of(dq), "d_slopes": of_tiles, "mask": mask_of(on, "starts", "stops")}
+    tma = {"k_tma": k, "v_tma": v}
+    launch_tiles(queries_kernel, tiles, config, qkv, terms, precision, tma, **tensors, **own)
     if d_slopes is not None and of_tiles is not None:
         d_slopes += of_tiles.sum((0, 1))
 
     config = keys_config or config_for("keys", q, v, terms, precision)
     tiles = key_tiles(step, config.rows, config.block, q.device)
-    q_tma, grad_tma = descriptors(config, q, grad_out)
-    grid = programs(q, k, v, tiles, of_keys=True)
-    with on_device(q):
-        keys_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-            **tensors,
-            q_tma=q_tma,
-            grad_tma=grad_tma,
-            dk=heads_of(dk),
-            dv=heads_of(dv),
-            mask=mask_of(on, "first", "last"),
-            tiles=tiles,
-            **grid,
-            **kernel_arguments(config, q, v, terms, precision, tma=q_tma is not None),
-        )
+    own = {"dk": heads_of(dk), "dv": heads_of(dv), "mask": mask_of(on, "first", "last")}
+    tma = {"q_tma": q, "grad_tma": grad_out}
+    launch_tiles(keys_kernel, tiles, config, qkv, terms, precision, tma, of_keys=True, **tensors, **own)

@@ -35,7 +35,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import on_device
 from ..language import dot, rounded, zeros
 from .blocks import (
     LN_2,
@@ -64,11 +63,9 @@ from .launch import (
     check_per_head,
     config_for,
     dense,
-    descriptors,
     heads_of,
-    kernel_arguments,
+    launch_tiles,
     mask_of,
-    programs,
 )
 from .tiles import Step, query_tiles
 
@@ -290,18 +287,15 @@ def _launch(
         return
     config = config or config_for("forward", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    k_tma, v_tma = descriptors(config, k, v)
-    grid = programs(q, k, v, tiles, of_keys=False)
-    with on_device(q):
-        forward_kernel[(grid["tile_count"] * grid["batch_heads"],)](
-            q=heads_of(q),
-            k=heads_of(k),
-            v=heads_of(v),
-            k_tma=k_tma,
-            v_tma=v_tma,
-            **{**dict.fromkeys(("state", "out", "lse", "sinks")), **results},
-            mask=mask_of(step.on(q.device), "starts", "stops"),
-            tiles=tiles,
-            **grid,
-            **kernel_arguments(config, q, v, terms, precision, tma=k_tma is not None, first=first),
-        )
+    launch_tiles(
+        forward_kernel,
+        tiles,
+        config,
+        (q, k, v),
+        terms,
+        precision,
+        {"k_tma": k, "v_tma": v},
+        first=first,
+        **{**dict.fromkeys(("state", "out", "lse", "sinks")), **results},
+        mask=mask_of(step.on(q.device), "starts", "stops"),
+    )

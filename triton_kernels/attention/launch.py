@@ -17,6 +17,7 @@ from ..device import (
     arch_of,
     fits_tma,
     kind_of,
+    on_device,
     shared_bytes_of,
     tma_descriptor,
 )
@@ -195,22 +196,43 @@ def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) 
     return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
 
 
-def programs(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, *, of_keys: bool) -> dict[str, int]:
-    """What `program_tile` wants to know; of heads of keys or of queries."""
-    heads = k.shape[2] if of_keys else q.shape[2]
-    shared = q.shape[2] // k.shape[2]
+def launch_tiles(
+    kernel: Any,
+    tiles: Tensor,
+    config: AttentionConfig,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    terms: Terms,
+    precision: str,
+    tma: Mapping[str, Tensor],
+    *,
+    of_keys: bool = False,
+    first: bool = False,
+    **arguments: Any,
+) -> None:
+    """Launches a program for each tile of rows and head, of keys or of queries; `tma` is loaded so where that fits."""
+    q, k, v = qkv
+    heads, shared = k.shape[2] if of_keys else q.shape[2], q.shape[2] // k.shape[2]
     # Tiles of keys walk through the rows of all queries that share their head.
     read = q if of_keys else k
     per_head = read.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if of_keys else 1)
     together = max(1, _L2_BYTES // max(1, per_head)) * (1 if of_keys else shared)
     batch_heads = q.shape[0] * heads
-    return {
-        "tile_count": len(tiles),
-        "heads": heads,
-        "batch_heads": batch_heads,
-        "together": min(together, batch_heads),
-        "shared": shared,
-    }
+    loaded = descriptors(config, *tma.values())
+    with on_device(q):
+        kernel[(len(tiles) * batch_heads,)](
+            q=heads_of(q),
+            k=heads_of(k),
+            v=heads_of(v),
+            **dict(zip(tma, loaded, strict=True)),
+            **arguments,
+            tiles=tiles,
+            tile_count=len(tiles),
+            heads=heads,
+            batch_heads=batch_heads,
+            together=min(together, batch_heads),
+            shared=shared,
+            **kernel_arguments(config, q, v, terms, precision, tma=loaded[0] is not None, first=first),
+        )
 
 
 def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
