@@ -46,7 +46,7 @@ class CopyEngineSchedule(KernelSchedule):
 
     def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
         without = "Ranks that are threads of one process have no sums of whole tensors by copy engines."
-        super().__init__(engine, engine.rank, engine.world_size, plain, without)
+        super().__init__(engine, plain, without)
         self.engine = engine
         self.chunks = chunks
         # By distance: no two ranks turn to the same peer first.

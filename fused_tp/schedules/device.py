@@ -23,13 +23,7 @@ from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.base import Done, Pending
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
-from fused_tp.transport.failure import abort_hook, check_usable
-from fused_tp.transport.symm_mem import KernelMemory, is_capturing
-
-
-def device_collectives(memory: KernelMemory, plain: Plain | None) -> DeviceCollectives:
-    """The device kernels of a group. Once they have failed, its plain collectives refuse too."""
-    return DeviceCollectives(memory, abort_hook(None if plain is None else plain.transport))
+from fused_tp.transport.symm_mem import is_capturing
 
 
 class DeviceSchedule(KernelSchedule):
@@ -44,8 +38,6 @@ class DeviceSchedule(KernelSchedule):
     def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
         super().__init__(
             device,
-            device.rank,
-            device.world_size,
             plain,
             "Ranks that are threads of one process have device kernels for float32, bfloat16 and float16 only, and "
             "nothing for empty tensors.",
@@ -98,8 +90,10 @@ class DeviceSchedule(KernelSchedule):
 
     def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """The margin is compared too: blocks are counted by it."""
-        check_usable(self._transport)
-        if self._transport is not None and settings.check_ranks():
+        if self._transport is None:
+            return
+        self._kernels.check_usable()
+        if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:

@@ -26,7 +26,6 @@ from fused_tp.schedules.gemm import Product, as_rows
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.schedules.side_stream import SideStream
 from fused_tp.transport.base import Done, Pending
-from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.symm_mem import KernelMemory
 from fused_tp.transport.workspace import Workspaces
 
@@ -58,11 +57,9 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.device import kernels_of
 
         kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
-        self.workspaces = Workspaces(memory, kinds, abort_hook(None if plain is None else plain.transport))
+        self.workspaces = Workspaces(memory, kinds, None if plain is None else plain.transport)
         super().__init__(
             self.workspaces,
-            memory.rank,
-            memory.world_size,
             plain,
             "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, nothing "
             "that moves.",

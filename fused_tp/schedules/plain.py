@@ -13,8 +13,8 @@ from torch import Tensor
 from fused_tp.schedules.base import Cut, RowSchedule, Work
 from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.transport.base import After, Pending
-from fused_tp.transport.failure import abort_on_partial_failure, check_usable
 from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.transport.workspace import GroupKernels
 
 
 class Plain(RowSchedule):
@@ -75,13 +75,13 @@ class KernelSchedule(RowSchedule):
     """Base of the schedules of kernels, or copy engines: what they have none for goes by plain collectives.
 
     Args:
-        kernels: of the group: its `calls` counts launches that peers have had a part of, `abort(sentence)` ends all.
-        plain: of the group; None for ranks that are threads, which have nothing that could.
+        kernels: of the group.
+        plain: of the group, with the messages that the kernels know; None for ranks that are threads, which have none.
         without: why such ranks cannot run what has no kernel, in a sentence.
     """
 
-    def __init__(self, kernels: Any, rank: int, world_size: int, plain: Plain | None, without: str) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, without: str) -> None:
+        self.rank, self.world_size = kernels.rank, kernels.world_size
         self._kernels = kernels
         self._plain = plain
         self._transport = None if plain is None else plain.transport
@@ -103,16 +103,15 @@ class KernelSchedule(RowSchedule):
         return self.fallback.transport
 
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        kernels = self._kernels
-        return abort_on_partial_failure(op, lambda: kernels.calls, kernels.abort, self._transport)
+        return self._kernels.abort_scope(op)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.fallback.all_reduce(partial)
 
     def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
         """The same once messages of the group have not failed: its ranks may no longer mean the same launch."""
-        check_usable(self._transport)
         if self._transport is not None:
+            self._kernels.check_usable()
             self._transport.check(op, dims, x.dtype, x.device)
 
 

@@ -15,7 +15,7 @@ from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
-from fused_tp.schedules.device import DeviceSchedule, device_collectives
+from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.local import Local
@@ -27,7 +27,6 @@ from fused_tp.transport import native_kernels
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
-from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange
@@ -313,7 +312,7 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
         plain = _plain(group, device)
         made = _COLLECTIVES[group]
         if device not in made:
-            made[device] = device_collectives(_known(GroupMemory, group_memory(group, device)), plain)
+            made[device] = DeviceCollectives(_known(GroupMemory, group_memory(group, device)), plain.transport)
         return DeviceSchedule(algorithm, made[device], plain)
 
     return make
@@ -324,7 +323,7 @@ def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Sche
     made = _ENGINES[group]
     if device not in made:
         memory = _known(GroupMemory, group_memory(group, device))
-        made[device] = CopyEngine(memory, abort_hook(plain.transport))
+        made[device] = CopyEngine(memory, plain.transport)
     return CopyEngineSchedule(made[device], plain, chunks)
 
 

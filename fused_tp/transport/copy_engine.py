@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport.base import current_stream
+from fused_tp.transport.failure import GroupCalls
 from fused_tp.transport.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.transport.workspace import GroupKernels, rounded
 
@@ -182,8 +183,8 @@ class CopyEngine(GroupKernels[_Slot]):
             call.finish(gathered)
     """
 
-    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
-        super().__init__(memory, "copy engines", on_failure)
+    def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
+        super().__init__(memory, "copy engines", messages)
         self.abandoned: list[Tensor] = []  # of calls without an end: never given back
         self.watch()
         _engines.add(self)

@@ -13,7 +13,7 @@ CUDA graphs: run the same ops once before the capture, so that their workspace i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,7 @@ from fused_tp.transport.device_plans import (
     sequence_to_heads,
     with_dense_heads,
 )
+from fused_tp.transport.failure import GroupCalls
 from fused_tp.transport.native_kernels import native_kernels, native_kernels_available
 from fused_tp.transport.shm import dtype_number
 from fused_tp.transport.symm_mem import KernelMemory
@@ -48,7 +49,7 @@ class DeviceCollectives(Workspaces):
     `Workspaces.use` raises.
     """
 
-    def __init__(self, memory: KernelMemory, on_failure: Callable[[str], str | None] = lambda sentence: None) -> None:
+    def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         if memory.world_size > MAX_WORLD_SIZE:
             raise ValueError(
                 f"The device kernels serve up to {MAX_WORLD_SIZE} ranks, and the group has {memory.world_size}."
@@ -56,7 +57,7 @@ class DeviceCollectives(Workspaces):
         self._kernels = native_kernels()
         self._plans = Plans(memory)
         _preload(self._kernels, memory.device)
-        super().__init__(memory, dict.fromkeys(("device", "overlapped gather"), _workspace_class()), on_failure)
+        super().__init__(memory, dict.fromkeys(("device", "overlapped gather"), _workspace_class()), messages)
 
     # -- sums over ranks ----------------------------------------------------------------------------------------------
 

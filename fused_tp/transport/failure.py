@@ -19,11 +19,10 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fused_tp.runtime import settings
@@ -387,60 +386,3 @@ _CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
 def calls_of(group: Group) -> list[GroupCalls]:
     """The transports that count their calls of `group`."""
     return list(_CALLS[group])
-
-
-# -- kernels, or copy engines, and messages of one group fail together -------------------------------------------------
-
-
-@contextmanager
-def abort_on_partial_failure(
-    op: str, calls: Callable[[], int], abort: Callable[[str], None], messages: GroupCalls | None
-) -> Iterator[None]:
-    """Scope of one op of several launches.
-
-    Kernels do not compare what the ranks call. One rank that raises between two launches and goes on, with the next
-    batch say, would have its next call taken for the one that its peers wait in, and the numbers of all would be wrong.
-    So it aborts the group, and peers are notified at once, whether they wait for its messages or in a kernel.
-
-    Args:
-        calls: how many launches there have been.
-        abort: makes this rank's later launches fail, with this sentence.
-        messages: what runs the calls that go by messages, if there is any.
-    """
-    before = calls()
-    try:
-        with nullcontext() if messages is None else messages.abort_scope(op):
-            yield
-    except RankMismatchError:  # which all ranks raise together
-        raise
-    except BaseException as error:
-        # What is being captured has not run: no peer has had a part of it.
-        if calls() != before and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            if messages is not None and messages.broken is None:
-                messages.abort_midway(messages.last_call(op), error)
-            abort(f"{op} {raised_midway(error)}")
-        elif messages is not None and messages.broken is not None:  # all of it went by messages
-            abort(str(messages.broken))
-        raise
-
-
-def abort_hook(messages: GroupCalls | None) -> Callable[[str], str | None]:
-    """What the kernels of a group call once they have failed: it notifies peers that wait for messages.
-
-    Returns what a peer has said that failed before, if one has.
-    """
-
-    def hook(sentence: str) -> str | None:
-        if messages is None:
-            return None
-        said = messages.peer_failure()
-        messages.abort_because(sentence)
-        return said
-
-    return hook
-
-
-def check_usable(messages: GroupCalls | None) -> None:
-    """Raises where messages of the group have failed: its ranks may no longer mean the same call of a kernel."""
-    if messages is not None and messages.broken is not None:
-        raise messages.unusable()

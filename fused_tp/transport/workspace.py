@@ -23,9 +23,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from fused_tp.runtime import settings
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.runtime.errors import (
+    CollectiveTimeoutError,
+    FusedTPError,
+    PeerLostError,
+    RankMismatchError,
+    raised_midway,
+)
+from fused_tp.transport.failure import GroupCalls
 from fused_tp.transport.peer_watch import PeerWatch
-from fused_tp.transport.symm_mem import KernelMemory, check_not_capturing
+from fused_tp.transport.symm_mem import KernelMemory, check_not_capturing, is_capturing
 
 _LOG = logging.getLogger("fused_tp")
 SlotT = TypeVar("SlotT")
@@ -60,16 +67,16 @@ class GroupKernels(ABC, Generic[SlotT]):
     """What the kernels, or the copy engines, of one group on one device have in common: their memory, in slots by kind
     of op, and how they fail.
 
-    A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes. Then
-    `on_failure` gets the reason why they, and with them the group, are unusable from now on; it returns what a peer has
-    said that gave the group up before, if one has. `what` names them in errors.
+    A failure is found by a later call, in `raise_if_failed`, and by the thread that watches the peers' processes.
+    Kernels and `messages` of the group, where it has any, fail together: peers that wait for either are notified at
+    once. `what` names the kernels in errors.
     """
 
-    def __init__(self, memory: KernelMemory, what: str, on_failure: Callable[[str], str | None]) -> None:
+    def __init__(self, memory: KernelMemory, what: str, messages: GroupCalls | None) -> None:
         self._memory = memory
         self.rank, self.world_size, self.device = memory.rank, memory.world_size, memory.device
         self._what = what
-        self._on_failure = on_failure
+        self._messages = messages
         self._slots: dict[str, SlotT] = {}
         self._outgrown: list[SlotT] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self._lost: list[int] = []  # in the order in which they ended
@@ -125,13 +132,47 @@ class GroupKernels(ABC, Generic[SlotT]):
         lost = {self._lost[0]: ""}
         return self._error(PeerLostError, "Rank {rank} of {size} lost {missing}: it has ended.", missing=lost)
 
-    def _fail(self, error: FusedTPError) -> str | None:
-        self.broken = error.copy()
+    def check_usable(self) -> None:
+        """Raises where messages of the group have failed: its ranks may no longer mean the same launch."""
+        if self._messages is not None and self._messages.broken is not None:
+            raise self._messages.unusable()
+
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        """Scope of one op of several launches.
+
+        Kernels do not compare what the ranks call. One rank that raises between two launches and goes on, with the next
+        batch say, would have its next call taken for the one that its peers wait in, and the numbers of all would be
+        wrong. So it aborts the group.
+        """
+        before, messages = self.calls, self._messages
         try:
-            return self._on_failure(str(error))
+            with nullcontext() if messages is None else messages.abort_scope(op):
+                yield
+        except RankMismatchError:  # which all ranks raise together
+            raise
+        except BaseException as error:
+            # What is being captured has not run: no peer has had a part of it.
+            if self.calls != before and not is_capturing(self.device):
+                if messages is not None and messages.broken is None:
+                    messages.abort_midway(messages.last_call(op), error)
+                self.abort(f"{op} {raised_midway(error)}")
+            elif messages is not None and messages.broken is not None:  # all of it went by messages
+                self.abort(str(messages.broken))
+            raise
+
+    def _fail(self, error: FusedTPError) -> str | None:
+        """They are unusable from now on, and peers know. Returns what a peer has said that failed before."""
+        self.broken = error.copy()
+        said = None
+        try:
+            if self._messages is not None:
+                said = self._messages.peer_failure()
+                self._messages.abort_because(str(error))
         finally:
             for slot in self._all():
                 self._leave(slot, str(error))
+        return said
 
     def _all(self) -> list[SlotT]:
         # A copy: the watch's thread looks at them while a call may make another.
@@ -196,9 +237,9 @@ class Workspaces(GroupKernels[_Slot]):
         self,
         memory: KernelMemory,
         kinds: Mapping[str, Callable[..., Any]],
-        on_failure: Callable[[str], str | None] = lambda sentence: None,
+        messages: GroupCalls | None = None,
     ) -> None:
-        super().__init__(memory, "kernels", on_failure)
+        super().__init__(memory, "kernels", messages)
         self._kinds = dict(kinds)
         self._turn = _turns.setdefault(memory.serialized_by, _Turn())
         self.watch()

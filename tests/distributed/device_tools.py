@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.device import DeviceSchedule, device_collectives
+from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
@@ -57,7 +57,7 @@ def collectives_of(group: Any) -> DeviceCollectives:
     described = resolve_group(group)
     memory = group_memory(described, CPU)
     assert not isinstance(memory, Availability), memory
-    return device_collectives(memory, Plain(torch_dist(described, "cpu")))
+    return DeviceCollectives(memory, torch_dist(described, "cpu"))
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
-from fused_tp.transport.failure import abort_hook
 from fused_tp.transport.store import agree
 from fused_tp.transport.symm_mem import group_memory
 from fused_tp.transport.torch_dist import torch_dist
@@ -40,7 +39,7 @@ def schedule_on(group: Any, device: torch.device) -> CopyEngineSchedule | str:
     if isinstance(memory, Availability):
         return memory.reason
     plain = Plain(torch_dist(described, device.type))
-    engine = CopyEngine(memory, abort_hook(plain.transport))
+    engine = CopyEngine(memory, plain.transport)
     schedule = CopyEngineSchedule(engine, plain)
     with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
         x = torch.ones(8, 8, device=device)

@@ -6,6 +6,7 @@ Kernels themselves run in tests/kernels and tests/gpu; here a workspace is only 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,10 +109,10 @@ def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
     heard: str | None, left: Said, kind: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "7")
-    workspaces = Workspaces(Memory(), {"sum": Workspace}, lambda said: heard)
+    workspaces = Workspaces(Memory(), {"sum": Workspace}, mock.Mock(broken=None, peer_failure=lambda: heard))
     with pytest.raises(kind) as raised, workspaces.use("sum", 1, "op") as workspace:
         workspace.said = left
-    assert str(raised.value) == sentence
+    assert str(raised.value) == sentence and workspace.left, "a peer that comes later waits in vain"
     with pytest.raises(FusedTPError, match="unusable since an earlier failure: "):
         workspaces.raise_if_failed()
 
@@ -158,7 +159,7 @@ def test_an_error_of_the_caller_is_not_hidden() -> None:
 def test_a_failure_while_growing_makes_the_group_unusable() -> None:
     told: list[str] = []
     memory = Memory()
-    workspaces = Workspaces(memory, {"sum": Workspace}, told.append)
+    workspaces = Workspaces(memory, {"sum": Workspace}, mock.Mock(broken=None, abort_because=told.append))
     memory.allocate = lambda nbytes: (_ for _ in ()).throw(MemoryError("none left"))
     with pytest.raises(MemoryError), workspaces.use("sum", 5, "op"):
         pass
