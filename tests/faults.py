@@ -31,16 +31,10 @@ from torch import Tensor
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native.doubles.libraries import cuda_double, nccl_double
-from tests.native_build import cpu_device_library, use_driver, use_library, use_nccl
+from tests.native.doubles.libraries import build_doubles, doubles
 from tests.workers import Outcome, fresh_ranks
 
 TRANSPORTS = ("one_sided", "plain", "pipelined", "hierarchical", "two_shot", "copy_engine", "nccl_pipeline")
-DOUBLES: dict[str, tuple[Callable[..., None], tuple[Callable[[], Any], ...]]] = {
-    "two_shot": (use_library, (cpu_device_library,)),
-    "copy_engine": (use_driver, (cuda_double,)),
-    "nccl_pipeline": (use_nccl, (nccl_double, cuda_double)),
-}
 DEVICE = torch.device("cpu")
 NOTICE_SECONDS = 4.0  # from a loss, or a deadline, to the error, where many processes share a core
 
@@ -51,21 +45,9 @@ def group_on(transport: str, ranks: Sequence[int] | None = None, **env: str) -> 
     env = {"FUSED_TP_SCHEDULE": transport, "FUSED_TP_TIMEOUT": "60", **env}
     if transport == "hierarchical":
         env["FUSED_TP_HOST"] = "aabb"[dist.get_rank()]
-    use, libraries = DOUBLES.get(transport, (lambda *_: None, ()))
-    with mock.patch.dict(os.environ, env):
-        if DEVICE.type == "cpu":
-            use(*(library() for library in libraries))
-        try:
-            members = list(range(dist.get_world_size()) if ranks is None else ranks)
-            yield dist.new_group(members, use_local_synchronization=ranks is not None)
-        finally:  # the process goes on to other tests
-            use(None)
-
-
-def build_doubles(transport: str) -> None:
-    """In the test process, before ranks need them."""
-    for library in DOUBLES.get(transport, (None, ()))[1]:
-        library()
+    members = list(range(dist.get_world_size()) if ranks is None else ranks)
+    with mock.patch.dict(os.environ, env), doubles(transport if DEVICE.type == "cpu" else ""):
+        yield dist.new_group(members, use_local_synchronization=ranks is not None)
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------

@@ -23,57 +23,39 @@ if find_spec("fused_tp._core") is None:
     pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
 
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
-from fused_tp.runtime.group import GroupSlot, resolve_group
+from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import copy_engine
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
-from fused_tp.schedules.plain import Plain
-from fused_tp.transport.copy_engine import LIBRARIES, CopyEngine, copy_engine_available
-from fused_tp.transport.symm_mem import GroupMemory, group_memory
-from fused_tp.transport.torch_dist import torch_dist
+from fused_tp.schedules.registry import SCHEDULES
+from fused_tp.transport.copy_engine import LIBRARIES, CopyEngine
+from fused_tp.transport.symm_mem import GroupMemory
 from tests.distributed import test_tp_ops as cases
+from tests.distributed.double_tools import ranks_on
 from tests.distributed.schedule_cases import CPU, at_random, every_method, forced, own, step
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native_build import build_shared, use_driver
 from tests.reference import seeded
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.full
 
 
-@functools.cache
-def double() -> str:
-    """The look-alike of libcuda."""
-    return str(build_shared("cuda_double", ["tests/native/doubles/cuda_double.cpp"], ["-O1"]))
-
-
-def ranks(world_size: int, fn: Callable[..., Any], *args: Any, **env: str) -> list[Any]:
+def ranks(world_size: int, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
     """`run_ranks` of `fn(schedule, *args)`."""
-    return run_ranks(world_size, with_schedule, double(), fn, args, env=env)
+    return ranks_on("copy_engine", world_size, with_schedule, fn, args, **how)
 
 
-def with_schedule(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        return fn(schedule_of(group, library), *args)
-    finally:  # the process goes on to other tests
-        use_driver(None)
+def with_schedule(group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(schedule_of(group), *args)
 
 
-UNDER_TEST: GroupSlot[CopyEngineSchedule] = GroupSlot()
-
-
-def schedule_of(group: Any, library: str) -> CopyEngineSchedule:
-    """The schedule of a group, made once, as dispatch would."""
-    use_driver(library)
-    assert copy_engine_available(CPU)
-    described = resolve_group(group)
-    if described not in UNDER_TEST:
-        memory = group_memory(described, CPU)
-        assert isinstance(memory, GroupMemory), memory
-        plain = Plain(torch_dist(described, "cpu"))
-        engine = CopyEngine(memory, plain.transport)
-        UNDER_TEST[described] = CopyEngineSchedule(engine, plain)
-    return UNDER_TEST[described]
+def schedule_of(group: Any) -> CopyEngineSchedule:
+    """As dispatch makes it."""
+    described, spec = resolve_group(group), SCHEDULES["copy_engine"]
+    assert spec.available(described, CPU)
+    schedule = spec.make(described, CPU, None)
+    assert isinstance(schedule, CopyEngineSchedule)
+    return schedule
 
 
 def group_of(schedule: CopyEngineSchedule) -> Any:
@@ -184,11 +166,11 @@ def results_of_calls() -> Iterator[list[Tensor]]:
         yield kept
 
 
-def failures(schedule: CopyEngineSchedule, library: str) -> list[str]:
+def failures(schedule: CopyEngineSchedule) -> list[str]:
     """What ranks say of failures, each on a group of its own, as it is unusable afterwards."""
     cases = [functools.partial(is_late, op=op) for op in OPS] + [gives_up_at_random]
     everyone = list(range(schedule.world_size))
-    schedules = [schedule_of(dist.new_group(everyone), library) for _ in cases]
+    schedules = [schedule_of(dist.new_group(everyone)) for _ in cases]
     said = []
     for one, case in zip(schedules, cases, strict=True):
         os.environ["FUSED_TP_TIMEOUT"] = "60"
@@ -236,7 +218,7 @@ def gives_up_at_random(schedule: CopyEngineSchedule) -> str:
 
 
 def test_failures_end_a_call_on_all_ranks_in_time() -> None:
-    said = [outcome.unwrap() for outcome in fresh_ranks(3, with_schedule, double(), failures, (double(),))]
+    said = [outcome.unwrap() for outcome in ranks(3, failures, run=fresh_ranks)]
     for number, op in enumerate(OPS):
         texts = [one[number] for one in said]
         assert any(re.search(rf"{op}, call 2: rank \d waited .* of ranks? (\d, )?2\.", text) for text in texts[:2]), (

@@ -27,12 +27,11 @@ from fused_tp.transport.device_plans import NORMED_ALGORITHMS
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
-from tests.distributed.device_tools import (
+from tests.distributed.double_tools import (
     ALGORITHMS,
     collectives_of,
     device_ranks,
     forced,
-    fresh_device_ranks,
     multicast,
     rank_and_size,
     summed,
@@ -40,6 +39,7 @@ from tests.distributed.device_tools import (
 from tests.distributed.schedule_cases import at_random, every_method
 from tests.native_build import cpu_device_library, use_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
+from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.full
 
@@ -368,7 +368,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
 
 def test_who_waits_for_messages_of_a_rank_whose_kernels_failed_hears_of_it() -> None:
     """And its own kernels, which have not failed, are given up with the messages."""
-    outcomes = fresh_device_ranks(2, kernels_fail, env={"FUSED_TP_TIMEOUT": "60"})
+    outcomes = device_ranks(2, kernels_fail, run=fresh_ranks)
     heard, refused = outcomes[1].unwrap()
     assert "rank 0 has given the group up" in heard and "the kernels of rank 0 have failed." in heard
     assert "The group's kernels are unusable" in refused and "the kernels of rank 0 have failed." in refused

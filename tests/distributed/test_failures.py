@@ -38,14 +38,12 @@ from fused_tp.transport.torch_dist import torch_dist
 from tests.beside import beside
 from tests.distributed.schedule_cases import CPU
 from tests.faults import (
-    DOUBLES,
     MATMULS,
     NOTICE_SECONDS,
     OPS,
     TRANSPORTS,
     Failure,
     Op,
-    build_doubles,
     calls_of,
     check_late,
     check_stopped_then_killed,
@@ -57,6 +55,7 @@ from tests.faults import (
     weight,
 )
 from tests.late import give_up, wait_for_those_who_gave_up
+from tests.native.doubles.libraries import DOUBLES, build_doubles
 from tests.workers import Outcome, error_of, fresh_ranks, run_ranks
 
 # The ops have the names of their modules.

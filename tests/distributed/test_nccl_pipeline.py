@@ -22,12 +22,13 @@ from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import gather_plan, scatter_plan
-from tests.distributed.nccl_tools import fresh_nccl_ranks, nccl_ranks, public_ops_use, transport_of
+from tests.distributed.double_tools import nccl_ranks, public_ops_use, transport_of
 from tests.distributed.schedule_cases import at_random, every_method, step
 from tests.distributed.test_tp_ops import all_cases, own_part
 from tests.faults import failure_of
 from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.reference import seeded
+from tests.workers import fresh_ranks
 
 pytestmark = [
     pytest.mark.full,
@@ -307,7 +308,7 @@ def peers_that_end(group: Any) -> tuple[Any, ...]:
 
 def test_peer_that_ends_is_lost_and_what_it_has_sent_arrives() -> None:
     # A world of two: in the pool two of four ranks would make groups.
-    first, second = (outcome.unwrap() for outcome in fresh_nccl_ranks(2, peers_that_end))
+    first, second = (outcome.unwrap() for outcome in nccl_ranks(2, peers_that_end, run=fresh_ranks))
     message, seconds = first[0]
     assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS
     assert first[1] == second[1] == [1.0, 1.0, 2.0, 2.0]

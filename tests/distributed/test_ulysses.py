@@ -30,8 +30,7 @@ from tests.attention_cases import (
     run,
     sent,
 )
-from tests.distributed.device_tools import device_ranks, forced
-from tests.distributed.nccl_tools import nccl_ranks, public_ops_use
+from tests.distributed.double_tools import device_ranks, forced, nccl_ranks, public_ops_use
 from tests.reference import refuses, seeded
 from tests.workers import device_mesh, run_ranks
 

@@ -67,7 +67,7 @@ def with_schedule(group: Any, kind: str, library: str | None, case: str, args: t
     def proxy(schedule: CopyEngineSchedule) -> OnDevice:
         return OnDevice(schedule, device, schedule.engine.raise_failure)
 
-    def schedule_of(group: Any, library: str) -> OnDevice:
+    def schedule_of(group: Any) -> OnDevice:
         made = schedule_on(group, device)
         assert isinstance(made, CopyEngineSchedule), made
         return proxy(made)
@@ -96,7 +96,7 @@ def test_graphs_and_calls_between_replays(world_size: int) -> None:
 
 
 def test_a_rank_that_is_late_ends_the_call_on_all() -> None:
-    said = unwrapped(on_gpus(3, "failures", ""))
+    said = unwrapped(on_gpus(3, "failures"))
     for number, op in enumerate(checks.OPS):
         texts = [one[number] for one in said]
         assert any(f"{op}, call " in text and "of rank 2" in text for text in texts[:2]), texts

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests import faults
 from tests.gpu.on_device import device_of, environment, unwrapped, why_not
+from tests.native.doubles.libraries import DOUBLES
 from tests.workers import Outcome, fresh_ranks
 
 pytestmark = pytest.mark.gpu
@@ -32,11 +33,11 @@ def failing(kind: str, case: str, *args: Any) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("transport", list(faults.DOUBLES))
+@pytest.mark.parametrize("transport", list(DOUBLES))
 def test_late_rank_is_a_timeout_that_names_it(transport: str, kind: str = "cuda") -> None:
     faults.check_late([outcome.unwrap() for outcome in failing(kind, "late", transport, faults.MATMULS)])
 
 
-@pytest.mark.parametrize("transport", list(faults.DOUBLES))
+@pytest.mark.parametrize("transport", list(DOUBLES))
 def test_stopped_or_killed_rank_is_noticed(transport: str, kind: str = "cuda") -> None:
     faults.check_stopped_then_killed(failing(kind, "stopped_then_killed", transport, faults.MATMULS, 0.02))

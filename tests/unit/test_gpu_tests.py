@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from benchmarks.local_ranks import run_local
-from tests import faults
-from tests.distributed import nccl_tools
 from tests.distributed import test_device_schedules as checks
 from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
 from tests.gpu import test_nccl as nccl_tests
 from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
+from tests.native.doubles.libraries import DOUBLES, build_doubles, cuda_double, nccl_double
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
@@ -47,9 +46,9 @@ def test_public_ops() -> None:
     assert reasons == ["two_shot is for cuda, not cpu"] * 2
 
 
-@pytest.mark.parametrize("transport", list(faults.DOUBLES))
+@pytest.mark.parametrize("transport", list(DOUBLES))
 def test_failures(transport: str) -> None:
-    faults.build_doubles(transport)
+    build_doubles(transport)
     failure_tests.test_late_rank_is_a_timeout_that_names_it(transport, "cpu")
     failure_tests.test_stopped_or_killed_rank_is_noticed(transport, "cpu")
 
@@ -57,8 +56,7 @@ def test_failures(transport: str) -> None:
 @pytest.fixture(scope="module")
 def doubles() -> tuple[str, str]:
     """Of NCCL and of the CUDA driver."""
-    nccl_double, cuda_double = nccl_tools.doubles()
-    return str(nccl_double), str(cuda_double)
+    return str(nccl_double()), str(cuda_double())
 
 
 TESTS: dict[str, tuple[Any, ...]] = {

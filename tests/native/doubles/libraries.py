@@ -14,12 +14,22 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from tests.native_build import build_program, build_shared, require_sanitizer
+from tests.native_build import (
+    build_program,
+    build_shared,
+    cpu_device_library,
+    require_sanitizer,
+    use_driver,
+    use_library,
+    use_nccl,
+)
 
 if TYPE_CHECKING:
     from fused_tp import _core
@@ -97,3 +107,31 @@ def run_races() -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     return done.stdout.strip()
+
+
+# What stands for the libraries of GPUs, by transport, and how the CPU's tensors come to go through it.
+DOUBLES: dict[str, tuple[Callable[..., None], tuple[Callable[[], Path], ...]]] = {
+    "two_shot": (use_library, (cpu_device_library,)),
+    "copy_engine": (use_driver, (cuda_double,)),
+    "nccl_pipeline": (use_nccl, (nccl_double, cuda_double)),
+}
+
+
+def build_doubles(transport: str) -> None:
+    """In the test process, before ranks need them."""
+    for library in DOUBLES[transport][1] if transport in DOUBLES else ():
+        library()
+
+
+@contextmanager
+def doubles(transport: str) -> Iterator[None]:
+    """The CPU's tensors go through the doubles of that transport, if it needs any."""
+    if transport not in DOUBLES:
+        yield
+        return
+    use, libraries = DOUBLES[transport]
+    use(*(library() for library in libraries))
+    try:
+        yield
+    finally:  # the process goes on to other tests
+        use(None)

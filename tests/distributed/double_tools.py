@@ -1,9 +1,10 @@
-"""Ranks that run the device kernels in their CPU build: the same code and protocol, in CPU shared memory."""
+"""Ranks whose CPU tensors go where those of GPUs do: the CPU build of the device kernels, doubles of NCCL and CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,43 +14,39 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.device import DeviceSchedule
+from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import schedule_cases
 from tests.distributed.schedule_cases import CPU
-from tests.native_build import cpu_device_library, use_library
-from tests.workers import Outcome, fresh_ranks, run_ranks
+from tests.native.doubles.libraries import build_doubles, doubles
+from tests.workers import run_ranks
 
 ALGORITHMS = ("one_shot", "two_shot", "multimem")
 
 
-def device_ranks(world_size: int, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
-    """`run_ranks` of `fn(group, *args)` with the CPU build of the kernels."""
-    return run_ranks(world_size, with_library, str(cpu_device_library()), fn, args, **keywords)
+def ranks_on(
+    transport: str, world_size: int, fn: Callable[..., Any], *args: Any, run: Callable[..., Any] = run_ranks, **how: Any
+) -> list[Any]:
+    """`run_ranks` of `fn(group, *args)` with the doubles of that transport."""
+    build_doubles(transport)
+    return run(world_size, with_doubles, transport, fn, args, **how)  # type: ignore[no-any-return]
 
 
-def fresh_device_ranks(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    env: Mapping[str, str | None] | None = None,
-    expect_deaths: bool = False,
-) -> list[Outcome]:
-    """`fresh_ranks` of `fn(group, *args)` with the CPU build of the kernels."""
-    library = str(cpu_device_library())
-    return fresh_ranks(world_size, with_library, library, fn, args, env=env, expect_deaths=expect_deaths, timeout=60)
+def with_doubles(group: Any, transport: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with doubles(transport), multicast():
+        return fn(group, *args)
 
 
-def with_library(group: Any, library: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    use_library(library)
-    try:
-        with multicast():
-            return fn(group, *args)
-    finally:  # the process goes on to other tests
-        use_library(None)
+device_ranks, nccl_ranks = partial(ranks_on, "two_shot"), partial(ranks_on, "nccl_pipeline")
+
+
+# -- device kernels ---------------------------------------------------------------------------------------------------
 
 
 def collectives_of(group: Any) -> DeviceCollectives:
@@ -90,3 +87,20 @@ def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         total = total + bias.float()
     return total.to(terms[0].dtype)
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+
+def transport_of(group: Any) -> NcclDist:
+    found = nccl_dist(resolve_group(group), CPU)
+    assert isinstance(found, NcclDist), found
+    return found
+
+
+@contextmanager
+def public_ops_use(group: Any, chunks: int | None, one_shot_bytes: int = 0) -> Iterator[None]:
+    """The public ops run by NcclPipeline, sums in two steps from more than `one_shot_bytes` on."""
+    schedule = NcclPipeline(transport_of(group), chunks)
+    with schedule_cases.forced(group, schedule), mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", one_shot_bytes):
+        yield
