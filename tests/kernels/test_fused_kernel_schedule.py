@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from tests import faults
 from tests.distributed import test_tp_ops as cases
 from tests.kernels.ranks import interpreted_ranks
 from tests.reference import seeded
@@ -143,63 +142,22 @@ def test_ops(of: Callable[[Any], None]) -> None:
 INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
 
 
-def without_last(group: Any) -> list[str]:
-    """What is said where rank 2 makes no second call, of a matmul and of a ring: each on a group of its own."""
-    x, w = seeded(3, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    q, k, v = (seeded(1, 5, 2, 8, dtype=torch.float32, seed=seed) for seed in range(3))
-    groups = [group, dist.new_group(list(range(3)))]
-    calls = [
-        lambda: fused_tp.matmul_all_reduce(x, w, group=groups[0]),
-        lambda: fused_tp.ring_attention(q, k, v, group=groups[1]),
-    ]
-    said = []
-    with mock.patch.dict(os.environ, FORCED):
-        for call in calls:
-            call()
-        os.environ["FUSED_TP_TIMEOUT"] = "1"
-        if group.rank() == 2:
-            return []  # alive, until all have answered, but it does not come
-        for call in calls:
-            begun = time.monotonic()
-            with pytest.raises(CollectiveTimeoutError) as raised:
-                call()
-            assert 1 <= time.monotonic() - begun < 10  # not the 60 of before
-            with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
-                call()
-            said.append(str(raised.value))
-    return said
+@pytest.mark.full
+def test_late_rank_is_a_timeout_that_names_it() -> None:
+    ops = ("matmul_all_reduce", "all_gather_matmul", "ring_attention")
+    outcomes = fresh_ranks(3, faults.late, "fused_kernel", ops, env=INTERPRETED, timeout=120)
+    found = [outcome.unwrap() for outcome in outcomes]
+    faults.check_late(found)
+    for number, op in enumerate(ops):
+        assert any(one[number].message.startswith(f"{op}, call ") for one in found[:2]), found
 
 
 @pytest.mark.full
-def test_a_rank_that_does_not_come_is_named() -> None:
-    for outcome in fresh_ranks(3, without_last, env=INTERPRETED)[:2]:
-        for op, sentence in zip(("matmul_all_reduce", "ring_attention"), outcome.unwrap(), strict=True):
-            assert f"{op}, call 2" in sentence and "rank 2 had not begun the call" in sentence
-            assert "in 1 s (FUSED_TP_TIMEOUT)" in sentence
-
-
-def dies(group: Any) -> float:
-    rank = group.rank()
-    x, w = seeded(4, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    ops = fused_tp.matmul_all_reduce, fused_tp.all_gather_matmul
-    with mock.patch.dict(os.environ, FORCED):
-        for op in ops:
-            op(x, w, group=group)
-        dist.barrier(group)
-        if rank == 1:
-            os._exit(9)
-        begun = time.monotonic()
-        with pytest.raises(PeerLostError, match="lost rank 1: it has ended"):
-            for number in range(1000):  # it may get through calls that rank 1 had its part in
-                ops[number % 2](x, w, group=group)
-        return time.monotonic() - begun
-
-
-@pytest.mark.full
-def test_a_rank_that_dies_is_noticed_long_before_the_deadline() -> None:
-    outcomes = fresh_ranks(3, dies, env=INTERPRETED, expect_deaths=True)
-    assert outcomes[1].died
-    assert all(outcomes[rank].unwrap() < 5 for rank in (0, 2))
+def test_stopped_or_killed_rank_is_noticed() -> None:
+    how = {"env": INTERPRETED, "expect_deaths": True, "timeout": 120}
+    faults.check_stopped_then_killed(
+        fresh_ranks(3, faults.stopped_then_killed, "fused_kernel", faults.MATMULS, 0.02, **how)
+    )
 
 
 def refused(group: Any) -> str:
