@@ -86,6 +86,9 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
         sharded = sequence_parallel_(copy.deepcopy(full), mesh)
         assert isinstance(sharded, make) and type(sharded).__name__ == make.__name__
         check(group, full, copy.deepcopy(sharded), True)
+        again = copy.deepcopy(full)  # whose own forward calls that of its class: gradients are summed once
+        again.forward = lambda x, norm=again: type(norm).forward(norm, x)
+        check(group, full, sequence_parallel_(again, mesh), True)
     dropout = nn.Dropout()
     assert sequence_parallel_(dropout, mesh) is dropout
     refuses(ValueError, "has submodules", sequence_parallel_, nn.Sequential(nn.LayerNorm(6)), mesh)
