@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
-_LOST_SECONDS = 0.4
 _END_SECONDS = 0.3  # what has been ended is seen to be within a millisecond, where the machine is not busy
 _CLOSED_HERE = "Application timeout"  # what gloo says of a connection that a timeout of this process has closed
 
@@ -44,35 +43,6 @@ def closed_peers(group: dist.ProcessGroup) -> list[int]:
     a receive of one byte behind with every peer that is there, which costs gloo some 100 bytes.
     """
     return [rank for rank in _peers(group) if _has_closed(group, rank)]
-
-
-class Departures:
-    """Ranks that have died or left, as far as gloo's connections tell, of those that a rendezvous still waits for.
-
-    Not at the first look: a peer may join although its connection is closed, as a receive of its own that timed out
-    closes it too. And none in a group whose CPU tensors gloo does not move.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        backends = dist.get_backend_config(group).split(",")
-        self._group = group if "gloo" in backends or "cpu:gloo" in backends else None
-        self._since: dict[int, float] = {}
-
-    @property
-    def suspected(self) -> bool:
-        """A connection has been seen closed; another look tells more."""
-        return bool(self._since)
-
-    def look(self, absent: Sequence[int] | None) -> list[int]:
-        """Group ranks whose connection has been closed for a while, of the `absent` ones where those are known."""
-        now = time.perf_counter()
-        for rank in closed_peers(self._group) if self._group is not None else []:
-            self._since.setdefault(rank, now)
-        return [
-            rank
-            for rank, since in sorted(self._since.items())
-            if now - since >= _LOST_SECONDS and (absent is None or rank in absent)
-        ]
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

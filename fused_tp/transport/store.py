@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +24,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.gloo import Departures
+from fused_tp.transport.gloo import closed_peers
 
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
@@ -32,6 +32,7 @@ _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 ANSWER_SECONDS = 2.0  # what is told and asked on the way to an error waits no longer
 _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
+_LOST_SECONDS = 0.4  # a connection that has been closed for so long is that of a rank that has died, or left
 
 _MAKE_A_NEW_ONE = "Destroy the process group and make a new one."
 _WHERE = "{op} of group {group!r}"
@@ -143,8 +144,7 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
             group=group.name,
             cause=failed,
         )
-    assert group.process_group is not None
-    current = _Exchange(group, what, Departures(group.process_group), gone)
+    current = _Exchange(group, what, gone)
     begun = time.perf_counter()
     try:
         current.give(json.dumps(mine).encode())
@@ -242,13 +242,14 @@ def _deadline() -> str:
 class _Exchange:
     """One exchange: what this rank gives, and waiting for what the others give, within the deadline."""
 
-    def __init__(self, group: Group, what: str, departures: Departures, gone: Callable[[], list[int]]) -> None:
-        self._group, self._what, self._departures, self._gone = group, what, departures, gone
+    def __init__(self, group: Group, what: str, gone: Callable[[], list[int]]) -> None:
+        self._group, self._what, self._gone = group, what, gone
         counts = _EXCHANGES[group].counts
         self._count = counts[what] = counts.get(what, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # Who died before needs not a whole slice to be noticed.
         self._slice = _FIRST_SLICE_SECONDS
+        self._closed_since: dict[int, float] = {}  # connections of gloo, by rank
 
     def error(self, kind: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
         group = self._group
@@ -276,7 +277,7 @@ class _Exchange:
             except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
                 if (failure := self._failure(left <= self._slice)) is not None:
                     raise failure from error
-                self._slice = _FIRST_SLICE_SECONDS if self._departures.suspected else _SLICE_SECONDS
+                self._slice = _FIRST_SLICE_SECONDS if self._closed_since else _SLICE_SECONDS
                 time.sleep(0.01)  # a store that has died raises at once
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
@@ -293,7 +294,7 @@ class _Exchange:
         if (cause := self._published()) is not None:
             kind = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError
             return self.error(kind, f"{_WHERE} on rank {{rank}}: a peer gave up. It said: {{cause}}", cause=cause)
-        if lost := self._departures.look(absent) or self._gone():
+        if lost := self._departed(absent) or self._gone():
             sentence = f"{{Missing}} died, or left the group, before it took part in {_WHERE}. This is rank {{rank}}."
             return self.error(PeerLostError, sentence, missing=dict.fromkeys(lost, ""))
         if not expired:
@@ -306,6 +307,20 @@ class _Exchange:
             "This is rank {rank}."
         )
         return self.error(CollectiveTimeoutError, sentence, missing=dict.fromkeys(absent, ""))
+
+    def _departed(self, absent: Sequence[int] | None) -> list[int]:
+        """Ranks that have died or left, of the `absent` ones where those are known, where gloo moves CPU tensors.
+
+        Not at the first look: a peer may join although its connection is closed, as a receive of its own that timed out
+        closes it too.
+        """
+        process_group, now = self._group.process_group, time.monotonic()
+        assert process_group is not None
+        if not {"gloo", "cpu:gloo"}.isdisjoint(dist.get_backend_config(process_group).split(",")):
+            for rank in closed_peers(process_group):
+                self._closed_since.setdefault(rank, now)
+        closed = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
+        return [rank for rank in closed if absent is None or rank in absent]
 
     def _published(self) -> FusedTPError | None:
         """What a peer has failed with."""

@@ -286,6 +286,8 @@ class Workspaces(GroupKernels[_Slot]):
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
+        if self._lost:  # which the others notice themselves, and whose memory may be gone
+            return
         try:
             with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
                 slot.workspace.leave()

@@ -90,6 +90,7 @@ def test_late_rank_is_a_timeout_that_names_it(transport: str) -> None:
     for rank, failures in enumerate(found[:-1]):
         for failure in failures:
             assert f"ank {rank}" in failure.message and "group" in failure.again, failure
+            assert re.search("FUSED_TP_TIMEOUT|gave up|waited past its deadline", failure.message), failure
 
 
 def another_op(_: Any, transport: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
+from tests.late import interrupted_after
 from tests.reference import seeded
 from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
@@ -173,9 +173,7 @@ def interrupted(group: Any, tag: str) -> None:
     assert not transport._held
     half = 30_000  # where rank 1's block starts; a multiple of a cache line
     if transport.rank == 0:
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
             transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
         others = [transport.empty(shape, torch.float32).fill_(-777.0) for _ in range(2)]
         with pytest.raises(FusedTPError, match="interrupted half-way"):  # rank 1 would take it for its next sum
@@ -203,10 +201,6 @@ def interrupted(group: Any, tag: str) -> None:
 
 def _no_memory(*_: Any) -> None:
     raise MemoryError
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_memory_of_a_call_that_was_interrupted_is_kept_while_peers_may_read_it() -> None:

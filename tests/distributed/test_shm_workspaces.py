@@ -16,7 +16,7 @@ from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import shm
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
-from tests.distributed.shm_tools import core_resources, new_tag, own_transport, ranks_of, transport_of, with_store
+from tests.distributed.shm_tools import core_resources, new_tag, own_transport, transport_of, with_store
 from tests.workers import fresh_ranks, run_ranks
 
 LIMIT = 16
@@ -251,28 +251,3 @@ def test_a_reserve_that_cannot_be() -> None:
     assert outcome.unwrap() == "ValueError: FUSED_TP_SHM_RESERVE is 'lots'; set it to a positive number of bytes."
     for outcome in fresh_ranks(2, bad_reserve, str(1 << 62)):
         assert re.search(r"rank 0: cannot (reserve|map) \d+ bytes of shared memory", outcome.unwrap())
-
-
-def deadline_can_change(group: Any, tag: str) -> list[str]:
-    """FUSED_TP_TIMEOUT is read when it is needed. Afterwards the rendezvous of a new group works."""
-    transport = own_transport(group, tag)
-    transport.barrier()
-    said = []
-    if transport.rank == 0:
-        os.environ["FUSED_TP_TIMEOUT"] = "0.3"
-        with pytest.raises(FusedTPError) as late:
-            transport.barrier()
-        said.append(str(late.value))
-        del os.environ["FUSED_TP_TIMEOUT"]
-    torch.distributed.barrier(group)
-    own_transport(group, f"{tag}/again").barrier()
-    assert len(ranks_of(group)) == 2
-    return said
-
-
-def test_the_deadline_is_read_when_needed() -> None:
-    first, second = run_ranks(2, deadline_can_change, new_tag(), env={"FUSED_TP_TIMEOUT": "30"})
-    assert first == [
-        "barrier(; uint8), call 2, on rank 0 of 2: waited 0.3 s (FUSED_TP_TIMEOUT) for rank 1, which had not arrived"
-    ]
-    assert second == []

@@ -13,9 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.schedules.base import GatherMatmul
-from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from benchmarks.local_ranks import LocalGroup
 from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.workspace import rounded
@@ -194,24 +192,6 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
     assert third.number == second.number != first.number
     first.receive()
     assert call.scatter().number == first.number
-
-
-def as_thread(rank: LocalRank) -> None:
-    schedule = CopyEngineSchedule(CopyEngine(rank), None, chunks=2)
-    x, w = torch.arange(21.0).view(7, 3), torch.ones(2, 3)
-    shard = x[3 * rank.rank : 3 * rank.rank + 3]
-    for _ in range(3):
-        (y,), gathered = schedule.all_gather_matmul(GatherMatmul(shard, [w], [None], 0, 7, return_gathered=True))
-        assert gathered is not None and torch.equal(gathered, x) and torch.equal(y, x @ w.t())
-        assert torch.equal(schedule.matmul_all_reduce([(x, w)], None), rank.world_size * (x @ w.t()))
-    with pytest.raises(ValueError, match="Ranks that are threads"):
-        schedule.all_reduce(x)
-    rank.barrier()  # nobody frees what others may still write to
-
-
-@NEEDS_CORE
-def test_ranks_that_are_threads(driver: Any) -> None:
-    run_local(3, as_thread, timeout=60)
 
 
 @NEEDS_CORE
