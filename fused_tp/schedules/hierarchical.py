@@ -70,10 +70,7 @@ class Hierarchical(Schedule):
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         shape, _, sizes = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
-            part = self._levels.flat_call()
-            with part:
-                flat = self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-            return After(lambda: _wait(part, flat))
+            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         part = self._begin("all_gather", (*shape, gather_dim), x_shard)
         with part:
             inside = self._inside("all_gather", x_shard.dtype)
@@ -91,8 +88,7 @@ class Hierarchical(Schedule):
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         length = partial.shape[scatter_dim]
         if length % self.world_size or partial.numel() == 0:
-            with self._levels.flat_call():
-                return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
+            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
         with self._begin("reduce_scatter", (*partial.shape, scatter_dim), partial):
             inside = self._inside("reduce_scatter", partial.dtype)
             rows = length // self._hosts.count
@@ -119,8 +115,7 @@ class Hierarchical(Schedule):
         dim = asked.gather_dim
         shape, _, sizes = Cut.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
-            with self._levels.flat_call():
-                return self._flat.all_gather_matmul(asked)
+            return self._flat.all_gather_matmul(asked)
         count, own = self._hosts.count, self._hosts.own
         outputs: list[list[Tensor]] = [[] for _ in range(count)]
         gathered: list[Tensor | None] = [None] * count
@@ -149,8 +144,7 @@ class Hierarchical(Schedule):
         shape = (*x.shape[:-1], w.shape[0])
         length = shape[scatter_dim]
         if length % self.world_size or prod(shape) == 0:
-            with self._levels.flat_call():
-                return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
         with self._begin("matmul_reduce_scatter", (*shape, scatter_dim), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
             part = length // self._hosts.count
@@ -165,8 +159,7 @@ class Hierarchical(Schedule):
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         if prod(shape) == 0:
-            with self._levels.flat_call():
-                return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
         rows = [(as_rows(x), w) for x, w in products]
         m, n = rows[0][0].shape[0], w.shape[0]
         cuts = self._columns(m, n, x)
@@ -226,14 +219,8 @@ class Hierarchical(Schedule):
 
     def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)
-        with self._levels.flat_call():
-            self._flat.transport.check(op, dims, x.dtype, x.device)
+        self._flat.transport.check(op, dims, x.dtype, x.device)
         return call
-
-
-def _wait(part: LevelScope, moving: Pending[Tensor]) -> Tensor:
-    with part:
-        return moving.wait()
 
 
 def _even(sizes: Sequence[int]) -> bool:

@@ -207,10 +207,6 @@ class TwoLevelGroup:
             self._leave()
         return LevelScope(self, flat.begin(op), self.started())
 
-    def flat_call(self) -> LevelScope:
-        """A call that the flat transport runs, and counts, by itself."""
-        return LevelScope(self)
-
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         """As `GroupCalls.abort_scope`, on all levels."""
@@ -225,10 +221,10 @@ class TwoLevelGroup:
                 flat.abort_midway(call, error)
             raise
 
-    def abort(self, call: Call | None, error: BaseException) -> BaseException:
+    def abort(self, call: Call, error: BaseException) -> BaseException:
         """What to raise for an error on some level. From here on the group is unusable, and its peers know."""
         flat = self._flat
-        if call is None or flat.broken is not None:
+        if flat.broken is not None:
             return error
         if not isinstance(error, FusedTPError):
             flat.abort_midway(call, error)  # no peer's doing
@@ -284,7 +280,7 @@ class LevelScope:
 
     __slots__ = ("_before", "_call", "_levels")
 
-    def __init__(self, levels: TwoLevelGroup, call: Call | None = None, before: int | None = None) -> None:
+    def __init__(self, levels: TwoLevelGroup, call: Call, before: int | None) -> None:
         self._levels = levels
         self._call = call
         self._before = before
