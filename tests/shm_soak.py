@@ -1,14 +1,11 @@
 """Thousands of random shared-memory calls over two overlapping groups, up to four in flight, every result checked.
 
-    python -m tests.shm_soak --calls 10000 --seed 0
-
 All ranks follow one random script: which group, which call, which size, when to finish what is in flight and in which
 order. Delays are each rank's own. Values are small integers, whose sums every dtype holds exactly.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
@@ -138,18 +135,3 @@ def soak(calls: int, seed: int) -> str:
     outcomes = fresh_ranks(4, soak_rank, seed, calls, timeout=900, env={"FUSED_TP_TIMEOUT": "60"})
     assert [outcome.unwrap() for outcome in outcomes] == [1, 2, 2, 1]
     return f"{calls} shared-memory calls over two overlapping groups, {time.monotonic() - began:.0f} s"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.shm_soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    print(soak(arguments.calls, arguments.seed))
-
-
-if __name__ == "__main__":
-    # Under its own name: the ranks import the function they run by the name of its module.
-    from tests.shm_soak import main as soak_main
-
-    soak_main()

@@ -52,8 +52,9 @@ class SharedMemory(RowSchedule):
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        core_group = self.transport.core_group
+        core_group, outer = self.transport.core_group, self.transport.op_began
         before = core_group.calls
+        self.transport.op_began = before if outer is None else outer
         try:
             yield
         except BaseException as error:
@@ -64,6 +65,8 @@ class SharedMemory(RowSchedule):
             for workspace in list(self._gathers):
                 workspace.abandon()
             raise
+        finally:
+            self.transport.op_began = outer
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 

@@ -92,11 +92,12 @@ class Workspace:
 
     __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "peers_may_end")
 
-    def __init__(self, call: Any, core_group: Any) -> None:
+    def __init__(self, call: Any, core_group: Any, op_began: int | None = None) -> None:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
-        self.peers_may_end = False
+        # A later call of one op: peers are to find that this rank has left the group, before that it has left the call.
+        self.peers_may_end = op_began is not None and call.number - 1 > op_began
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
@@ -165,6 +166,7 @@ class ShmTransport:
         self._held: list[tuple[int, Any]] = []  # memory of calls that this rank has left, by their numbers
         self._most_pooled_bytes = _reserve_bytes() // 2
         self._described: dict[Any, tuple[int, Any]] = {}
+        self.op_began: int | None = None  # how many calls there had been, within an op of several
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not.
@@ -195,7 +197,8 @@ class ShmTransport:
             reuse: wait for peers that are still in calls which this rank has ended, and use the memory of those again.
                 For large ones; small ones have memory of their own. Without it memory grows by what ranks drift apart.
         """
-        return Workspace(self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse), self.core_group)
+        call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
+        return Workspace(call, self.core_group, self.op_began)
 
     @property
     def settled(self) -> bool:
@@ -232,7 +235,7 @@ class ShmTransport:
         if self._held:  # by a rank that has begun this call, no memory of one that many calls before is read any more
             self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
         try:
-            with Workspace(call, self.core_group) as workspace:
+            with Workspace(call, self.core_group, self.op_began) as workspace:
                 term = (
                     workspace.buffer(self.rank, shape, dtype)
                     if memory is None

@@ -24,7 +24,7 @@ from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import schedule_cases
 from tests.distributed.schedule_cases import CPU
-from tests.native.doubles.libraries import build_doubles, doubles
+from tests.native.doubles.libraries import build_doubles, cuda_knobs, doubles
 from tests.workers import run_ranks
 
 ALGORITHMS = ("one_shot", "two_shot", "multimem")
@@ -35,7 +35,7 @@ def ranks_on(
 ) -> list[Any]:
     """`run_ranks` of `fn(group, *args)` with the doubles of that transport."""
     build_doubles(transport)
-    return run(world_size, with_doubles, transport, fn, args, **how)  # type: ignore[no-any-return]
+    return run(world_size, with_doubles, transport, fn, args, **how)
 
 
 def with_doubles(group: Any, transport: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -44,6 +44,28 @@ def with_doubles(group: Any, transport: str, fn: Callable[..., Any], args: tuple
 
 
 device_ranks, nccl_ranks = partial(ranks_on, "two_shot"), partial(ranks_on, "nccl_pipeline")
+
+
+@contextmanager
+def stalled_until(schedule: Any, multiplied: int) -> Iterator[None]:
+    """Nothing moves before that many matmuls of the module have run: who waits for a movement before waits in vain."""
+    streams, product, done = cuda_knobs(), schedule.sum_of_products, 0
+
+    def counting(*args: Any, **keywords: Any) -> Tensor:
+        nonlocal done
+        y = product(*args, **keywords)
+        done += 1
+        if done == multiplied:
+            streams.cuda_double_stall(0)
+        return y
+
+    streams.cuda_double_stall(1)
+    try:
+        with mock.patch.object(schedule, "sum_of_products", counting):
+            yield
+    finally:
+        streams.cuda_double_stall(0)
+    assert done >= multiplied
 
 
 # -- device kernels ---------------------------------------------------------------------------------------------------

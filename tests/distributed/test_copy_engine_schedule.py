@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import random
@@ -28,12 +27,13 @@ from fused_tp.schedules import copy_engine
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.registry import SCHEDULES
-from fused_tp.transport.copy_engine import LIBRARIES, CopyEngine
+from fused_tp.transport.copy_engine import CopyEngine
 from fused_tp.transport.symm_mem import GroupMemory
 from tests.distributed import test_tp_ops as cases
-from tests.distributed.double_tools import ranks_on
+from tests.distributed.double_tools import ranks_on, stalled_until
 from tests.distributed.schedule_cases import CPU, at_random, every_method, forced, own, step
 from tests.late import give_up, wait_for_those_who_gave_up
+from tests.native.doubles.libraries import cuda_knobs
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -114,35 +114,21 @@ def test_two_groups_at_once() -> None:
 # ---- overlap -------------------------------------------------------------------------------------------------------
 
 
-def stalled(schedule: CopyEngineSchedule) -> list[int]:
-    """Which shards have been multiplied while no side stream moves, and after all."""
-    library = ctypes.CDLL(LIBRARIES["cpu"])
+def overlap(schedule: CopyEngineSchedule) -> None:
     x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
     schedule.matmul_all_reduce([(x, w)], None)
-    multiplied: list[int] = []
-    real = copy_engine.sum_of_products
-
-    def multiply(*args: Any, **keywords: Any) -> Tensor:
-        multiplied.append(len(multiplied))
-        if len(multiplied) == 1:  # the first product is done with all streams at a standstill
-            out = real(*args, **keywords)
-            library.cuda_double_stall(0)
-            return out
-        return real(*args, **keywords)
-
-    library.cuda_double_stall(1)
-    with mock.patch.object(copy_engine, "sum_of_products", multiply):
+    with stalled_until(copy_engine, 1):  # the own shard
         (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 8))
     torch.testing.assert_close(y, x @ w.t())
     # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
-    library.cuda_double_stall(1)
-    y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: library.cuda_double_stall(0))
+    stall = cuda_knobs().cuda_double_stall
+    stall(1)
+    y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
     torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))
-    return multiplied
 
 
 def test_matmuls_run_while_nothing_moves() -> None:
-    assert ranks(2, stalled) == [[0, 1], [0, 1]]
+    ranks(2, overlap)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------

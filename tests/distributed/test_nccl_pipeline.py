@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -14,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import resolve_group
@@ -22,7 +19,7 @@ from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.nccl import gather_plan, scatter_plan
-from tests.distributed.double_tools import nccl_ranks, public_ops_use, transport_of
+from tests.distributed.double_tools import nccl_ranks, public_ops_use, stalled_until, transport_of
 from tests.distributed.schedule_cases import at_random, every_method, step
 from tests.distributed.test_tp_ops import all_cases, own_part
 from tests.faults import failure_of
@@ -147,42 +144,20 @@ def test_movements(world_size: int) -> None:
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def stalled_until(multiplied: int) -> Iterator[None]:
-    """Nothing moves before that many matmuls have run: whoever waits for a movement before them waits in vain."""
-    streams, product, done = cuda_knobs(), nccl_pipeline.sum_of_products, 0
-
-    def counting(*args: Any, **keywords: Any) -> Tensor:
-        nonlocal done
-        y = product(*args, **keywords)
-        done += 1
-        if done == multiplied:
-            streams.cuda_double_stall(0)
-        return y
-
-    streams.cuda_double_stall(1)
-    try:
-        with mock.patch.object(nccl_pipeline, "sum_of_products", counting):
-            yield
-    finally:
-        streams.cuda_double_stall(0)
-    assert done >= multiplied
-
-
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
 def overlap_case(group: Any) -> None:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     transport = transport_of(group)
     schedule = NcclPipeline(transport, world_size - 1)
     x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
-    with stalled_until(1):  # the own shard
+    with stalled_until(nccl_pipeline, 1):  # the own shard
         (y,), _ = schedule.all_gather_matmul(GatherMatmul(own_part(x, 0, group), [w], [None], 0, 12))
     torch.testing.assert_close(y, x @ w.t())
-    with stalled_until(world_size):  # the blocks of all owners
+    with stalled_until(nccl_pipeline, world_size):  # the blocks of all owners
         done: list[bool] = []
         y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: done.append(True))
     torch.testing.assert_close(y, own_part(world_size * (x @ w.t()), 0, group))
-    with stalled_until(2):  # the chunk after the first
+    with stalled_until(nccl_pipeline, 2):  # the chunk after the first
         y = NcclPipeline(transport, 2).matmul_all_reduce([(x, w)], None)
     torch.testing.assert_close(y, world_size * (x @ w.t()))
     assert rank == transport.rank and done == [True]

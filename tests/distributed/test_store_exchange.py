@@ -92,6 +92,8 @@ def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome])
 
 
 def join_late(group: Any) -> float:
+    begun = time.perf_counter()
+    assert closed_peers(group) == [] and time.perf_counter() - begun < 1.0  # lazy connections are not probed
     if dist.get_rank(group) == 1:
         time.sleep(1.7)  # the others look for its death three times
     total = fused_tp.all_reduce(torch.ones(2), group=group)
@@ -100,8 +102,9 @@ def join_late(group: Any) -> float:
     return total[0].item()
 
 
-@beside(lambda: fresh_ranks(3, join_late, env=ONE_SIDED))
-def test_a_rank_that_joins_the_rendezvous_late_is_waited_for(outcome: list[Outcome]) -> None:
+@beside(lambda lazy: fresh_ranks(3, join_late, env={**ONE_SIDED, "TORCH_GLOO_LAZY_INIT": lazy}))
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_a_rank_that_joins_the_rendezvous_late_is_waited_for(outcome: list[Outcome], lazy: str) -> None:
     """And the receives that looked for its death harm nothing."""
     assert [one.unwrap() for one in outcome] == [9.0] * 3
 
@@ -125,17 +128,3 @@ def join_after_a_receive_that_timed_out(group: Any) -> float:
 @beside(lambda: fresh_ranks(3, join_after_a_receive_that_timed_out, env=ONE_SIDED))
 def test_closed_connections_are_no_dead_ranks(outcome: list[Outcome]) -> None:
     assert [one.unwrap() for one in outcome] == [3.0] * 3
-
-
-def join_late_with_lazy_connections(group: Any) -> float:
-    if dist.get_rank(group) == 1:
-        time.sleep(1.2)  # the other looks for its death twice
-    begun = time.perf_counter()
-    assert closed_peers(group) == [] and time.perf_counter() - begun < 0.1
-    fused_tp.all_reduce(torch.ones(2), group=group)
-    return time.perf_counter() - begun
-
-
-@beside(lambda: fresh_ranks(2, join_late_with_lazy_connections, env={**ONE_SIDED, "TORCH_GLOO_LAZY_INIT": "1"}))
-def test_lazy_connections_are_not_probed(outcome: list[Outcome]) -> None:
-    assert outcome[0].unwrap() < 10.0
