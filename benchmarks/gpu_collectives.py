@@ -11,7 +11,7 @@ branches of one graph need not run at once, and then a rank would wait for one t
 `norm`: all-reduce, residual and RMS norm in one launch against three.
 
 `overhead`: what an op costs the host, in microseconds of one call, beside a torch op that launches one kernel, and in a
-CUDA graph. Calls follow each other and nobody waits for the GPU, as in a program whose host is the slower of the two.
+CUDA graph. Calls follow each other without a wait for the GPU, as in a program whose host is the slower of the two.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
 SMALL, LARGE = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
 LATENCY_BYTES = (1 * KB, 8 * KB, 64 * KB)
-LARGEST_ONE_SHOT = 4 * MB  # beyond it nobody would: its bytes grow with the number of ranks
+LARGEST_ONE_SHOT = 4 * MB  # beyond it none is wanted: its bytes grow with the number of ranks
 LATENCY_CALLS = 20
 LATENCY_BAR = 12.0  # microseconds, of 8 KB over 2 ranks
 EPS = 1e-6

@@ -2,7 +2,7 @@
 
 `alone`: the matmul of the fused kernels by itself against cuBLAS, in the config that a launch picks and in each.
 
-`flags`: one rank has the GPU to itself and its peers' flags are set for ever, so it waits for nobody. What it takes
+`flags`: one rank has the GPU to itself and its peers' flags are set for ever, so it never waits. What it takes
 longer than cuBLAS is the price of being fusable. With W = 1 tiles pass through the workspace of the rank itself; with
 W = 2 half of them go to a peer's, or x comes from there.
 

@@ -113,7 +113,7 @@ def set_flags(workspace: Any) -> None:
 
 
 def meet(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Each stream goes on once all have come here."""
+    """Each stream goes on once all have arrived here."""
     events = [stream.record_event() for stream in streams]
     for stream in streams:
         for event in events:

@@ -1,4 +1,4 @@
-"""The sum that fused sums are compared with; a file of its own, as Triton is loaded by whoever imports a kernel."""
+"""The sum that fused sums are compared with; a file of its own, since importing a kernel loads Triton."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class GpuContext:
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
         """The gate's, which holds the others back, and the ranks'."""
-        # Nobody else's: of torch's pool one of them would be another's after 32 more, and would wait behind it.
+        # With no other user: one of torch's pool is handed out again after 32 more, and would wait behind that work.
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MOST_RANKS)

@@ -38,7 +38,7 @@ TURN_SECONDS = 300.0
 
 
 class LocalGroup:
-    """What the ranks of one process share: who has come to which meeting, and who will not come any more."""
+    """What the ranks of one process share: their values at each meeting, and which ranks have returned or failed."""
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
         if world_size < 1:
@@ -57,7 +57,7 @@ class LocalGroup:
         return LocalRank(self, _checked_rank(rank, self.world_size))
 
     def meet(self, rank: int, number: int, what: str, value: T, seconds: float) -> list[T]:
-        """The ranks' values, once all have come to meeting `number`."""
+        """The ranks' values, once all have arrived at meeting `number`."""
         with self._changed:
             values = self._meetings.setdefault(number, {})
             values[rank] = value
@@ -69,7 +69,7 @@ class LocalGroup:
         return [values[r] for r in range(self.world_size)]
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """The rank has returned or, with an error, failed, which releases everybody who waits and who is going to."""
+        """The rank has returned or, with an error, failed, which ends the waits of the others, now and later."""
         with self._changed:
             if error is None:
                 self.finished.add(rank)
@@ -78,16 +78,16 @@ class LocalGroup:
             self._changed.notify_all()
 
     def close(self) -> list[int]:
-        """Releases everybody; ranks that have neither returned nor failed."""
+        """The ranks that have neither returned nor failed; ends all waits."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
             return sorted(set(range(self.world_size)) - self.finished - set(self.failures))
 
-    def _wait(self, rank: int, what: str, seconds: float, come: Mapping[int, object]) -> None:
-        """Returns once all have come. The lock is held."""
+    def _wait(self, rank: int, what: str, seconds: float, arrived: Mapping[int, object]) -> None:
+        """Returns once all have arrived. The lock is held."""
         deadline = time.monotonic() + seconds
-        while absent := set(range(self.world_size)) - set(come):
+        while absent := set(range(self.world_size)) - set(arrived):
             if self.failures:
                 failed, error = next(iter(self.failures.items()))
                 raise PeerLostError(
@@ -159,7 +159,7 @@ class LocalRank(KernelMemory):
             torch.cuda.current_stream(self.device).synchronize()
 
     def barrier(self, seconds: float = 0.0) -> None:
-        """Returns once all ranks have come and what was in their streams has run."""
+        """Returns once all ranks have arrived and what was in their streams has run."""
         self.synchronize()
         self.exchange(None, "barrier", seconds)
 
@@ -199,7 +199,7 @@ class LocalSymmetricMemory:
         return memory[begin:end].view(dtype).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Returns once all ranks have come and what was in their streams has run; there is one channel."""
+        """Returns once all ranks have arrived and what was in their streams has run; there is one channel."""
         self._owner.barrier(timeout_ms / 1000)
 
 
@@ -282,7 +282,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:
-    """A stream for each rank, which is nobody else's while `owner` lives."""
+    """A stream for each rank, which has no other user while `owner` lives."""
     if group.device.type == "cpu":
         return [None] * group.world_size
     from fused_tp.triton_kernels.comm.streams import own_streams

@@ -83,7 +83,7 @@ def take_turns(
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     names = list(timed)
     gc.collect()
-    gc.disable()  # a collection falls on whoever happens to run
+    gc.disable()  # a collection would count for the contestant that runs
     try:
         for number in range(rounds):
             if not goes_on(number):

@@ -13,13 +13,13 @@ Words of a rank's memory, W each, and who puts them:
     begun[s]    rank s: it has begun the call
     ready[s]    rank s: its shard is in its region, as rows in one piece
     pulled[s]   rank s: it has read this rank's region and will not again in this call
-    arrived[p]  this rank: the p-th shard to come is in `gathered`; that of rank order[p]
+    arrived[p]  this rank: the p-th shard to arrive is in `gathered`; that of rank order[p]
     verdict[s]  this rank, between two of its own launches: whether rank s's shard came
 
 The flags are those of `signals`, but lie at one address, not in two halves that calls use in turn: the host gives the
 copy engine its addresses, which a CUDA graph keeps, while calls are counted on the device. One address will do because
 questions and answers alternate: a rank stages call e+1 once all have pulled e, and they pull e+1 once it is staged; as
-flags only grow, nothing is zeroed. So a rank is ahead of another by one call at most, and nobody waits in between.
+flags only grow, nothing is zeroed. So a rank is ahead of another by one call at most, without any other wait.
 
 The number of a call is advanced by `stage`; its other launches read it (`signals.join`). They are ordered behind it,
 and the next `stage` behind them, by the stream, or by events between streams, so a CUDA graph may capture all of it.

@@ -1,4 +1,4 @@
-"""Streams that nobody else has. torch's come from a pool of 32 that it hands out in turn, to everybody.
+"""Streams with one owner. Those of torch are of a pool of 32 that it hands out in turn, to all callers.
 
 Work that a kernel waits for must not end up behind that kernel. With a stream of the pool it may: the caller's own
 stream can be the very same one, also by way of a CUDA graph's capture.

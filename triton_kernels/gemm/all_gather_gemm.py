@@ -20,7 +20,7 @@ from weight to weight, so the last round of one is filled up by the next.
 Own rows are read where x lies, or, if they are not in one piece, from the copy that peers read. Results are stored
 by threads, not by TMA: a tile may end where the rows of the next shard begin.
 
-Nothing here depends on the number of the call but in device memory, and nobody waits on the host, so calls may be
+Nothing here depends on the number of the call but in device memory, and the host waits for nothing, so calls may be
 captured in a CUDA graph. A captured one copies first and multiplies then, since CUDA does not promise that branches of
 a graph run at once; nor does it with CUDA_LAUNCH_BLOCKING=1. `direct` needs no such promise.
 
@@ -229,7 +229,7 @@ def all_gather_gemm(
                 "(sm_margin=1), where the kernels between the copies run."
             )
 
-    # Of one rank nobody reads what would be staged.
+    # No peer reads what one rank would stage.
     read_in_place = workspace.world_size == 1 and _is_read_in_place(x_shard) and not gathered
     stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
     groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]

@@ -4,11 +4,11 @@
     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight
 
 A rank may have several pairs (x, w), each with a K of its own: their products add up in fp32 before anything is sent.
-Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to whoever sums it; there the terms are
-added in fp32 in the order of the ranks, and rounded once. `two_shot` says who sums:
+Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to the ranks that sum it. The terms are
+added in fp32 in the order of the ranks, and rounded once. `two_shot` says which ranks sum:
 
-    one-shot   everybody everything: a tile goes to all ranks, W times the traffic, but one hop. For small M.
-    two-shot   tile t's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
+    one-shot   all of them, every tile: W times the traffic, but one hop. For small M.
+    two-shot   the tile's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
                begin with the next rank's tiles and end with their own, so at any time they write to different owners.
 
 A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. A tile of
