@@ -42,7 +42,7 @@ class Contestant:
     on_host: bool = False
 
 
-# Makes a contestant, on all ranks alike. Raises Unavailable, or ImportError where a package is missing.
+# Makes a contestant, on all ranks. Raises Unavailable, or ImportError where a package is missing.
 Maker = Callable[[], Contestant]
 Makers = dict[str, Maker]
 
@@ -103,7 +103,7 @@ def slowest(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
 def paired(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
     """Quartiles of the round-by-round ratio.
 
-    A machine that slows down for a second slows down all contestants of a round alike, so ratios within a round stay
+    A machine that slows down for a second slows down all contestants of a round, so ratios within a round stay
     true where a ratio of two separate medians does not. The median forgives a round that another program disturbed.
 
     Example:
@@ -145,7 +145,7 @@ TIME_RATIO = Measure("time ratio", True, _time_ratio)
 SPEEDUP = Measure("speedup", False, _speedup)
 # The rival does on one rank what ours spreads over W: 1.0 is W ranks being W times as fast.
 EFFICIENCY = Measure("efficiency", False, _efficiency)
-# Of ours alone: what is judged by the clock. The rival beside it says what the machine can do.
+# Of ours alone: what is judged by the clock. Its rival says what the machine can do.
 MICROSECONDS = Measure("microseconds", True, _microseconds)
 MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENCY, MICROSECONDS)}
 

@@ -172,7 +172,7 @@ def run_all(
             say(f"{budget.spent():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # what has broken the GPU fails every case, and each is told of
+        with contextlib.suppress(RuntimeError):  # what has broken the GPU fails every case, and each is reported
             torch.cuda.empty_cache()  # that of a case that failed, too
         budget.learn(case.seconds, budget.spent() - begun)
     return ran, skipped

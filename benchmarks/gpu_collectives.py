@@ -2,7 +2,7 @@
 
 `exchange`: all-reduce, reduce-scatter, all-gather and all-to-all against copies within the GPU of as many bytes. What
 counts is what an algorithm cannot do without, read and written by all ranks: on one GPU every peer's memory is its own,
-so a byte sent is one read and one written. The copies run on the ranks' streams beside each other, as the kernels do.
+so a byte sent is one read and one written. The copies run on the ranks' streams at the same time, as the kernels do.
 Inputs take turns, so that L2 does not hold them; the slots that ranks send through are the same in every other call.
 
 `latency`: 20 calls in a CUDA graph. Each rank has a graph and a stream of its own, as ranks on GPUs of their own have:
@@ -116,7 +116,7 @@ Call = Callable[[Any, int, int], Any]
 
 
 class Alone:
-    """In the place of a rank's `DeviceCollectives`: results of the right shapes, in which nothing stands."""
+    """In the place of a rank's `DeviceCollectives`: results of the right shapes, of undefined values."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

@@ -341,7 +341,7 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
 
 
 def compiled(run_set: RunSet) -> RunSet:
-    """The same, after a first call, which compiles; not to be done beside anything else."""
+    """The same, after a first call, which compiles; not to be done at the same time as anything else."""
     torch.cuda.synchronize()
     run_set(0)
     torch.cuda.synchronize()

@@ -108,7 +108,7 @@ class LocalGroup:
 
 
 class LocalRank(KernelMemory):
-    """One rank of a `LocalGroup`, as its thread sees it. All ranks call its methods alike.
+    """One rank of a `LocalGroup`, as its thread sees it. Its methods are collective calls.
 
     Attributes:
         arch: compute capability of the GPU as in sm_90; 0 on CPU.
@@ -239,7 +239,7 @@ def run_local(
             group.end(rank, error)
 
     streams = _streams(group, run)  # until its last thread has ended
-    # Daemons: a thread that never comes back must not keep the process from ending.
+    # Daemons: a thread that never returns must not keep the process from ending.
     threads = [
         threading.Thread(target=run, args=(rank, streams[rank]), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)

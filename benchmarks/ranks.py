@@ -74,7 +74,7 @@ class SpinBarrier(contextlib.AbstractContextManager["SpinBarrier"]):
         again awake, so that all leave at once.
 
         Raises:
-            TimeoutError: a rank did not come in time.
+            TimeoutError: a rank did not answer in time.
         """
         self._meet(pause=1e-4)
         self._meet(pause=0.0)
@@ -171,7 +171,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """What `function(context, *arguments)`, of the top level of a module, returns on each rank.
 
         Raises:
-            RankFailure: a rank raised, died, or had no result within `seconds`. The ranks are gone then.
+            RankFailure: a rank raised, died, or had no result within `seconds`. The ranks have ended then.
         """
         for connection in self._connections:
             connection.send((function, arguments, seconds))
@@ -204,7 +204,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return results
 
     def close(self) -> None:
-        """End the ranks; harmless when they are gone."""
+        """End the ranks; harmless when they have ended."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -265,6 +265,6 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
             connection.send(answer)
-    # Not through the interpreter's shutdown: a peer that has gone first would keep gloo waiting.
+    # Not through the interpreter's shutdown: a peer that exited first would keep gloo waiting.
     sys.stdout.flush()
     os._exit(0)

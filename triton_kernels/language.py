@@ -1,4 +1,4 @@
-"""What kernels need beside Triton's language, and what its interpreter (`TRITON_INTERPRET=1`) gets wrong."""
+"""What kernels need besides Triton's language, and what its interpreter (`TRITON_INTERPRET=1`) gets wrong."""
 
 import re
 

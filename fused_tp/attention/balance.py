@@ -40,7 +40,7 @@ _BUNDLE = 1 / 32
 class Piece(NamedTuple):
     """Tokens [start, hole_start) and [hole_stop, stop) of one document, or [start, stop) of neighbours.
 
-    Where there is no hole, it is empty and stands at the end.
+    Where there is no hole, it is empty, at the end.
     """
 
     work: int

@@ -175,7 +175,7 @@ class BlockCyclicLayout:
         return Tokens(tuple(ranges))
 
     def rows(self, tokens: Ints) -> Ints:
-        """In which rows these tokens lie, with whoever holds them."""
+        """In which rows these tokens lie, on the rank that holds them."""
         return tokens // (self.block * self.world_size) * self.block + tokens % self.block
 
     def owners(self, tokens: Ints) -> Ints:

@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         starts, stops: int32 [q_stop - q_start]: query q_start + i sees the keys k_start + [starts[i], stops[i]).
-        places: int64 [q_stop - q_start], where the queries stand on the axis of the keys.
+        places: int64 [q_stop - q_start], places of the queries on the axis of the keys.
         q_indices, k_indices: int64, which tokens of the whole these queries and keys are.
         q_breaks, k_breaks: rows, counted from q_start and k_start, behind which indices jump; ascending, inside.
     """
@@ -160,7 +160,7 @@ class RingPlan:
         return self._extent(rank, source)[1]
 
     def given(self, source: int) -> Rows:
-        """Which rows of its keys `source` has to give others, whoever they are."""
+        """Which rows of its keys `source` has to give any other rank."""
         if source not in self._given:
             others = (self.needed(rank, source).ranges for rank in range(self.world_size) if rank != source)
             self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))

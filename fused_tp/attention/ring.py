@@ -138,7 +138,7 @@ class RingCall:
 
 
 class RingSaved(NamedTuple):
-    """What a forward leaves for its backward, and what comes back for it. Tensors as in `fused_tp.ring_attention`."""
+    """What a forward leaves for its backward, and the gradients it gets. Tensors as in `fused_tp.ring_attention`."""
 
     q: Tensor
     k: Tensor
@@ -229,7 +229,7 @@ class Backward:
 
     def result(self, own: list[Tensor]) -> Gradients:
         """With `own`, dk and dv of this rank's keys, all steps' terms in them. Ends all sums and empties `own`: each is
-        freed once it is rounded, so that not all of them lie beside their rounded copies."""
+        freed once it is rounded, so that not all of them exist at once with their rounded copies."""
         saved, sinks = self._saved, self._call.scores.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
@@ -241,7 +241,7 @@ class Backward:
 
 
 class KVExchange(ABC):
-    """How other ranks' keys come to this rank in one call, and the terms of their gradients go back."""
+    """How other ranks' keys arrive in one call, and the terms of their gradients return."""
 
     @abstractmethod
     def keys(self, index: int) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,7 @@ class SteppedRing(Ring):
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> AbstractContextManager[KVExchange]:
         """The scope of one call, in which other ranks' keys can be had; `attend_own`, step 0, is called once on the way
-        there, when it delays nobody."""
+        there, when it delays no rank."""
 
 
 class LocalRing(SteppedRing):

@@ -78,7 +78,7 @@ class _Regions:
     def __init__(self, call: RingCall, rank: int, k: Tensor, v: Tensor, slots: int) -> None:
         plan = call.plan
         self._offset = 0
-        self.rows = plan.given(rank)  # what nobody reads is not written
+        self.rows = plan.given(rank)  # rows without a reader are not written
         self.keys = [self._region(x, self.rows.length, x.dtype) for x in (k, v)]
         others = [other for other in range(plan.world_size) if other != rank]
         most = min(call.chunk_rows, max((len(call.local_index(rank, other)) for other in others), default=0))

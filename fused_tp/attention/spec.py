@@ -1,4 +1,4 @@
-"""What is computed, whoever computes it: mask, scores and token layout of one attention call.
+"""What is computed, whichever kernel computes it: mask, scores and token layout of one attention call.
 
 A mask says which keys a query sees, in indices of the whole sequence: causal, sliding window, packed documents, keys
 of another length.
@@ -7,7 +7,7 @@ Every mask lets a query see one interval of keys, [start, stop), and both ends a
 two ascending vectors, for any subset of queries and keys; no mask of S x S is made, and empty or full tiles are found
 by comparing ends.
 
-A query stands at a *place* on the axis of the keys: the last query of a document at its last key, as in flash
+A query has a *place* on the axis of the keys: the last query of a document at its last key, as in flash
 attention. Where queries and keys have the same lengths, a query's place is its own index.
 """
 

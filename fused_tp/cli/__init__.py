@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def shipped_module(folder: str, name: str) -> ModuleType:
-    """Module `name` of a folder beside this package, such as benchmarks.
+    """Module `name` of a folder next to this package, such as benchmarks.
 
     Installed, the folder is `fused_tp.benchmarks`, as a top-level package of that name would be anybody's; in a
     checkout it is found where it lies.

@@ -1,7 +1,7 @@
 """`fused-tp demo`: train a small language model on one process, with plain collectives and with fused_tp, and compare.
 
-It shows that the three train alike (losses equal to rounding), what a step of each costs and how much of that is
-waiting, a sample of text, and writes demo.json and demo.png. It starts its own ranks, or is started by torchrun.
+It shows that the three train in the same way (losses equal to rounding), what a step of each costs and how much of
+that is waiting, a sample of text, and writes demo.json and demo.png. It starts its own ranks, or torchrun starts it.
 """
 
 # ruff: noqa: RUF009  # _option makes a field

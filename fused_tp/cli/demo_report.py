@@ -28,7 +28,7 @@ EQUAL = {"fp32": 1e-4, "bf16": 5e-2}  # of the loss, in nats: what rounding alon
 EQUAL_STEPS = 50
 
 INK, MUTED = "#1f2933", "#7b8794"
-# Color, and width of the line of losses: runs that are alike lie on each other.
+# Color, and width of the line of losses: equal runs lie on each other.
 DRAWN = {SINGLE: ("#b8c2cc", 7.0), PLAIN: ("#f29e4c", 3.0), FUSED: ("#1b6ca8", 1.4)}
 STYLE = {
     "font.size": 10.5,

@@ -2,7 +2,7 @@
 
 Rank 0 trains the unsharded model alone while the others follow its losses, so a rank 0 that dies is noticed within one
 deadline. The two parallel runs then share the ranks and alternate, step for step and in changing order: whatever else
-the machine does affects both alike, and the ratio of their times can be trusted where the times themselves cannot.
+the machine does affects both equally, and the ratio of their times can be trusted where the times themselves cannot.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def launch(settings: DemoSettings, start_method: str | None) -> None:
         return
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    # This process holds the store of the ranks: nobody can take its port between picking and using it.
+    # This process holds the store of the ranks: no other process can take its port between the choice and its use.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         mp.start_processes(_started, (settings, store.port), settings.ranks, start_method=start_method)
@@ -139,7 +139,7 @@ def rank_main(settings: DemoSettings) -> None:
     sample = generate_sample(trainer.model, tokenizer, settings)
     if first:
         report(DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, threaded, plain, fused, sample))
-    dist.barrier()  # nobody takes the group down before all have been through the last collective
+    dist.barrier()  # no rank destroys the group before all have ended the last collective
 
 
 def train_single(demo: Demo, model: Any, advance: Advance) -> tuple[Run, Run | None]:

@@ -148,7 +148,7 @@ class StateHistory:
         # Idents are given again to later threads, which count from 0.
         if thread != self._thread or (self._starts and number < self._starts[-1]):
             if running_node() is not None:
-                return  # backward in another thread; nobody will ask for the nodes that it makes
+                return  # backward in another thread; the nodes that it makes are not looked up
             self._thread = thread
             self._starts.clear()
             self._states.clear()

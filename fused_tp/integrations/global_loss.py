@@ -174,5 +174,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x itself; its gradient comes back times `factor`."""
+    """x itself; its gradient is multiplied by `factor`."""
     return x if factor == 1 else _ScaleGradient.apply(x, factor)

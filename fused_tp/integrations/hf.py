@@ -143,7 +143,7 @@ class TransformersSequence(SequenceSharding):
         return Rows(padded, documents)
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
-        """The config's default would collect keys and values that nobody asked for. Returns whether it would have."""
+        """The config's default would collect keys and values without being asked. Returns whether it would have."""
         asked = arguments.get("use_cache")
         arguments["use_cache"] = False
         return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)

@@ -1,6 +1,6 @@
 """transformers' key/value cache, of which each context parallel rank holds a part: what `generate()` fills.
 
-A `DynamicCache` that comes in empty gets other layers, so whoever made it goes on with it. What these layers could not
+An empty `DynamicCache` gets other layers in place, so its owner keeps using it. What these layers could not
 hold stays as it is: then every rank holds all of it.
 """
 

@@ -39,10 +39,10 @@ def parallelize(
     ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention (arXiv:2310.01889) between the ranks.
     The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
 
-    What comes back from a call (tokens [batch, seq]):
+    What a call returns (tokens [batch, seq]):
 
     - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all
-      ranks compute alike from them has the right gradients.
+      ranks compute in the same way from them has the right gradients.
     - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
       `sequence_positions(seq, group=cp)`, of packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
       under `loss_parallel` this rank's part of the vocabulary.
@@ -67,7 +67,7 @@ def parallelize(
     With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
     forward, DistributedDataParallel and optimizers see it. All CP ranks must find gradients of the same parameters.
 
-    Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must draw alike on
+    Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must be the same on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
     before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
     in torch.no_grad().

@@ -1,6 +1,6 @@
 """Which module of a model is cut how: names and styles, checked in full before the first module is touched.
 
-A plan maps module names to styles. `*` in a name stands for one part between dots ("model.layers.*.mlp.up_proj"), as in
+A plan maps module names to styles. `*` in a name matches one part between dots ("model.layers.*.mlp.up_proj"), as in
 transformers' `tp_plan` and in `parallelize_module`. Styles are transformers' words, or torch's `ParallelStyle` objects.
 """
 
@@ -157,7 +157,7 @@ def embedding_scale(module: nn.Module) -> float | None:
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
     """Refuse a TP size that would cut through an attention head, and say which sizes work.
 
-    Head counts are read off the attention module, its `config` or the model's `config`, what comes first counts.
+    Head counts are read off the attention module, its `config` or the model's `config`, the first that has them counts.
     """
     for name, style in plan.items():
         parent_name, _, leaf = name.rpartition(".")

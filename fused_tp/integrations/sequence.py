@@ -356,7 +356,7 @@ class SequenceSharding:
         if shard.cp is None:
             return t
         t = shard.cp.unshard(t, 1)
-        # Every rank computes the same from the whole output, so the gradient that comes back is counted once.
+        # Every rank computes the same from the whole output, so its gradient is counted once.
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
 
 

@@ -65,7 +65,7 @@ def load_full_state_dict(
 
 
 def check_buffers(model: nn.Module, *, hf: bool) -> None:
-    """Refuse a meta model with buffers that no checkpoint holds and that nobody knows how to compute.
+    """Refuse a meta model with buffers that no checkpoint holds and no code computes.
 
     Raises:
         ValueError: such a buffer.
@@ -127,7 +127,7 @@ def _save_pretrained(
     *args: Any,
     **keywords: Any,
 ) -> None:
-    each = bool(keywords.get("distributed_checkpoint"))  # then all ranks write, or are all told that they cannot
+    each = bool(keywords.get("distributed_checkpoint"))  # then all ranks write, or all ranks raise
     writes = is_main_process or each
     if state_dict is None and not each:
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")

@@ -246,7 +246,7 @@ class ContextCache(ABC):
 
     @abstractmethod
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        """Make room for sequences of these lengths, or raise ValueError, alike on all ranks."""
+        """Make room for sequences of these lengths, or raise ValueError, on all ranks."""
 
     @abstractmethod
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
@@ -271,7 +271,7 @@ class ContextKVCache(ContextCache):
         cache.append(k, v)                                # rotated keys and values of the new tokens, on all ranks
         out = cache.attend(q, scale=..., window=...)      # q [batch, new, heads, head_dim] -> [batch, new, heads, dim]
 
-    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` says where the new tokens stand.
+    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` says where the new tokens are.
     `length` is that of the longest sequence, `lengths` those of all. `reset` forgets all, `crop` the last tokens
     (rejected drafts), `reorder` picks other sequences for the batch (beam search). Prompts of different lengths are
     padded on the left and given with `new_lengths`, the sums of the rows of their attention mask.
@@ -283,7 +283,7 @@ class ContextKVCache(ContextCache):
             grow, by doubling.
 
     Raises:
-        ValueError: more tokens than `max_length`; what `append` says. On all ranks alike.
+        ValueError: more tokens than `max_length`; what `append` says. On all ranks.
 
     Example:
         >>> cache = ContextKVCache(mesh["cp"])
@@ -351,7 +351,7 @@ class PagedContextKVCache:
         block: tokens that lie on one rank in a row; see `context_parallel_decode`. Default: page_size.
 
     Raises:
-        ValueError: there are not enough pages left, on all ranks alike; an unknown sequence.
+        ValueError: there are not enough pages left, on all ranks; an unknown sequence.
 
     Example:
         >>> cache = PagedContextKVCache(mesh["cp"], pages=4096)
@@ -377,7 +377,7 @@ class PagedContextKVCache:
         self.page_size = page_size
         self.block = block
         # Rank 0 holds at least as much of every sequence as any other. All ranks count its pages, so that all of them
-        # find alike that there are none left: were only one to find that, the others would wait for it.
+        # find together that there are none left: were only one to find that, the others would wait for it.
         self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
         self._free = list(range(pages))  # a heap: the pages of a sequence are neighbours where they can be
         self._pages_of: dict[int, list[int]] = {}

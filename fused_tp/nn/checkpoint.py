@@ -63,7 +63,7 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
 
 
 def _meet(tensors: Iterable[Any]) -> None:
-    """Waits until all ranks that hold parts have come, or tells who has not: torch would wait for them half an hour."""
+    """Waits until all ranks that hold parts have arrived, or names the missing ones: torch would wait half an hour."""
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:

@@ -1,6 +1,6 @@
 """Attention over a rank's heads: torch's scaled_dot_product_attention with masks made right, and what it lacks.
 
-Layout [batch, seq, heads, head_dim]. Queries stand at the end of the keys, as they do with a KV cache.
+Layout [batch, seq, heads, head_dim]. Queries are aligned with the last keys, as with a KV cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def local_attention(
     if causal and mask is None and q_len == 1:
         causal = False  # the newest token sees all
     if causal and (mask is not None or q_len != kv_len):
-        # SDPA's is_causal aligns queries with the first keys and takes no mask beside it.
+        # SDPA's is_causal aligns queries with the first keys and takes no other mask with it.
         mask, causal = _causal_mask(mask, q_len, kv_len, q.device), False
     gqa = q.shape[1] != k.shape[1]
     if mask is not None and mask.dtype != torch.bool:
@@ -64,7 +64,7 @@ def attention_with_mask(
     dropout_p: float = 0.0,
     first_head: int = 0,
 ) -> Tensor:
-    """`local_attention` under a mask of any form beside all that `ring_attention` has, one step after the other: holds
+    """`local_attention` under a mask of any form and all else that `ring_attention` has, step by step: holds
     all scores, in float32 (float64 for float64). What dropout drops is what `ring_attention` drops."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[2]

@@ -31,9 +31,9 @@ def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
     """`module`, prepared in place to see only this rank's part of the sequence.
 
-    For modules without submodules that treat tokens alike. Parameters become replicated DTensors under the same names;
-    their gradients are complete after a plain backward. The class becomes a subclass of what it was. Modules without
-    parameters (nn.Dropout) stay as they are.
+    For modules without submodules that compute each token by itself. Parameters become replicated DTensors under the
+    same names; their gradients are complete after a plain backward. The class becomes a subclass of what it was.
+    Modules without parameters (nn.Dropout) stay as they are.
 
     Raises:
         TypeError: a parameter is a DTensor already.

@@ -143,7 +143,7 @@ def local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part of a parameter; its gradient comes back as a DTensor of the parameter's placement."""
+    """This rank's part of a parameter; its gradient is a DTensor of the parameter's placement."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
@@ -153,7 +153,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 
 def _lies_unevenly(parameter: DTensor) -> bool:
-    """Whether ranks' parts of rows differ in length, so that the strides of the whole cannot be told from one."""
+    """Whether ranks' parts of rows differ in length, so that the strides of the whole do not follow from one part."""
     return any(
         isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks
         for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)

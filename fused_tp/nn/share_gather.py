@@ -37,7 +37,7 @@ class SharedGather:
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
         # A DTensor and its local part count writes apart: one through the one does not move the counter of the other.
         tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
-        if any(t.is_inference() for t in tensors):  # nobody counts writes
+        if any(t.is_inference() for t in tensors):  # it has no write counter
             return column_forward([self.layers[index]], x, gather_size)[0]
         versions = tuple(t._version for t in tensors)
         written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
@@ -69,7 +69,7 @@ _last = _Last()
 def share_gather(layers: Sequence[Any]) -> None:
     """Makes column-parallel layers that a model calls with the same tensor share one gather and one op.
 
-    They must be alike in mesh, in_features, dtype and sequence parallelism, and each in one group only. Results do not
+    They must agree in mesh, in_features, dtype and sequence parallelism, and each in one group only. Results do not
     change, only when they are computed. Works under autograd, no_grad, torch.compile and activation checkpointing;
     under inference_mode, which counts no writes, each layer computes for itself.
 
@@ -99,7 +99,7 @@ _PARTS = "_fused_tp_parts"
 
 
 class _TraceAnswers(threading.local):
-    """What the trace of this thread has stored and been told. Fakes are held weakly: they die with their trace."""
+    """What this thread's trace has stored and received. Fakes are held weakly: they die with their trace."""
 
     def __init__(self) -> None:
         self.stored: tuple[Any, int] | None = None  # fake x of the last parts, its version then

@@ -250,5 +250,5 @@ ALL_GATHER_MATMUL: Op[_Args] = Op(
     prepare=_prepare,
     saves=("x_shard", "weights"),
     backward=_backward,
-    materialize_grads=False,  # an output nobody used costs nothing
+    materialize_grads=False,  # an unused output costs nothing
 )

@@ -75,7 +75,7 @@ class HeadsExchange(NamedTuple):
 
     Attributes:
         kinds: "q" or "k" for each tensor: it has the tokens and heads of queries or of keys.
-        columns: elements of q, k and v for each token, by which all exchanges of one call are dispatched alike.
+        columns: elements of q, k and v for each token, so that all exchanges of one call have one schedule.
         has_slopes, has_sinks, return_lse: whether the call has these.
         parts, first_part, stride: rank i of the group holds part first_part + i * stride of `parts` of the layout.
     """
@@ -178,7 +178,7 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
     return found
 
 
-# Gradients of all results move, zeros for those that nobody used: which these are may differ between ranks, what is
+# Gradients of all results move, zeros for unused ones: which these are may differ between ranks, what is
 # sent may not.
 def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
     return {"xs": OPS[way_back](grads, *s.args.moved, *s.args.attention, s.args.group)}

@@ -100,7 +100,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """`all_gather` for a result that all ranks use alike; backward takes the own slice."""
+    """`all_gather` for a result that all ranks use in the same way; backward takes the own slice."""
     given: Any = gather_size  # None too, which `prepare` replaces
     _, dim, total, _ = _prepare_all_gather(_AllGather(x_shard, dim, given, group))
     result: Tensor = _Gather.apply(x_shard, dim, total, *group_identity(group))

@@ -153,5 +153,5 @@ COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     prepare=_prepare,
     saves=("x", "weights"),
     backward=_backward,
-    materialize_grads=False,  # an output nobody used costs nothing
+    materialize_grads=False,  # an unused output costs nothing
 )

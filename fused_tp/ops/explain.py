@@ -129,7 +129,7 @@ def explain_for(
             and device_type in (forced.devices or (device_type,))
         ):
             return Decision(forced.name, forced.transport or messages, f"FUSED_TP_SCHEDULE={forced.name} forces it")
-        # What the ranks' links allow nobody knows here; they are taken for good ones.
+        # The links between the ranks are not known here; they are assumed to be good.
         lacking = tuple(
             other
             for other, spec in SCHEDULES.items()

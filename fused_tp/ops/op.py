@@ -93,7 +93,7 @@ class Op(Generic[A]):
 
     Its arguments travel as one NamedTuple, whose annotations are the schema and whose last field, `group`, is whatever
     names the ranks: what callers pass until `prepare` has seen it, the group's name from then on. A field may be a
-    NamedTuple itself, whose fields then stand in its place in the schema. Calling the op takes all of them one by one.
+    NamedTuple itself, whose fields then replace it in the schema. Calling the op takes all of them one by one.
 
     Args:
         name: of the op.
@@ -111,7 +111,7 @@ class Op(Generic[A]):
         saves: what backward needs: tensors among the arguments by name, results by number.
         backward: gradients by name of argument, of (saved, gradients of the results); see `grad_input`. An op without
             one is itself (part of) a backward.
-        materialize_grads: results that nobody used have gradients of zeros, not None.
+        materialize_grads: unused results have gradients of zeros, not None.
         non_differentiable: results without a gradient.
     """
 

@@ -1,1 +1,1 @@
-"""What everything else stands on: groups, settings, errors, partitions, tracing, dispatch. Imports nothing above it."""
+"""The base layer: groups, settings, errors, partitions, tracing, dispatch. Imports nothing above it."""

@@ -1,6 +1,6 @@
 """The dispatch table: which schedule for which op, dtype, shape, group size, transport and architecture.
 
-The shipped table is `dispatch.json` beside this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
+The shipped table is `dispatch.json` next to this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
 writes. All ranks must read the same table, and the choice depends only on what all ranks know: a dim that is cut over
 the ranks may differ by one between them, and takes no part. A process reads a table once, at the first call that needs
 it: were a file that is rewritten read again, ranks would do that at different calls and choose apart.

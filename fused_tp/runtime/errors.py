@@ -17,7 +17,7 @@ class FusedTPError(RuntimeError):
     """Anything that went wrong between ranks; itself: a call on a group that is unusable since an earlier failure.
 
     An error that is given only a sentence says just that. Any other names its fields in the sentence, in braces, so
-    that it can be told of another group (`in_ranks_of`) and be sent to peers (`as_dict`).
+    that it can be restated for another group (`in_ranks_of`) and sent to peers (`as_dict`).
 
     Attributes:
         op: the op that failed; empty where unknown.
@@ -80,7 +80,7 @@ class FusedTPError(RuntimeError):
         return made
 
     def in_ranks_of(self: _ErrorT, group: str, size: int, ranks: Sequence[int]) -> _ErrorT:
-        """This error of a part of `group`, told of all of it; `ranks[r]` is the rank there of the part's rank r."""
+        """This error of a part of `group`, restated for the whole; `ranks[r]` is the rank there of its rank r."""
         return self.copy(
             group=group,
             size=size,

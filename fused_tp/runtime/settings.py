@@ -90,7 +90,7 @@ def narrow_gradients() -> bool:
 
 
 def sm_margin() -> int:
-    """Multiprocessors that fused kernels leave to what runs beside them (`FUSED_TP_SM_MARGIN`, default 0).
+    """Multiprocessors that fused kernels leave to other kernels (`FUSED_TP_SM_MARGIN`, default 0).
 
     The same on all ranks: programs of the ranks' kernels wait for each other one by one.
     """

@@ -42,7 +42,7 @@ _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakK
 
 
 class _Nothing:
-    """A range that nobody sees. Entered and left in C (a Python method each way would double what it costs)."""
+    """A range that is not recorded. Entered and left in C (a Python method each way would double what it costs)."""
 
     __enter__ = __exit__ = "".format  # takes whatever comes and returns something false
 
@@ -82,7 +82,7 @@ def _say_there_is_no_nvtx() -> None:
 
 def _range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
     profiled = bool(_profiler._is_profiler_enabled)
-    # torch's emit_nvtx makes NVTX ranges of what its profiler is told: not twice.
+    # torch's emit_nvtx makes NVTX ranges of the ranges that its profiler gets: not twice.
     twice = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
     return _Range(label(name, *parts), profiled, not twice and _nvtx())
 

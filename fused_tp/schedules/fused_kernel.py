@@ -80,7 +80,7 @@ class FusedKernel(KernelSchedule):
         return gather_blocks(x_shard, cut, self._pull)
 
     def _pull(self, flat: Tensor) -> Pending[Tensor]:
-        """Everyone's `flat` [n], one after the other: [W * n]. By copy engine, beside what the caller launches next."""
+        """Everyone's `flat` [n], one after the other: [W * n]. Copy engines do it, next to later launches."""
         # As rows, where that is even: a kernel copies blocks of several at a time.
         columns = _COLUMNS if flat.numel() % _COLUMNS == 0 else flat.numel()
         shard = flat.view(-1, columns)
@@ -116,7 +116,7 @@ class FusedKernel(KernelSchedule):
 
         x_shard, counts, k = asked.x_shard, cut.counts, cut.shape[-1]
         rows, rows_per_rank = sum(counts), counts[0]
-        # Tiles need not be alike on all ranks here; weights may differ in width.
+        # Tiles may differ between ranks here; weights may differ in width.
         launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in asked.weights), least_margin=1)
         nbytes = module.workspace_bytes(rows_per_rank, k, x_shard.dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
@@ -137,7 +137,7 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
         x, counts, n = products[0][0], cut.counts, cut.shape[-1]
-        # A gather may be under way beside it (x for the weight's gradient), whose small kernels need an SM.
+        # A gather may run at the same time (x for the weight's gradient), whose small kernels need an SM.
         launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
         nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])

@@ -6,7 +6,7 @@ CUDA graph. What raises in the middle of an op gives the group up: some of its e
 
 - all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
 - matmul_reduce_scatter: rows of the farthest owner are multiplied first, and go while the next ones are; the own rows
-  are multiplied last, beside the last exchange. Then the terms are added in rank order.
+  are multiplied last, during the last exchange. Then the terms are added in rank order.
 - matmul_all_reduce: chunks of rows; each is shared out among the ranks to add, and the sums are gathered while the
   chunk after the next is multiplied.
 

@@ -83,7 +83,7 @@ class Pipelined(Plain):
             return _join([chunk.wait() for chunk in second])
 
     def _arrival(self, x_shard: Tensor, gathered: Tensor | None, cut: Cut, step: int) -> Pending[Tensor]:
-        """Start the exchange with the ranks `step` away: the shard of rank - step comes in."""
+        """Start the exchange with the ranks `step` away: the shard of rank - step arrives."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
             place = x_shard.new_empty(cut.shard_shape(source))

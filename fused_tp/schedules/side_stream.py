@@ -46,7 +46,7 @@ class SideStream:
                 stream.wait_stream(side)
 
     def start(self, x: Tensor, gather: Callable[[], Tensor]) -> Pending[Tensor]:
-        """Start `gather` of `x`, on a GPU, on a stream of its own, beside what the caller launches next."""
+        """Start `gather` of `x`, on a GPU, on a stream of its own, overlapped with what the caller launches next."""
         if self._gathers is None:
             self._gathers = self.own_stream(x.device)
         stream = self._gathers
@@ -64,7 +64,7 @@ class SideStream:
         return After(finish)
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One more stream that nobody else has."""
+        """One more stream, used by no one else."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         stream: torch.cuda.Stream = own_streams(self, device, 1)[0]

@@ -82,7 +82,7 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     return total.to(dtype)
 
 
-# -- checksums by which ranks compare what they were called with, beside what they exchange anyway --------------------
+# -- checksums by which ranks compare what they were called with, as part of what they exchange anyway -----------------
 
 
 def checksum(words: str | bytes) -> int:

@@ -11,7 +11,7 @@ than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. The results of a c
 bytes) on every rank, and the group is unusable.
 
 CUDA graphs: as in `kernel_workspaces`, the memory has to be there and large enough before the capture. Within a
-capture, and between replays and other calls, it is the caller who orders: one op of a group at a time, alike on all
+capture, and between replays and other calls, the caller orders: one op of a group at a time, in the same order on all
 ranks.
 
 A look-alike of the CUDA driver may move memory of the host (`LIBRARIES`). Then tensors of the CPU go through all this
@@ -131,7 +131,7 @@ class Call:
         return Scatter(self, self._slot)
 
     def finish(self, *results: Tensor) -> None:
-        """The end. `results`, contiguous, become NaN on ranks where the call does not come to a good one.
+        """The end. `results`, contiguous, become NaN on ranks where the call fails.
 
         On a CPU it raises what `GroupKernels.raise_failure` raises.
         """

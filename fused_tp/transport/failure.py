@@ -8,7 +8,7 @@ leaves: it ends its part of whatever its peers wait in. A rank that waits for it
     a closed connection, an ended process   the same where there is such a status, else `abort_peer_lost`
     nothing, until the deadline             `abort_timed_out`: names the ranks that had not arrived
 
-torch.distributed does not say for which ranks a wait was in vain. So a rank that waits long publishes its status too,
+torch.distributed does not say which ranks a wait is missing. So a rank that waits long publishes its status too,
 and an error names the ranks without one, or with an earlier call. Nothing is written while all goes well: a round trip
 to the store costs more than many an op.
 """
@@ -132,7 +132,7 @@ class StatusBoard:
     def _ask(self, question: Callable[[dist.Store], T], unknown: T) -> T:
         try:
             answer = self._store.ask(question, ANSWER_SECONDS)
-        except Exception:  # most likely its host is stopped, or has died; no reason not to raise what is being told
+        except Exception:  # most likely its host is stopped, or has died; the error at hand is raised all the same
             self.answers = False
             return unknown
         self.answers = True
@@ -190,7 +190,7 @@ class Call:
 
 class GroupCalls:
     """What this rank has called in its group, and whether the group still works: what all transports of messages have
-    in common. How one leaves (`_depart`), and which peers it knows to be gone (`closed_peers`), is its own.
+    in common. How one leaves (`_depart`), and which peers it knows to have left (`closed_peers`), is its own.
 
     `backend` is what moves the bytes, as sentences name it; `board` the name of the status board in the group's store.
     """
@@ -315,7 +315,7 @@ class GroupCalls:
         return self.broken.copy()
 
     def with_late_ranks(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
-        """`error`, of whatever rank of the group, with the ranks for which that rank has waited in vain."""
+        """`error`, of whatever rank of the group, with the ranks that were missing there."""
         ranks = [rank for rank in range(self.world_size) if rank != error.rank]
         # Who waits too is woken by the closed connections, or looks within LOOK_SECONDS, and then publishes its status.
         statuses = self.board.read_until(

@@ -56,7 +56,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
 def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
     """Keep `group` as long as the process lives where some of its collectives `works` do not end, as they should now.
 
-    Else whoever drops the last reference, `destroy_process_group` or a traceback, would wait for gloo's timeout.
+    Else the owner of the last reference, `destroy_process_group` or a traceback, would wait for gloo's timeout.
     """
     deadline = time.perf_counter() + _END_SECONDS
     while not all(work.is_completed() for work in works):
@@ -64,7 +64,7 @@ def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
             # A list of ours would not do: it is freed, and its content with it, when the interpreter ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             return True
-        time.sleep(0.001)  # a thread of gloo's has to wake up first, and tells nobody
+        time.sleep(0.001)  # a thread of gloo's has to wake up first, without notice
     return False
 
 
@@ -168,7 +168,7 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from torch while the interpreter goes away would end the process with an abort."""
+    """A thread that returns from torch while the interpreter exits would end the process with an abort."""
     while _idle:
         _idle.pop().put(None)
     for thread in list(_threads):

@@ -1,6 +1,6 @@
 """The library of device kernels (csrc/cuda): whether this process can use it, and loading it once.
 
-It is a file beside this package, built where there was nvcc. Nothing is loaded, and CUDA not touched, before somebody
+It is a file next to this package, built where there was nvcc. Nothing is loaded, and CUDA not touched, before somebody
 asks for it.
 """
 

@@ -62,7 +62,7 @@ class Moving(Pending[None]):
     """The exchanges of one movement, and the tensors that they read and write.
 
     They are kept until the last exchange has been waited for. The stream that they were made in waits too, so that it
-    may use their memory again at once; another stream that waits is told to the allocator. (Telling it about the
+    may use their memory again at once; another stream that waits is recorded with the allocator. (Telling it about the
     communicator's stream instead would do as well, but for tensors that live longer than the communicator.)
     """
 
@@ -78,18 +78,18 @@ class Moving(Pending[None]):
 
     @property
     def brings_own_rows(self) -> bool:
-        """Of a gather: the own rows come to their place too."""
+        """Of a gather: the own rows are copied to their place too."""
         return bool(self._pipeline.brings_own_rows)
 
     def send(self) -> None:
         """Of a scatter: enqueue the next exchange, behind what has been computed by now."""
-        # A call of its own: who gets stuck in the middle can be told from who has sent all.
+        # A call of its own: a rank stuck in the middle differs from one that has sent all.
         if len(self._pipeline):
             self._under_way.call = self._transport.begin(self._under_way.call.op)
         self._transport.attempt(self._under_way.call, lambda: self._pipeline.send(self._transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
-        """What is computed from now on comes behind that exchange, by default the last one of all."""
+        """What is computed from now on is ordered behind that exchange, by default the last one of all."""
         last = len(self._pipeline) - 1
         index = last if exchange is None else exchange
         stream = self._transport.stream()
@@ -265,7 +265,7 @@ class NcclDist(TorchDist):
             tracing.add_wait(time.perf_counter() - begun)
 
     def abandon(self, pipeline: Any, stream: int) -> None:
-        """For a movement that nobody waits for, because of an error most likely; its memory goes back to `stream`."""
+        """For a movement without a waiter, most likely because of an error; its memory goes back to `stream`."""
         if os.getpid() != self._pid:
             return
         if pipeline is not None and self.device.type == "cuda":
@@ -281,7 +281,7 @@ class NcclDist(TorchDist):
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
-        """What to raise for an error of the communicator; the first one to ask finds out, be it the watch."""
+        """What to raise for an error of the communicator; the first caller, also the watch, finds out."""
         with self._judging:
             if self.broken is None:
                 self._verdict = self._judge(call, error)
@@ -292,7 +292,7 @@ class NcclDist(TorchDist):
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
-                # Who was stopped itself finds its own deadline passed, and the others gone.
+                # A rank that was stopped finds its own deadline passed, and the others gone.
                 late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
                 if late and self.board.has_failure():
                     return self.abort_following_peer(call)
@@ -367,10 +367,10 @@ class NcclDist(TorchDist):
             self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
 
     def _is_lost(self) -> bool:
-        """Whether what waits, if anything does, waits in vain for those who have gone.
+        """Whether what waits, if anything does, waits for ranks that have left.
 
         Not at once: at the end of a program ranks end one after the other, and what they have sent is still to arrive.
-        Nor while this rank's own computation has not come to the exchange, which then has no time to arrive.
+        Nor while this rank's own computation has not reached the exchange, which then has no deadline yet.
         """
         now = time.perf_counter()
         if not self._under_way:

@@ -50,8 +50,8 @@ def _end_all() -> None:
 class PeerWatch:
     """A thread that calls back when a peer has ended, and regularly besides; it ends with its owner.
 
-    A kernel that waits for a peer cannot know that the peer is gone, and would wait for its deadline. The thread waits
-    on descriptors that become readable when a process ends, however it ends (pidfd_open, Linux 5.3).
+    A kernel that waits for a peer cannot know that the peer has ended, and would wait for its deadline. The thread
+    waits on descriptors that become readable when a process ends, however it ends (pidfd_open, Linux 5.3).
 
     Args:
         owner: while it is alive, the watch runs. The callbacks get it, and must not keep it themselves.

@@ -127,7 +127,7 @@ class Workspace:
         self._call.wait_all(stage)
 
     def abandon(self) -> None:
-        """End the call on this rank before its time: peers that wait for more of it are told that this rank left."""
+        """End the call on this rank before its time: peers that wait for more of it see that this rank left."""
         self._call.abandon()
 
     def __enter__(self) -> Workspace:
@@ -202,7 +202,7 @@ class ShmTransport:
 
     @property
     def settled(self) -> bool:
-        """Whether `begin` with `reuse` would have nobody to wait for."""
+        """Whether `begin` with `reuse` would have no rank to wait for."""
         settled: bool = self.core_group.settled()
         return settled
 
@@ -264,7 +264,7 @@ class ShmTransport:
         return out
 
     def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
-        """What the native all-reduce is told of a tensor, apart from where it lies: elements and signature."""
+        """What the native all-reduce needs besides the address of a tensor: elements and signature."""
         key = (called, dtype, shape)
         known = self._described.get(key)
         if known is None:

@@ -29,7 +29,7 @@ from fused_tp.transport.gloo import closed_peers
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
-ANSWER_SECONDS = 2.0  # what is told and asked on the way to an error waits no longer
+ANSWER_SECONDS = 2.0  # reads and writes on the way to an error wait no longer
 _SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
 _LOST_SECONDS = 0.4  # a connection that has been closed for so long is that of a rank that has died, or left
@@ -63,7 +63,7 @@ class BoundedStore:
     """Asks `store`, as `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
 
     torch's own stores block for ever once the host of the store is stopped. So a thread asks, and is left behind where
-    it has no answer in time. Until it has come back nothing else is asked: the others would only queue behind it.
+    it has no answer in time. Until it has returned nothing else is asked: the others would only queue behind it.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -124,7 +124,7 @@ _EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
 
 
 def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[int]] = list) -> list[Any]:
-    """What every rank has given for `what`, by rank. All ranks call it alike, as often as each other.
+    """What every rank has given for `what`, by rank. A collective call.
 
     Args:
         mine: anything that JSON can carry; tuples arrive as lists.
@@ -198,8 +198,8 @@ def publish_failure(group: Group, error: FusedTPError) -> None:
 def made_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callable[[Group], T]) -> T:
     """What `slot` has for `group`. The first call, which all ranks make together, makes it.
 
-    Where that fails, peers are told and later calls raise it again: the ranks no longer agree on how often they have
-    tried, and a second time they could only wait in vain.
+    Where that fails, peers are notified and later calls raise it again: the ranks no longer agree on how often they
+    have tried, and a second try could not succeed.
     """
     found = slot.get(group)
     if found is None:
@@ -289,7 +289,7 @@ class _Exchange:
 
     def _failure(self, expired: bool) -> FusedTPError | None:
         absent = self._absent()
-        if absent == []:  # it has come just now
+        if absent == []:  # it has arrived just now
             return None
         if (cause := self._published()) is not None:
             kind = PeerLostError if isinstance(cause, PeerLostError) else CollectiveTimeoutError

@@ -1,6 +1,6 @@
 """Memory that kernels of all ranks of a group write and read: whether the ranks can have it, and making it.
 
-All ranks must come to the same answer, or some would launch kernels that wait for nobody. So they tell each other what
+All ranks must get the same answer, or some would launch kernels that wait for no one. So they send each other what
 each of them sees, once for a group, and all judge by the same facts.
 """
 
@@ -83,7 +83,7 @@ class KernelMemory(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
-        """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. All ranks call it alike."""
+        """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. A collective call."""
 
 
 def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nbytes: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Facts:
     arch: int = 0
     sms: int = 0
     unreachable: Sequence[str] = ()  # GPUs that its own cannot address
-    overlapping: bool = False  # torch was told that ranks may share a GPU
+    overlapping: bool = False  # torch was configured to let ranks share a GPU
     problem: str = ""
 
 
@@ -252,7 +252,7 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Ten
 
 
 class _HostBarrier:
-    """torch's handle, but for its barrier: that one is a kernel, and one that waits in vain ends the CUDA context."""
+    """torch's handle, but for its barrier: that one is a kernel, and without a peer it ends the CUDA context."""
 
     def __init__(self, handle: Any, group: Group, device: torch.device) -> None:
         self._handle = handle
@@ -263,7 +263,7 @@ class _HostBarrier:
         return getattr(self._handle, name)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Once all ranks have come and what was in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
+        """Once all ranks have arrived and what was in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
         torch.cuda.current_stream(self._device).synchronize()
         exchange(self._group, "barrier of kernel memory")
 
@@ -313,7 +313,7 @@ class CpuSymmetricMemory:
         self.rank = transport.rank
         self.world_size = transport.world_size
         with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
-            # Inside of the call: where one rank's pool is full, the others are told.
+            # Inside of the call: where one rank's pool is full, the others are notified.
             own = transport.core_group.allocate(max(nbytes, 64))
             workspace.buffer(self.rank, (1,), torch.int64).fill_(own.offset)
             workspace.signal(1)

@@ -96,7 +96,7 @@ class TorchDist(GroupCalls):
             tracing.add_wait(time.perf_counter() - begun)
 
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
-        """Waits until `deadline`, and looks now and then whether a peer has given up, or is gone."""
+        """Waits until `deadline`, and looks now and then whether a peer has given up, or has left."""
         posted = False
         gone_since: dict[int, float] = {}
         while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
@@ -113,15 +113,15 @@ class TorchDist(GroupCalls):
                 raise self.abort_peer_lost(call)
 
     def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
-        """Whether `work` waits for one of those that are gone, by the seconds that their connection has been closed.
+        """Whether `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
 
         gloo itself does not notice where it was closed in the middle of a message (`transport.gloo`). A peer may also
         have left because its part of a collective was done, while others take their time; so of a collective it is said
-        only where all the others have come to it too, and have had time to give each other what they had.
+        only where all the others have reached it too, and have had time to exchange what they had.
         """
         if isinstance(work, Messages):
             return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
-        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none, or one whose last part may just have come
+        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none, or one whose last part may just have arrived
             return False
         others = set(range(self.world_size)) - gone.keys() - {self.rank}
         if others and max(gone.values()) <= _SPENT_SECONDS:
@@ -222,7 +222,7 @@ class TorchDist(GroupCalls):
             works = dist.batch_isend_irecv(ops) if ops else []
             if self.backend != "gloo":  # of NCCL one work for all of them, or none
                 return works
-            # Whoever waits for them raises at the deadline, before gloo does.
+            # The waiting rank raises at the deadline, before gloo does.
             return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
 
         moving = self._start(op, launch)

@@ -3,7 +3,7 @@ how they fail together.
 
 A rank that waits on one level may wait for a rank that has failed on the other. So a rank that fails publishes that in
 the whole group, then leaves every level, which ends all waits for it; and those that lose it there look in the whole
-group for the reason. Errors name the whole group and its ranks: nobody knows the groups of the levels.
+group for the reason. Errors name the whole group and its ranks: users do not know the groups of the levels.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class TwoLevelGroup:
         call = flat.last_call(op)
         try:
             yield
-        except FusedTPError:  # of one of the calls, which has told the peers what there is to tell
+        except FusedTPError:  # of one of the calls, which has notified the peers
             raise
         except BaseException as error:
             if flat.broken is None and (before is None or self._all_started() != before):
@@ -243,7 +243,7 @@ class TwoLevelGroup:
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
     def _broken_level(self) -> FusedTPError | None:
-        """Why a level is unusable, though no call of the group has failed: what runs beside the host says so late."""
+        """Why a level is unusable, though no call of the group has failed: asynchronous work reports it late."""
         return next((self._of_group(level.broken) for level in self._calls() if level.broken is not None), None)
 
     def started(self) -> int | None:
@@ -300,7 +300,7 @@ class LevelScope:
 
 @contextmanager
 def errors_of_group(group: Group, level: Group) -> Iterator[None]:
-    """Scope in which errors on `level`, which nobody else knows, are raised as errors of `group`. Other ranks of the
+    """Scope in which errors on `level`, which users do not know, are raised as errors of `group`. Other ranks of the
     group need not wait for this one."""
     try:
         yield
@@ -311,7 +311,7 @@ def errors_of_group(group: Group, level: Group) -> Iterator[None]:
 
 
 def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
-    """An error on `level`, told of `group`, which it is a part of."""
+    """An error on `level`, restated for `group`, of which it is a part."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
         return error.in_ranks_of(group.name, group.size, ranks)

@@ -1,8 +1,8 @@
 """The memory that a group's fused kernels work in: made when first needed, grown when too small, one op at a time.
 
-There is one workspace for each kind of op. Ops of one kind take turns, as collectives of one NCCL communicator do, and
-so do those of all groups of a device that are called on different streams: a kernel that waits for other ranks needs
-all of its programs to get their turn on the GPU, on every rank.
+There is one workspace for each kind of op. Ops of one kind are serialized, as collectives of one NCCL communicator are,
+and so are those of all groups of a device that are called on different streams: a kernel that waits for other ranks
+needs all of its programs to get their turn on the GPU, on every rank.
 
 CUDA graphs: a captured op keeps the workspace that it was captured with, so that has to be there and large enough
 before: run the same ops once outside of the capture, as torch asks for anyway. A workspace that a graph may still use
@@ -259,8 +259,8 @@ class Workspaces(GroupKernels[_Slot]):
         return UseOnGpu(self, slot, exclusive) if slot.on_gpu else Use(self, slot)
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
-        """Makes room for an op that may come later, as `use` would. All ranks call alike."""
-        self.raise_if_failed()  # else it would wait for peers that are gone
+        """Makes room for an op that may come later, as `use` would. A collective call."""
+        self.raise_if_failed()  # else it would wait for peers that have left
         self._slot(kind, nbytes, op)
 
     def raise_failure(self) -> None:
@@ -277,7 +277,7 @@ class Workspaces(GroupKernels[_Slot]):
         expired = self._expired()
         if expired is None:
             return None
-        # Who was told by a peer that gave up, or has ended, did not wait until the deadline.
+        # A rank notified by a peer that gave up, or that has ended, did not wait until the deadline.
         late = "" if expired.gave_up or self._lost else f", in {settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
         return self._error(CollectiveTimeoutError, f"{{reason}}{late}.", reason=str(expired))
 

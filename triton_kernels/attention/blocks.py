@@ -58,7 +58,7 @@ class Mask(NamedTuple):
 
 
 class ScoreArguments(NamedTuple):
-    """What a score is beside q.k, as a launch passes it."""
+    """The terms of a score besides q.k, as a launch passes them."""
 
     slopes: Any  # [heads], or None
     scale: Any

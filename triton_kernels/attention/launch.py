@@ -41,7 +41,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a score is beside q.k: see blocks.py. `slopes` [heads]."""
+    """The terms of a score besides q.k: see blocks.py. `slopes` [heads]."""
 
     scale: float
     softcap: float = 0.0

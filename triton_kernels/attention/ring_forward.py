@@ -83,7 +83,7 @@ def ring_kernel(
     per_group = tile_count * together
     arrived = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
     group_before = first_group
-    # What does not change in a loop is made in it nevertheless: made before, it would take registers beside the sums.
+    # What does not change in a loop is made in it nevertheless: made before, it would take registers from the sums.
     for work in tl.range(
         tl.program_id(0) + first_group * per_group,
         last_group * per_group,
@@ -120,7 +120,7 @@ def ring_kernel(
                 if C.TMA:
                     ptx.async_fence()
 
-            # Anew for each chunk: kept for all of them, queries would take registers beside the sums.
+            # Anew for each chunk: kept for all of them, queries would take registers from the sums.
             q_block = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
             indices = mask.k_indices + tl.load(chunk + 2)
             of_chunk = tl.cast(c, tl.int64) * queries
@@ -175,7 +175,7 @@ def ring_forward(
         layout: of the keys of all ranks in this call: of this rank, these k and v, at most MAX_CHUNKS - 1 chunks and
             MAX_GROUPS groups.
         workspace: of this group and stream, of at least `layout.nbytes(W)` bytes.
-        programs: that run at once, on a GPU beside the relays: fewer than there are SMs.
+        programs: that run at once, on a GPU next to the relays: fewer than there are SMs.
         sinks: [H] scores of one more key each, whose value is 0; they count in lse.
         precision: of fp32: "ieee", or "tf32".
         config: tiles, in place of the shipped ones.

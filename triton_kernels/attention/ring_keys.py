@@ -2,7 +2,7 @@
 
 A rank's queries look at rows of other ranks' keys: its chunks, each of one source. Heads go by groups, so that what is
 held of other ranks is two groups' heads (SLOTS), not all, and the second group travels while the first is computed
-with. Memory of a rank, [rows, heads of a group, D + Dv], K beside V so that a chunk of a group is one piece:
+with. Memory of a rank, [rows, heads of a group, D + Dv], K next to V so that a chunk of a group is one piece:
 
     own keys         group by group, all rows of this rank; what peers read
     slots            group g's chunks, one behind the other, in slot g % SLOTS

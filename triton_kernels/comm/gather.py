@@ -28,7 +28,7 @@ Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts rea
 (acquire.sys), and a copy behind it in the stream begins when `relay` has ended. When the copy has ended, the next
 launch of `relay` puts arrived (release), for which the matmul waits (acquire). What a copy engine or an earlier kernel
 has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes. Loads
-by TMA are of another proxy than the wait, so a fence between the two stands behind it (`ptx.async_fence`).
+by TMA are of another proxy than the wait, so a fence between the two follows it (`ptx.async_fence`).
 
 Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, and so is all that is made of it. A
 rank that gave up does not write to its region again, which peers may still read.

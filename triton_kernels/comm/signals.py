@@ -25,7 +25,7 @@ Patterns, and what each orders:
     begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
                  ranks have begun. So a rank that begins call e+2 knows that all have ended e, and may write its half
                  again. That is the only barrier between calls; it is free where data came from all ranks anyway.
-    count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. Nobody waits.
+    count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. None waits.
 
 Progress. Programs wait only for programs of the same number (`tl.program_id(0)`) on other ranks, and these waits form
 no cycle: all programs first compute and put without waiting, then sum, then copy. So a kernel ends if all its programs
@@ -33,14 +33,14 @@ run at once, if they run in order on fewer SMs than programs, and if they run on
 interpreter. The ranks must launch equally many.
 
 Rules for kernels. Data is stored and loaded by the threads: when the wait of a TMA store returns, it has been read from
-shared memory, not written. No wait stands in a loop that Triton pipelines (one with a dot in it), since that moves
+shared memory, not written. No wait is in a loop that Triton pipelines (one with a dot in it), since that moves
 loads of later iterations ahead of their wait.
 
 Failure. No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and
 from then on no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context
 usable. A rank that gave up
 
-    - puts `-epoch` where it would have put a result made of what did not arrive, so that nobody takes it for one;
+    - puts `-epoch` where it would have put a result made of what did not arrive, so that it is not taken for one;
     - in calls that it has yet to make (queued, or in a graph that replays) touches no peer, which may be calls behind
       and still reading: `begin` puts `-epoch` as begun, which tells peers that nothing will come, and all else that the
       call writes goes to its own memory.
@@ -53,7 +53,7 @@ last, behind a release for the system.
 
 A CUDA graph may be captured if the workspace was made before, is large enough, and is used by one stream (or branch of
 the graph) at a time; if kernels were compiled and loaded by a call before; and if all ranks replay graphs with the same
-calls in the same order. Calls outside of the graph may come in between.
+calls in the same order. Calls outside of the graph may run in between.
 """
 
 from typing import Any, NamedTuple
@@ -127,7 +127,7 @@ def begin(ws, rank, WORLD: tl.constexpr):
     """Starts the call on this rank and tells all ranks so; every program does this first."""
     epoch = tl.abs(tl.load(ws.state + EPOCH)) + 1
     expired = tl.load(ws.state + EXPIRED)
-    # A wait of this very call may expire before its last program begins: all programs must decide alike.
+    # A wait of this very call may expire before its last program begins: all programs must decide the same.
     number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
         call = Call(ws, rank, epoch)

@@ -70,7 +70,7 @@ def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD
     """Sum over ranks in fp32 of strip number `strip` of a tile; rank s's term is in slot first_slot + s here.
 
     A strip is [STRIP_M, BLOCK_N], a part of the rows of a tile: tiles are as large as the matmul likes them, and a sum
-    of that size would not fit into registers beside its terms. The order of the additions is that of the ranks.
+    of that size would not fit into registers with its terms. The order of the additions is that of the ranks.
     """
     total = zeros(C.STRIP_M, C.BLOCK_N)
     for source in tl.static_range(WORLD):

@@ -21,7 +21,7 @@ _lock = threading.RLock()  # the garbage collector may give streams back in the 
 
 
 def own_streams(owner: object, device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` that belong to `owner`, and to others only once it is gone.
+    """`count` streams of `device` that belong to `owner`, and to others only once `owner` is deleted.
 
     Raises:
         RuntimeError: the driver gives none.
@@ -41,7 +41,7 @@ def _give_back(index: int, streams: list[torch.cuda.ExternalStream]) -> None:
 
 def _create(index: int) -> torch.cuda.ExternalStream:
     torch.cuda.init()
-    # By the driver: the one that torch offers (cudart().cudaStreamCreate) takes turns with the default stream.
+    # By the driver: the one that torch offers (cudart().cudaStreamCreate) is serialized with the default stream.
     return torch.cuda.ExternalStream(new_stream(ctypes.CDLL("libcuda.so.1"), index), device=torch.device("cuda", index))
 
 

@@ -13,7 +13,7 @@ choice of each rank alone (module `gather` has the protocol, which is the same f
              launches and events would take longer than that.
 
 All tiles of a shard, of all weights, are taken before the next shard is waited for, and a program waits once for a
-shard, not once for a tile. The wait stands outside of the loop over tiles, so this loop may be flattened with the one
+shard, not once for a tile. The wait is outside of the loop over tiles, so this loop may be flattened with the one
 over K and its loads run ahead across tiles, but never across a wait. Programs go on counting from shard to shard and
 from weight to weight, so the last round of one is filled up by the next.
 
@@ -371,7 +371,7 @@ def _is_read_in_place(x_shard: Tensor) -> bool:
 def by_pointers(config: GemmConfig) -> GemmConfig:
     """`config` with tiles that leave registers for operands that come by pointers: 128x256 would spill.
 
-    Tiles need not be alike on all ranks here, since flags are those of whole shards.
+    Tiles may differ between ranks here, since flags are those of whole shards.
     """
     if config.block_m * config.block_n <= 128 * 128:
         return config

@@ -49,7 +49,7 @@ def gemm_reduce_scatter_kernel(
     tiles_m = tl.cdiv(rows_per_rank, C.BLOCK_M)
     tiles_n = tl.cdiv(N, C.BLOCK_N)
     per_owner = tiles_m * tiles_n
-    # Owners with all their rows come first, then one with fewer, then such without any: no number is left out.
+    # Owners with all their rows first, then one with fewer, then those without any: no number is left out.
     full_owners = M // rows_per_rank
     tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
     rounds = rounds_of(program, programs, tiles)

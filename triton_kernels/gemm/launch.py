@@ -1,4 +1,4 @@
-"""How matmuls load their operands and are launched beside a collective, and the checks before anything runs.
+"""How matmuls load their operands and are launched next to a collective, and the checks before anything runs.
 
 TMA loads blocks of a matrix whose rows (or, transposed, columns) are in one piece and begin at multiples of 16 bytes;
 anything else is loaded by pointers.
@@ -85,14 +85,14 @@ def launch_for(
     sm_margin: int = 0,
     precision: str = "ieee",
 ) -> Launch:
-    """The launch of a matmul [m, n] over `world_size` ranks, chosen from what all ranks know alike.
+    """The launch of a matmul [m, n] over `world_size` ranks, chosen from what all ranks know.
 
     Args:
         dtype: bf16, fp16 or fp32, of the operands and of the result.
         m, n: of the whole result. K does not matter: it may differ between ranks.
         arch: 80, 90 or 100 (`device.arch_of`); 0 under the interpreter.
         sms: multiprocessors of the GPU; the same on all ranks.
-        sm_margin: how many of them to leave to what runs beside.
+        sm_margin: how many of them to leave to other kernels.
         precision: of fp32: "ieee" or "tf32".
 
     Raises:
@@ -148,7 +148,7 @@ class LoadPlan(NamedTuple):
 
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
-    """By TMA where all operands are aligned for it and lie alike, else by pointers."""
+    """By TMA where all operands are aligned for it and have the same order of strides, else by pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
     swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
     # By pointers it is about speed alone how the others lie.

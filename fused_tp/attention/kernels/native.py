@@ -105,7 +105,7 @@ class NativeCpu(AttentionKernel):
 
 
 def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """Slopes in the dtype of the sums, which keys are seen, and where tokens stand if scores depend on it. Callers hold
+    """Slopes in the dtype of the sums, which keys are seen, and places of tokens if scores depend on them. Callers hold
     them: of what two threads make at once for a step, it keeps only one."""
     known, slopes = step.on(device), scores.alibi_slopes
     names = ("places", "q_indices", "k_indices") if slopes is not None or scores.dropout is not None else ()

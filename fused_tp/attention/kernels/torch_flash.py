@@ -3,7 +3,7 @@
 These kernels round the output of every tile to the dtype of q, and gradients too: one rounding of each term of a sum,
 which is more than kernels that keep fp32 from tile to tile.
 
-They compute rectangles and lower triangles. Where the ends of the intervals stand still or go up by one from row to
+They compute rectangles and lower triangles. Where the ends of the intervals advance by zero or one from row to
 row, n rows of a band are
 
     upper triangle of n - 1, rectangle, lower triangle of n          (sliding window: both ends go up)
