@@ -70,7 +70,7 @@ def cut(t: Tensor, dim: int, indices: Tensor) -> Tensor:
     return t.index_select(dim, indices).contiguous()
 
 
-def on_ranks(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -> list[list[Tensor | None]]:
+def results_of(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -> list[list[Tensor | None]]:
     """This rank's part of NAMES for each case, with where its tokens are; `op` has the keywords of ring_attention."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     results: list[list[Tensor | None]] = []
@@ -114,7 +114,7 @@ def sent(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -
     with patch.object(TorchDist, "shift", shifted), patch.object(TorchDist, "all_to_all", exchanged):
         for one in cases:
             found.append([])
-            on_ranks(group, [one], op)
+            results_of(group, [one], op)
     return found
 
 
@@ -183,7 +183,7 @@ def check(one: Case, got: list[Tensor | None]) -> None:
 
 
 def check_all(cases: list[Case], ranks: list[list[list[Tensor | None]]]) -> None:
-    """What `on_ranks` returned on all ranks, against the reference."""
+    """What `results_of` returned on all ranks, against the reference."""
     for index, one in enumerate(cases):
         check(one, whole(one, [rank[index] for rank in ranks]))
 
@@ -193,8 +193,12 @@ def assert_same_bits(ranks: list[list[list[Tensor | None]]], others: list[list[l
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def of_route(route: str) -> dict[str, str | None]:
+    return ROUTES[route]
+
+
 def run(world_size: int, cases: list[Case], route: str, op: Op = ring_attention) -> None:
-    check_all(cases, run_ranks(world_size, on_ranks, cases, op, env=ROUTES[route]))
+    check_all(cases, run_ranks(world_size, results_of, cases, op, env=ROUTES[route]))
 
 
 DOCUMENTS = [0, 1, 1, 14, 15, 37]  # of lengths 1, 0, 13, 1, 22

@@ -138,8 +138,8 @@ def on_ranks(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Makes a test of `fn(group, ...)`: it runs on the ranks of the pool, once for each of these sizes.
 
-    Its other parameters are the test's, whose values must pickle. In place of sizes, a function of some of them that
-    returns the size. `options` are those of `run`, which is `run_ranks` where nothing else is given.
+    Its other parameters are the test's, whose values must pickle. In place of sizes, or of an option, a function of
+    some of them that returns it. `options` are those of `run`, which is `run_ranks` where nothing else is given.
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -147,10 +147,14 @@ def on_ranks(
 
         @functools.wraps(fn)
         def test(**given: Any) -> None:
-            size = given.get("world_size", world_sizes[0])
-            if callable(size):
-                size = size(**{name: given[name] for name in inspect.signature(size).parameters})
-            (run or run_ranks)(size, test, *(given[parameter.name] for parameter in parameters), **options)
+            def of_test(value: Any) -> Any:
+                if not callable(value):
+                    return value
+                return value(**{name: given[name] for name in inspect.signature(value).parameters})
+
+            size = of_test(given.get("world_size", world_sizes[0]))
+            how = {name: of_test(value) for name, value in options.items()}
+            (run or run_ranks)(size, test, *(given[parameter.name] for parameter in parameters), **how)
 
         test.rank_function = fn  # type: ignore[attr-defined]
         several = len(world_sizes) > 1
@@ -184,6 +188,16 @@ def fresh_ranks(
         return sorted(outcomes, key=lambda outcome: outcome.rank)
     finally:
         workers.kill()
+
+
+def run_fresh(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """`run_ranks`, on `fresh_ranks`."""
+    return [outcome.unwrap() for outcome in fresh_ranks(world_size, fn, *args, **options)]
+
+
+def body_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What ranks run: of a test made by `on_ranks`, the function that it was made of."""
+    return getattr(fn, "rank_function", fn)
 
 
 def error_of(fn: Callable[..., Any], *args: Any, **keywords: Any) -> Exception | None:
@@ -462,9 +476,7 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int, pool: int)
         if not name:
             return None
         with _environment(env):
-            function = getattr(loaded, name)
-            function = getattr(function, "rank_function", function)  # of `on_ranks`
-            return function(groups[size], *pickle.loads(pickled_args))
+            return body_of(getattr(loaded, name))(groups[size], *pickle.loads(pickled_args))
 
     _report(pipe, join, 0)
     while True:

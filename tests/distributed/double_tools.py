@@ -25,7 +25,7 @@ from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import schedule_cases
 from tests.distributed.schedule_cases import CPU
 from tests.native.doubles.libraries import build_doubles, cuda_knobs, doubles
-from tests.workers import run_ranks
+from tests.workers import body_of, run_ranks
 
 ALGORITHMS = ("one_shot", "two_shot", "multimem")
 
@@ -40,7 +40,7 @@ def ranks_on(
 
 def with_doubles(group: Any, transport: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with doubles(transport), multicast():
-        return fn(group, *args)
+        return body_of(fn)(group, *args)
 
 
 device_ranks, nccl_ranks = partial(ranks_on, "two_shot"), partial(ranks_on, "nccl_pipeline")

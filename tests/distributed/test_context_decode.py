@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from fused_tp import RankMismatchError, context_parallel_decode
 from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.nn import ContextKVCache, PagedContextKVCache
 from fused_tp.ops.sequence import shard_sequence
-from tests.attention_cases import ROUTES, per_head
+from tests.attention_cases import ROUTES, of_route, per_head
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import refuses, seeded
-from tests.workers import run_ranks
+from tests.workers import on_ranks, run_ranks
 
 Case = dict[str, Any]
 KEYWORDS = ("window", "softcap", "causal", "block", "scale")
@@ -109,7 +108,7 @@ def of_rank(group: dist.ProcessGroup, one: Case) -> tuple[Tensor, list[Tensor], 
     return q, shards, {"group": group, "cache_seqlens": lengths, "return_lse": True, **keywords(one)}
 
 
-def on_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
+def decoded_by_ranks(group: dist.ProcessGroup, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
     found = []
     for one in cases:
         q, shards, given = of_rank(group, one)
@@ -145,22 +144,23 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
 
 @pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "pipelined"), (3, "plain"), (4, "one_sided")])
 def test_is_attention_over_the_whole_cache(world_size: int, route: str) -> None:
-    ranks = run_ranks(world_size, on_ranks, list(CASES.values()), env=ROUTES[route])
+    ranks = run_ranks(world_size, decoded_by_ranks, list(CASES.values()), env=ROUTES[route])
     for index, one in enumerate(CASES.values()):
         check(one, *ranks[0][index])
         for other in ranks[1:]:
             assert all(torch.equal(a, b) for a, b in zip(ranks[0][index], other[index], strict=True)), one
 
 
-def disagreeing(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_lengths_that_differ_are_told(group: dist.ProcessGroup) -> None:
     q = torch.ones(1, 1, 2, 8)
     lengths = torch.tensor([5 + dist.get_rank(group)])
     with pytest.raises(RankMismatchError, match=r"cache_seqlens=\[\d\]"):
         context_parallel_decode(q, q.expand(1, 8, 2, 8), q.expand(1, 8, 2, 8), group=group, cache_seqlens=lengths)
 
 
-def some_at_a_time(group: dist.ProcessGroup) -> None:
-    """A long prompt is gathered some queries at a time."""
+@on_ranks(2)
+def test_a_long_prompt_is_gathered_some_queries_at_a_time(group: dist.ProcessGroup) -> None:
     one = CASES["chunk, all scores"]
     q, shards, given = of_rank(group, one)
     wanted = context_parallel_decode(q, *shards, **given)
@@ -172,7 +172,8 @@ def some_at_a_time(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def dealing_otherwise(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_shards_of_different_sequences_are_told(group: dist.ProcessGroup) -> None:
     one = dist.get_rank(group)
     k = torch.ones(1, 4, 2, 8)
     for block, held, how in (
@@ -189,7 +190,8 @@ def dealing_otherwise(group: dist.ProcessGroup) -> None:
         assert cache.length == held
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_compiled(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
     q, shards, given = of_rank(group, CASES["all scores"])
     lengths = given.pop("cache_seqlens")
@@ -202,11 +204,6 @@ def compiled(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, decode(q, lengths), strict=True))
 
 
-@pytest.mark.parametrize("of", [disagreeing, dealing_otherwise, some_at_a_time, compiled])
-def test_contracts(of: Callable[[dist.ProcessGroup], None]) -> None:
-    run_ranks(2, of)
-
-
 def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) -> Tensor:
     """Of the last queries of each text, on one process."""
     outs = []
@@ -216,7 +213,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) 
     return torch.cat(outs)
 
 
-def caches(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (3, "one_sided"), (4, "pipelined")])
+@on_ranks(lambda world_size: world_size, env=of_route)
+def test_caches(group: dist.ProcessGroup, world_size: int, route: str) -> None:
     """Texts that grow, shrink, change places and leave; chunks of odd sizes are one prefill."""
     for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
         k, v = (seeded(2, 60, 2, dim, dtype=dtype, seed=dim) for dim in (8, 6))
@@ -283,11 +282,6 @@ def caches(group: dist.ProcessGroup) -> None:
     assert pool.length_of(other) == 12
     pool.free(other)
     assert pool.free_pages == 20
-
-
-@pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (3, "one_sided"), (4, "pipelined")])
-def test_caches(world_size: int, route: str) -> None:
-    run_ranks(world_size, caches, env=ROUTES[route])
 
 
 Q, K = torch.ones(2, 1, 4, 8), torch.ones(2, 5, 2, 8)

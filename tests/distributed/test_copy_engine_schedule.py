@@ -35,7 +35,7 @@ from tests.distributed.schedule_cases import CPU, at_random, every_method, force
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import cuda_knobs
 from tests.reference import seeded
-from tests.workers import fresh_ranks
+from tests.workers import body_of, fresh_ranks, on_ranks
 
 pytestmark = pytest.mark.full
 
@@ -46,7 +46,7 @@ def ranks(world_size: int, fn: Callable[..., Any], *args: Any, **how: Any) -> li
 
 
 def with_schedule(group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(schedule_of(group), *args)
+    return body_of(fn)(schedule_of(group), *args)
 
 
 def schedule_of(group: Any) -> CopyEngineSchedule:
@@ -78,14 +78,11 @@ def test_every_method(world_size: int, dtype: str) -> None:
     ranks(world_size, numbers, dtype)
 
 
-def gradients(schedule: CopyEngineSchedule, dtype: str, strided: bool) -> None:
-    with forced(group_of(schedule), schedule), mock.patch.object(copy_engine, "CHUNK_BYTES", 64):
-        cases.all_cases(group_of(schedule), dtype, strided)
-
-
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
-def test_forward_and_gradients_of_the_public_ops(world_size: int, dtype: str) -> None:
-    ranks(world_size, gradients, dtype, world_size == 2)
+@on_ranks(lambda world_size: world_size, run=ranks)
+def test_forward_and_gradients_of_the_public_ops(schedule: CopyEngineSchedule, world_size: int, dtype: str) -> None:
+    with forced(group_of(schedule), schedule), mock.patch.object(copy_engine, "CHUNK_BYTES", 64):
+        cases.all_cases(group_of(schedule), dtype, strided=world_size == 2)
 
 
 # ---- calls behind each other ---------------------------------------------------------------------------------------
@@ -96,7 +93,8 @@ def test_many_calls_at_a_random_pace_in_growing_workspaces(world_size: int) -> N
     ranks(world_size, at_random, 3, 60)
 
 
-def two_engines(schedule: CopyEngineSchedule) -> None:
+@on_ranks(2, run=ranks)
+def test_two_groups_at_once(schedule: CopyEngineSchedule) -> None:
     """Calls of two groups, as far as copy engines know, one inside of the other."""
     other = CopyEngineSchedule(CopyEngine(schedule.engine._memory), schedule._plain)
     for number in range(10):
@@ -107,14 +105,11 @@ def two_engines(schedule: CopyEngineSchedule) -> None:
         assert torch.equal(moving.wait(), x)
 
 
-def test_two_groups_at_once() -> None:
-    ranks(2, two_engines)
-
-
 # ---- overlap -------------------------------------------------------------------------------------------------------
 
 
-def overlap(schedule: CopyEngineSchedule) -> None:
+@on_ranks(2, run=ranks)
+def test_matmuls_run_while_nothing_moves(schedule: CopyEngineSchedule) -> None:
     x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
     schedule.matmul_all_reduce([(x, w)], None)
     with stalled_until(copy_engine, 1):  # the own shard
@@ -125,10 +120,6 @@ def overlap(schedule: CopyEngineSchedule) -> None:
     stall(1)
     y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
     torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))
-
-
-def test_matmuls_run_while_nothing_moves() -> None:
-    ranks(2, overlap)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------

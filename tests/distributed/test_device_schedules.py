@@ -39,7 +39,7 @@ from tests.distributed.double_tools import (
 from tests.distributed.schedule_cases import at_random, every_method
 from tests.native_build import cpu_device_library, use_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
-from tests.workers import fresh_ranks
+from tests.workers import fresh_ranks, on_ranks
 
 pytestmark = pytest.mark.full
 
@@ -161,7 +161,8 @@ def library() -> Iterator[None]:
         yield
 
 
-def empties(group: Any) -> None:
+@on_ranks(2, run=device_ranks)
+def test_nothing_to_do_and_scalars(group: Any) -> None:
     device = collectives_of(group)
     x = torch.empty(0, 4)
     assert device.all_reduce(x, "one_shot", torch.ones(4)).shape == (0, 4)
@@ -175,26 +176,20 @@ def empties(group: Any) -> None:
     assert scalar.shape == () and scalar.item() == 1.5 * device.world_size
 
 
-def test_nothing_to_do_and_scalars() -> None:
-    device_ranks(2, empties)
-
-
 # -- calls in a row, groups at once -----------------------------------------------------------------------------------
 
 
-def many_calls(group: Any) -> None:
+@on_ranks(3, run=device_ranks)
+def test_many_calls_at_a_random_pace_in_growing_workspaces(group: Any) -> None:
     with forced(group, "two_shot") as schedule:
         at_random(schedule, 5, 60, torch.float32)
 
 
-def test_many_calls_at_a_random_pace_in_growing_workspaces() -> None:
-    device_ranks(3, many_calls)
-
-
-def at_once(group: Any) -> None:
+@on_ranks(4, run=device_ranks)
+def test_two_groups_at_once(group: Any) -> None:
     """Two groups of the same ranks, each called by a thread of its own."""
     rank, world_size = rank_and_size(group)
-    assert group is not dist.group.WORLD
+    assert group is not dist.group.WORLD  # which has the same ranks
     failed: list[BaseException] = []
 
     def calls(device: DeviceCollectives, seed: int) -> None:
@@ -213,10 +208,6 @@ def at_once(group: Any) -> None:
         thread.join()
     if failed:
         raise failed[0]
-
-
-def test_two_groups_at_once() -> None:
-    device_ranks(4, at_once)  # the default group has these ranks too
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -239,9 +230,9 @@ def test_forward_and_gradients(algorithm: str, world_size: int, dtype_name: str)
     scheduled(world_size, algorithm, cases.all_cases, dtype_name, dtype_name in ("bfloat16", "float64"))
 
 
-def used(group: Any) -> list[str]:
-    """The kernels that ran, forward and backward, for each op."""
-    taken: list[str] = []
+@on_ranks(2, run=device_ranks)
+def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
+    taken: list[str] = []  # the kernels that ran for each op
     real = Workspaces.use
 
     def use(self: Workspaces, kind: str, nbytes: int, op: str, **keywords: Any) -> Any:
@@ -250,7 +241,7 @@ def used(group: Any) -> list[str]:
 
     x, w = seeded(6, 4), seeded(4, 4)
     norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
-    with mock.patch.object(Workspaces, "use", use):
+    with mock.patch.object(Workspaces, "use", use), forced(group, "two_shot"):
         for op, more in (
             ("all_gather_matmul", {}),
             ("matmul_reduce_scatter", {}),
@@ -263,26 +254,17 @@ def used(group: Any) -> list[str]:
             (out[0] if isinstance(out, tuple) else out).sum().backward()
         fused_tp.all_reduce_rms_norm(x, **norm, group=group)
         fused_tp.all_reduce(x.double(), group=group)
-    return taken
+    assert taken == [
+        *("all_gather_matmul:", "all_gather", "all_gather", "reduce_scatter"),
+        *("matmul_reduce_scatter:", "reduce_scatter", "all_gather"),
+        *("matmul_all_reduce:", "all_reduce"),
+        *("column_parallel_matmul:", "all_reduce"),
+        *("matmul_all_reduce_rms_norm:", "all_reduce_rms_norm"),
+        "all_reduce_rms_norm",
+    ]
 
 
-def test_every_op_runs_its_kernel_forward_and_backward() -> None:
-    for taken in scheduled(2, "two_shot", used):
-        assert taken == [
-            *("all_gather_matmul:", "all_gather", "all_gather", "reduce_scatter"),
-            *("matmul_reduce_scatter:", "reduce_scatter", "all_gather"),
-            *("matmul_all_reduce:", "all_reduce"),
-            *("column_parallel_matmul:", "all_reduce"),
-            *("matmul_all_reduce_rms_norm:", "all_reduce_rms_norm"),
-            "all_reduce_rms_norm",
-        ]
-
-
-def by_hand(group: Any, algorithm: str, dtype: str) -> None:
-    with forced(group, algorithm) as schedule:
-        every_method(schedule, getattr(torch, dtype), exact=algorithm != "multimem")  # whose switch rounds the sum
-
-
+@on_ranks(lambda world_size: world_size, run=device_ranks)
 @pytest.mark.parametrize(
     ("world_size", "algorithm", "dtype"),
     [
@@ -291,8 +273,9 @@ def by_hand(group: Any, algorithm: str, dtype: str) -> None:
         *((3, "multimem", "float16"), (4, "multimem", "bfloat16")),
     ],
 )
-def test_every_method(world_size: int, algorithm: str, dtype: str) -> None:
-    device_ranks(world_size, by_hand, algorithm, dtype)
+def test_every_method(group: Any, world_size: int, algorithm: str, dtype: str) -> None:
+    with forced(group, algorithm) as schedule:
+        every_method(schedule, getattr(torch, dtype), exact=algorithm != "multimem")  # whose switch rounds the sum
 
 
 def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> None:
@@ -308,7 +291,8 @@ def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> N
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused(group: Any) -> None:
+@on_ranks(2, run=device_ranks)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(group: Any) -> None:
     device = collectives_of(group)
     x = torch.ones(4, 6)
     with pytest.raises(TypeError, match=r"dtype torch\.float64; sums take float32, bfloat16 and float16"):
@@ -319,28 +303,19 @@ def refused(group: Any) -> None:
     assert torch.equal(device.all_reduce(x), 2 * x)  # nothing has been sent, so the group goes on
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    device_ranks(2, refused)
-
-
 def test_more_ranks_than_an_error_record_has_bits_for() -> None:
     memory = mock.Mock(world_size=64)
     with pytest.raises(ValueError, match="serve up to 63 ranks, and the group has 64"):
         DeviceCollectives(memory)
 
 
-def mismatched(group: Any) -> str:
+@on_ranks(2, run=device_ranks)
+def test_ranks_that_disagree_are_told_where_they_are_asked_to_check(group: Any) -> None:
     with forced(group, "one_shot"), mock.patch.dict(os.environ, {"FUSED_TP_CHECK": "1"}):
         fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
         with pytest.raises(RankMismatchError) as raised:
             fused_tp.matmul_all_reduce(torch.ones(2 + group.rank(), 3), torch.ones(4, 3), group=group)
-    return str(raised.value)
-
-
-def test_ranks_that_disagree_are_told_where_they_are_asked_to_check() -> None:
-    for sentence in device_ranks(2, mismatched):
-        for rows in (2, 3):
-            assert f"matmul_all_reduce (one_shot)(dims=[{rows}, 4" in sentence
+    assert all(f"matmul_all_reduce (one_shot)(dims=[{rows}, 4" in str(raised.value) for rows in (2, 3))
 
 
 # -- kernels that fail ----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.beside import beside
 from tests.distributed.schedule_cases import every_method, movements, same_sum
 from tests.distributed.test_tp_ops import all_cases
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.workers import Outcome, fresh_ranks, run_ranks
+from tests.workers import Outcome, fresh_ranks, on_ranks, run_fresh, run_ranks
 
 pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 
@@ -164,7 +164,9 @@ def test_what_leaves_a_host_is_what_no_other_rank_of_it_sends() -> None:
         }
 
 
-def whole_and_parts(_: Any) -> None:
+@pytest.mark.full
+@on_ranks(6, run=run_fresh, env=FORCED)
+def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
     all_ops(_, "aabbcc", torch.float32, 64)
     others = [dist.new_group(list(range(6))) for _ in range(2)]
     x = torch.ones(3)
@@ -182,12 +184,6 @@ def whole_and_parts(_: Any) -> None:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
             assert not any(part.process_group in dist.distributed_c10d._world.pg_map for part in parts)
     dist.barrier()
-
-
-@pytest.mark.full
-def test_three_hosts_of_two_ranks_and_two_of_them() -> None:
-    for outcome in fresh_ranks(6, whole_and_parts, env=FORCED):
-        outcome.unwrap()
 
 
 def refused(_: Any, names: str, without_shared_memory: str = "") -> str:
@@ -212,17 +208,13 @@ def test_without_fast_links_inside_there_is_nothing_to_gain() -> None:
         assert "no fast links inside of a host" in said
 
 
-def in_another_order(_: Any) -> str:
-    with on_hosts("bbaa"):
-        return refusal(dist.new_group([2, 3, 0, 1], sort_ranks=False))
-
-
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="torch before 2.13 sorts a group's ranks"
 )
-def test_ranks_in_an_order_that_torch_would_not_keep_are_refused() -> None:
-    for said in run_ranks(4, in_another_order, env=FORCED):
-        assert "its ranks [2, 3, 0, 1] do not ascend" in said
+@on_ranks(4, env=FORCED)
+def test_ranks_in_an_order_that_torch_would_not_keep_are_refused(_: Any) -> None:
+    with on_hosts("bbaa"):
+        assert "its ranks [2, 3, 0, 1] do not ascend" in refusal(dist.new_group([2, 3, 0, 1], sort_ranks=False))
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------

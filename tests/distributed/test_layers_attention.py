@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from fused_tp.ops.sequence import shard_sequence, unshard_sequence
 from fused_tp.runtime.partition import shard_range
 from tests.distributed.layers import EXACT, HEAD_DIM, HEADS, HIDDEN, Attention, assert_same
 from tests.reference import refuses, seeded
-from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_fresh, run_ranks
 
 TOKENS = 7
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]).bool()
@@ -193,7 +192,9 @@ def turned_in_fp32(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     return RotaryEmbedding(4)(q.float(), k.float(), positions)
 
 
-def autocast_generation(group: dist.ProcessGroup) -> None:
+@pytest.mark.full
+@on_ranks(2, run=run_fresh)  # whose meshes would number groups otherwise than the rest of the pool does
+def test_generation_under_autocast(group: dist.ProcessGroup) -> None:
     """Rotary embeddings may leave q and k in fp32, while v is bf16."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
@@ -212,17 +213,6 @@ def autocast_generation(group: dist.ProcessGroup) -> None:
                     out = torch.cat(parts, 1)
                     assert out.dtype == torch.bfloat16
                     torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
-
-
-def in_a_world_of_two(check: Callable[[dist.ProcessGroup], None]) -> None:
-    """For what makes meshes: on two of the pool's four ranks they would number groups otherwise than the others."""
-    for outcome in fresh_ranks(2, check):
-        outcome.unwrap()
-
-
-@pytest.mark.full
-def test_generation_under_autocast() -> None:
-    in_a_world_of_two(autocast_generation)
 
 
 @on_ranks(4)
@@ -348,7 +338,8 @@ def test_head_counts_that_cannot_be_cut_name_those_that_can() -> None:
             check_heads(heads, kv_heads, world_size)
 
 
-def bad_inputs(group: dist.ProcessGroup) -> None:
+@on_ranks(2, run=run_fresh)
+def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     over = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
     cut: dict[str, Any] = {"mesh": over["tp"], "cp_group": over["cp"]}
@@ -414,10 +405,6 @@ def bad_inputs(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "k and v must be alike", KVCache().append, torch.ones(1, 2, 3, 4), torch.ones(1, 3, 3, 4))
     refuses(ValueError, "head_dim must be even", RotaryEmbedding, 5)
     refuses(ValueError, "theta must be positive", RotaryEmbedding, 4, 0.0)
-
-
-def test_bad_inputs_are_refused() -> None:
-    in_a_world_of_two(bad_inputs)
 
 
 def test_rotary_embedding_turns_by_position_only() -> None:

@@ -18,7 +18,7 @@ from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.share_gather import share_gather
 from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
 from tests.reference import seeded
-from tests.workers import device_mesh, on_ranks, run_ranks
+from tests.workers import device_mesh, on_ranks
 
 
 def counting() -> Any:
@@ -168,7 +168,9 @@ def test_nothing_is_kept_alive(group: dist.ProcessGroup) -> None:
     assert layer() is None
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_under_compile(group: dist.ProcessGroup) -> None:
     full, model = Projections(None), shared_projections(group)
     x_full = seeded(4, 6, dtype=torch.float64).requires_grad_()
     full(x_full).sum().backward()
@@ -219,8 +221,3 @@ def compiled(group: dist.ProcessGroup) -> None:
         one(x)
         x.add_(1)
         torch.testing.assert_close(k(x), full.linears[1](x), **EXACT)
-
-
-@pytest.mark.full
-def test_under_compile() -> None:
-    run_ranks(2, compiled)

@@ -25,7 +25,7 @@ from tests.distributed.test_tp_ops import all_cases, own_part
 from tests.faults import failure_of
 from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
 from tests.reference import seeded
-from tests.workers import fresh_ranks
+from tests.workers import fresh_ranks, on_ranks
 
 pytestmark = [
     pytest.mark.full,
@@ -34,12 +34,6 @@ pytestmark = [
 
 
 # -- the public ops ----------------------------------------------------------------------------------------------------
-
-
-def public_ops_case(group: Any, dtype_name: str, chunks: int | None, one_shot_bytes: int) -> None:
-    with public_ops_use(group, chunks, one_shot_bytes):
-        assert isinstance(_selected(group), NcclPipeline)
-        all_cases(group, dtype_name, strided=dtype_name != "float64")
 
 
 def _selected(group: Any) -> Any:
@@ -59,8 +53,13 @@ def _selected(group: Any) -> Any:
         (4, "float16", 2, 0),
     ],
 )
-def test_forward_and_gradients(world_size: int, dtype_name: str, chunks: int | None, one_shot_bytes: int) -> None:
-    nccl_ranks(world_size, public_ops_case, dtype_name, chunks, one_shot_bytes)
+@on_ranks(lambda world_size: world_size, run=nccl_ranks)
+def test_forward_and_gradients(
+    group: Any, world_size: int, dtype_name: str, chunks: int | None, one_shot_bytes: int
+) -> None:
+    with public_ops_use(group, chunks, one_shot_bytes):
+        assert isinstance(_selected(group), NcclPipeline)
+        all_cases(group, dtype_name, strided=dtype_name != "float64")
 
 
 # -- the schedule ------------------------------------------------------------------------------------------------------
@@ -96,7 +95,8 @@ def test_many_calls_in_a_row(world_size: int) -> None:
     nccl_ranks(world_size, many_calls_case)
 
 
-def two_groups_case(group: Any) -> None:
+@on_ranks(4, run=nccl_ranks)
+def test_two_groups_at_once(group: Any) -> None:
     """All ranks as one group and as two pairs: ops of both are under way at once, and finished the other way round."""
     rank = dist.get_rank(group)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -111,10 +111,6 @@ def two_groups_case(group: Any) -> None:
         assert torch.equal(second.wait(), torch.cat(mine, 1))
         assert torch.equal(first.wait(), torch.cat(terms, 0))
         torch.testing.assert_close(y, mine[0] + mine[1])
-
-
-def test_two_groups_at_once() -> None:
-    nccl_ranks(4, two_groups_case)
 
 
 def movements_case(group: Any) -> None:
@@ -144,8 +140,9 @@ def test_movements(world_size: int) -> None:
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(2, 4, run=nccl_ranks, env={"FUSED_TP_TIMEOUT": "5"})
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def overlap_case(group: Any) -> None:
+def test_matmuls_run_while_nothing_moves(group: Any) -> None:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     transport = transport_of(group)
     schedule = NcclPipeline(transport, world_size - 1)
@@ -163,12 +160,8 @@ def overlap_case(group: Any) -> None:
     assert rank == transport.rank and done == [True]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_matmuls_run_while_nothing_moves(world_size: int) -> None:
-    nccl_ranks(world_size, overlap_case, env={"FUSED_TP_TIMEOUT": "5"})
-
-
-def graph_case(group: Any) -> None:
+@on_ranks(2, 4, run=nccl_ranks)
+def test_pipelines_can_be_captured(group: Any) -> None:
     """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
     transport, (driver, _), knobs = transport_of(group), load_doubles(), cuda_knobs()
     core, communicator = importlib.import_module("fused_tp._core"), transport.communicator
@@ -204,11 +197,6 @@ def graph_case(group: Any) -> None:
             assert peer == rank or torch.equal(terms[peer], torch.full_like(terms[peer], 100.0 * replay + peer))
     knobs.cuda_double_free_graph(graph)
     torch.testing.assert_close(NcclPipeline(transport).all_reduce(torch.ones(3)), torch.full((3,), float(world_size)))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_pipelines_can_be_captured(world_size: int) -> None:
-    nccl_ranks(world_size, graph_case)
 
 
 # -- a peer that ends --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.late import interrupted_after
 from tests.reference import seeded
-from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
+from tests.workers import device_mesh, on_ranks, run_fresh, run_ranks
 
 SHAPES = [((1, 24), 40), ((2, 3, 8), 5), ((8,), 16), ((0, 8), 16), ((300, 8), 1024), ((1, 6), 1)]
 
@@ -124,7 +124,8 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
     assert planned(x, weight, group)
 
 
-def after_destruction(group: Any) -> None:
+@on_ranks(2, run=run_fresh)
+def test_a_group_that_was_destroyed_is_not_used_again(group: Any) -> None:
     ranks = ranks_of(group)
     x, weight = operands((2, 8), 6, torch.float32, group)
     expected = None
@@ -136,11 +137,6 @@ def after_destruction(group: Any) -> None:
             assert torch.equal(got, expected)
         with pytest.raises(RuntimeError, match="destroyed"):
             fused_tp.matmul_all_reduce(x, weight, group=own)
-
-
-def test_a_group_that_was_destroyed_is_not_used_again() -> None:
-    for outcome in fresh_ranks(2, after_destruction):
-        outcome.unwrap()
 
 
 def results_are_the_callers(group: Any, tag: str) -> None:
@@ -204,8 +200,7 @@ def _no_memory(*_: Any) -> None:
 
 
 def test_memory_of_a_call_that_was_interrupted_is_kept_while_peers_may_read_it() -> None:
-    for outcome in fresh_ranks(2, interrupted, new_tag()):
-        outcome.unwrap()
+    run_fresh(2, interrupted, new_tag())
 
 
 @on_ranks(2)
@@ -216,7 +211,8 @@ def test_forward_mode_is_refused(group: Any) -> None:
         fused_tp.matmul_all_reduce(forward_ad.make_dual(x, x), weight, group=group)
 
 
-def a_full_pool(group: Any) -> None:
+@on_ranks(2, run=run_fresh, env={"FUSED_TP_SHM_RESERVE": str(64 << 20)})
+def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere(group: Any) -> None:
     transport = shm_transport(resolve_group(group))
     assert transport is not None
     x, weight = operands((256, 8), 4096, torch.float32, group)
@@ -233,9 +229,3 @@ def a_full_pool(group: Any) -> None:
         kept.clear()
         assert transport._pooled(expected.nbytes) is not None
     dist.barrier(group)
-
-
-def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere() -> None:
-    env = {"FUSED_TP_SHM_RESERVE": str(64 << 20)}
-    for outcome in fresh_ranks(2, a_full_pool, env=env):
-        outcome.unwrap()

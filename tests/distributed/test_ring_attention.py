@@ -37,15 +37,16 @@ from tests.attention_cases import (
     check_all,
     inputs,
     keywords,
-    on_ranks,
+    of_route,
     reference,
+    results_of,
     run,
     sent,
     whole,
 )
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import refuses, seeded
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import fresh_ranks, on_ranks, run_ranks
 
 ON_EVERY_ROUTE = pytest.mark.parametrize("route", list(ROUTES))
 OPS = (ring_attention, ulysses_attention)
@@ -83,9 +84,9 @@ def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def on_ranks_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
+def results_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     with small_chunks(2, 5):
-        return on_ranks(group, cases)
+        return results_of(group, cases)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def on_ranks_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list
 )
 def test_backward_in_chunks(world_size: int, route: str) -> None:
     cases = [one for name, one in FEATURES.items() if "documents" in name or "window" in name or "cross" in name]
-    check_all(cases, run_ranks(world_size, on_ranks_in_chunks, cases, env=ROUTES[route]))
+    check_all(cases, run_ranks(world_size, results_in_chunks, cases, env=ROUTES[route]))
 
 
 @pytest.mark.full
@@ -107,7 +108,7 @@ def test_any_mask(cases: list[Case], where: tuple[Op, int, str]) -> None:
 @ON_EVERY_ROUTE
 def test_same_bits_in_every_run(route: str) -> None:
     cases = [case(43, causal=True), FEATURES["all scores"]]
-    first, again = (run_ranks(3, on_ranks, cases, env=ROUTES[route]) for _ in range(2))
+    first, again = (run_ranks(3, results_of, cases, env=ROUTES[route]) for _ in range(2))
     assert_same_bits(first, again)
 
 
@@ -126,7 +127,7 @@ def test_error_does_not_grow_with_the_group(op: Op, world_size: int, route: str,
     one, errors = case(1024, causal=True, dtype=torch.bfloat16, **sizes), []
     wanted = reference(one)
     for size in (1, world_size):
-        found = whole(one, [rank[0] for rank in run_ranks(size, on_ranks, [one], op, env=ROUTES[route])])
+        found = whole(one, [rank[0] for rank in run_ranks(size, results_of, [one], op, env=ROUTES[route])])
         pairs = [(found[i], wanted[i]) for i in (0, 2, 3, 4)]  # but the log-sum-exp
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in pairs])
     assert all(together <= 1.05 * alone for alone, together in zip(*errors, strict=True)), errors
@@ -148,7 +149,7 @@ def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SoftmaxState, "uninitialised", classmethod(filled))
         patch.setenv("FUSED_TP_ATTENTION", kernel)
-        return on_ranks(group, UNWRITTEN)
+        return results_of(group, UNWRITTEN)
 
 
 @pytest.mark.parametrize("kernel", ["native-cpu", "torch-blocks"])
@@ -187,13 +188,16 @@ def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
     keys = 2 * 8 * 32  # elements of K and V of 32 tokens; they travel forward and backward
     wanted = keys * (2 + 2 + (4 if how == "wide" else 2))
     assert in_all(run_ranks(2, sent, [one], env=env)) == [[wanted]] * 2
-    check_all([one], run_ranks(2, on_ranks, [one], env=env))
+    check_all([one], run_ranks(2, results_of, [one], env=env))
 
 
 # -- autograd and compilers -------------------------------------------------------------------------------------------
 
 
-def used_in_part(group: dist.ProcessGroup, op: Op) -> None:
+@ON_EVERY_ROUTE
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(3, env=of_route)
+def test_frozen_inputs_two_uses_and_autocast(group: dist.ProcessGroup, op: Op, route: str) -> None:
     full = [seeded(1, 9, 3, 8, seed=i) for i in range(4)]
     # Only some ranks, or some inputs, need a gradient: messages must match all the same.
     q, k, v, grad = (shard_sequence(t, 1, group=group) for t in full)
@@ -220,19 +224,15 @@ def used_in_part(group: dist.ProcessGroup, op: Op) -> None:
     assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in (q, k, v))
 
 
-@ON_EVERY_ROUTE
-@pytest.mark.parametrize("op", OPS)
-def test_frozen_inputs_two_uses_and_autocast(op: Op, route: str) -> None:
-    run_ranks(3, used_in_part, op, env=ROUTES[route])
-
-
 def test_only_once_differentiable() -> None:
     q = seeded(1, 3, 1, 4).requires_grad_()
     with pytest.raises(RuntimeError, match="differentiated only once"):
         torch.autograd.grad(ring_attention(q, q, q, group=None).sum(), q, create_graph=True)
 
 
-def ops_are_as_their_fakes(group: dist.ProcessGroup) -> None:
+@ON_EVERY_ROUTE
+@on_ranks(2, env=of_route)
+def test_results_lie_as_compilers_are_told(group: dist.ProcessGroup, route: str) -> None:
     q, k = (seeded(2, 6, heads, 8, dtype=torch.bfloat16, seed=heads) for heads in (4, 2))
     more: dict[str, Any] = {
         "alibi_slopes": torch.rand(4, dtype=torch.bfloat16),
@@ -249,24 +249,16 @@ def ops_are_as_their_fakes(group: dist.ProcessGroup) -> None:
     assert len({one.untyped_storage().data_ptr() for one in real}) == len(real)
 
 
-@ON_EVERY_ROUTE
-def test_results_lie_as_compilers_are_told(route: str) -> None:
-    run_ranks(2, ops_are_as_their_fakes, env=ROUTES[route])
-
-
 # -- nothing to attend to, and other edges ----------------------------------------------------------------------------
 
 
-def no_keys(group: dist.ProcessGroup) -> None:
+@ON_EVERY_ROUTE
+@on_ranks(2, env=of_route)
+def test_no_keys_at_all(group: dist.ProcessGroup, route: str) -> None:
     q, k = (torch.ones(1, n, 2, 8, requires_grad=True) for n in (2, 0))
     out = ring_attention(q, k, k, group=group, seq_len_kv=0)
     assert not bool(out.any())
     out.sum().backward()
-
-
-@ON_EVERY_ROUTE
-def test_no_keys_at_all(route: str) -> None:
-    run_ranks(2, no_keys, env=ROUTES[route])
 
 
 def test_nothing_to_attend_to() -> None:
@@ -311,7 +303,7 @@ def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
         with small_chunks(8, 2) as patch:
             if dist.get_rank(group) == late:
                 patch.setattr(Backward, "attend", slowly)
-            found += on_ranks(group, [one])
+            found += results_of(group, [one])
     return found
 
 
@@ -327,7 +319,7 @@ def early_and_late(group: dist.ProcessGroup) -> None:
     for settled in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ShmTransport, "settled", settled)
-            found.append(on_ranks(group, [case(30, causal=True, batch=2)]))
+            found.append(results_of(group, [case(30, causal=True, batch=2)]))
     assert_same_bits(found[:1], found[1:])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fused_tp import CollectiveTimeoutError
 from fused_tp.nn import gather_state_dict
 from tests.distributed.small_model import Model, loss_of, shard_model, tokens
-from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
+from tests.workers import device_mesh, on_ranks, run_fresh, run_ranks
 
 
 def under_fsdp(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model:
@@ -120,17 +120,13 @@ def test_gather_state_dict(group: dist.ProcessGroup) -> None:
         gather_state_dict({})
 
 
-def one_rank_alone(group: dist.ProcessGroup) -> None:
+@on_ranks(2, run=run_fresh, env={"FUSED_TP_TIMEOUT": "0.5"})
+def test_who_gathers_alone_is_told_who_did_not_come(group: dist.ProcessGroup) -> None:
     model = shard_model(Model(), device_mesh(group), False)
     if dist.get_rank() == 0:  # as one would who saves on the main process
         with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 did not take part in gather_state_dict of group"):
             gather_state_dict(model)
     dist.barrier()
-
-
-def test_who_gathers_alone_is_told_who_did_not_come() -> None:
-    for outcome in fresh_ranks(2, one_rank_alone, env={"FUSED_TP_TIMEOUT": "0.5"}):
-        outcome.unwrap()
 
 
 @on_ranks(2)

@@ -26,13 +26,13 @@ from tests.attention_cases import (
     assert_same_bits,
     case,
     check_all,
-    on_ranks,
+    results_of,
     run,
     sent,
 )
 from tests.distributed.double_tools import device_ranks, forced, nccl_ranks, public_ops_use
 from tests.reference import refuses, seeded
-from tests.workers import device_mesh, run_ranks
+from tests.workers import device_mesh, on_ranks, run_ranks
 
 BOTH_ROUTES = pytest.mark.parametrize("route", ["one_sided", "pipelined"])
 ALL = list(FEATURES.values())
@@ -65,7 +65,7 @@ def on_three_ranks(group: dist.ProcessGroup, most_pieces: int) -> list[list[Tens
     assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_tp.attention.all_to_all._MOST_PIECES", most_pieces)
-        return on_ranks(group, [*OVER_THREE, *SHORT], ulysses_attention)
+        return results_of(group, [*OVER_THREE, *SHORT], ulysses_attention)
 
 
 @BOTH_ROUTES
@@ -77,7 +77,7 @@ def test_shared_key_heads_and_few_tokens(route: str, most_pieces: int) -> None:
 def test_same_bits_on_every_route() -> None:
     cases = [FEATURES["all scores"], case(37, causal=True, heads=8, kv_heads=1, batch=2, dtype=torch.bfloat16)]
     first, other = (
-        run_ranks(4, on_ranks, cases, ulysses_attention, env=ROUTES[name]) for name in ("one_sided", "pipelined")
+        run_ranks(4, results_of, cases, ulysses_attention, env=ROUTES[name]) for name in ("one_sided", "pipelined")
     )
     assert_same_bits(first, other)
 
@@ -111,7 +111,18 @@ def block(x: Tensor, weight: Tensor, run: Op, seq_len: int, how: dict[str, Any])
     return out + lse.transpose(1, 2).unsqueeze(-1).exp()
 
 
-def compiled_and_checkpointed(group: dist.ProcessGroup, op: Op, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("op", "world_size", "lengths"),
+    [
+        (ring_attention, 2, (11, 12)),
+        (ulysses_attention, 2, (11, 14)),
+        pytest.param(context_parallel_attention, 4, (11,), marks=pytest.mark.full),
+    ],
+)
+@on_ranks(lambda world_size: world_size, env=ROUTES["pipelined"])
+def test_compile_and_activation_checkpointing(
+    group: dist.ProcessGroup, op: Op, world_size: int, lengths: tuple[int, ...]
+) -> None:
     """The second length compiles for all lengths."""
     torch._dynamo.reset()
     run = by_mesh(group) if op is context_parallel_attention else op
@@ -127,24 +138,12 @@ def compiled_and_checkpointed(group: dist.ProcessGroup, op: Op, lengths: tuple[i
             torch.testing.assert_close([got, *torch.autograd.grad(got.sum(), (x, weight))], [wanted, *grads])
 
 
-@pytest.mark.parametrize(
-    ("op", "world_size", "lengths"),
-    [
-        (ring_attention, 2, (11, 12)),
-        (ulysses_attention, 2, (11, 14)),
-        pytest.param(context_parallel_attention, 4, (11,), marks=pytest.mark.full),
-    ],
-)
-def test_compile_and_activation_checkpointing(op: Op, world_size: int, lengths: tuple[int, ...]) -> None:
-    run_ranks(world_size, compiled_and_checkpointed, op, lengths, env=ROUTES["pipelined"])
-
-
 # -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
 
 
 def over_nccl(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     with public_ops_use(group, None):
-        return on_ranks(group, cases, ulysses_attention)
+        return results_of(group, cases, ulysses_attention)
 
 
 @pytest.mark.full
@@ -155,12 +154,12 @@ def test_nccl() -> None:
 
 def compare_with_messages(results: list[list[list[Tensor | None]]], cases: list[Case]) -> None:
     """The same bits as torch.distributed brings."""
-    assert_same_bits(results, run_ranks(2, on_ranks, cases, ulysses_attention, env=ROUTES["pipelined"]))
+    assert_same_bits(results, run_ranks(2, results_of, cases, ulysses_attention, env=ROUTES["pipelined"]))
 
 
 def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
     with forced(group, "two_shot"):
-        return on_ranks(group, cases, ulysses_attention)
+        return results_of(group, cases, ulysses_attention)
 
 
 @pytest.mark.full
@@ -188,7 +187,7 @@ def by_mesh(group: dist.ProcessGroup, names: Sequence[str] = ("ring", "heads"), 
 
 
 def on_mesh(group: dist.ProcessGroup, cases: list[Case], names: Sequence[str], dims: dict[str, Any]) -> Any:
-    return on_ranks(group, cases, by_mesh(group, names, **dims))
+    return results_of(group, cases, by_mesh(group, names, **dims))
 
 
 CROSS = [one for name, one in FEATURES.items() if "cross" in name or "documents" in name or "all" in name]
@@ -219,7 +218,8 @@ def test_causal_work_is_as_equal_as_that_of_zigzag_over_the_ring_alone(strided: 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@on_ranks(4, env=ROUTES["one_sided"])
+def test_bad_arguments(group: dist.ProcessGroup) -> None:
     q = torch.zeros(1, 4, 6, 8)
     k = torch.zeros(1, 4, 2, 8)
     said = "q has 6 heads, which 4 ranks cannot share equally; 1, 2, 3, 6 ranks could"
@@ -244,7 +244,3 @@ def refused(group: dist.ProcessGroup) -> None:
     for arguments, kind, message in bad_dims:
         refuses(kind, message, context_parallel_attention, **given, **{"mesh": mesh, **arguments})
     assert ulysses_attention(q, k, k, group=group).shape == q.shape  # nothing was sent before, the ranks are in step
-
-
-def test_bad_arguments() -> None:
-    run_ranks(4, refused, env=ROUTES["one_sided"])

@@ -22,7 +22,7 @@ from tests.integrations.models import (
     pair,
 )
 from tests.reference import refuses
-from tests.workers import on_ranks, run_ranks
+from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -50,12 +50,9 @@ WITH_TP = "cp2_tp2_sp_lossparallel"
     [*(("cp2", family) for family in FAMILIES), (WITH_TP, "gemma2"), (WITH_TP, "llama"), ("tp2_sp", "gemma2")],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_windows_caps_and_sinks(layout: str, family: str, packed: bool) -> None:
-    run_ranks(2 if layout in ("cp2", "tp2_sp") else 4, one_call, layout, family, packed, WINDOWS.get(family, {}))
-
-
-def one_call(group: dist.ProcessGroup, layout: str, family: str, packed: bool, changes: dict[str, Any]) -> None:
-    whole, parallel = pair(group, layout, family, **changes)
+@on_ranks(lambda layout: 2 if layout in ("cp2", "tp2_sp") else 4)
+def test_windows_caps_and_sinks(group: dist.ProcessGroup, layout: str, family: str, packed: bool) -> None:
+    whole, parallel = pair(group, layout, family, **WINDOWS.get(family, {}))
     if packed:
         tokens = make_tokens(1, sum(DOCUMENTS))
         labels = packed_labels(tokens, DOCUMENTS)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.attention_reference import dense_attention
-from tests.distributed.test_context_decode import CASES, Case, case, check, on_ranks
+from tests.distributed.test_context_decode import CASES, Case, case, check, decoded_by_ranks
 from tests.kernels.ranks import interpreted, interpreted_ranks
 from tests.reference import seeded
 
@@ -57,7 +57,7 @@ def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int
         patch.setenv("FUSED_TP_ATTENTION", "triton")
         patch.setattr(flash, "flash_decode", in_parts)
         patch.setattr(flash, "decode_config", lambda *args: replace(shipped(*args), block=16))
-        return parts, on_ranks(group, cases)
+        return parts, decoded_by_ranks(group, cases)
 
 
 @pytest.mark.full

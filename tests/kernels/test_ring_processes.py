@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="needs Triton")
 import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
-from tests.attention_cases import DOCUMENTS, Case, case, check_all, on_ranks
+from tests.attention_cases import DOCUMENTS, Case, case, check_all, results_of
 from tests.kernels.ranks import interpreted, interpreted_ranks
 from tests.reference import seeded
 
@@ -60,7 +60,7 @@ def small_chunks() -> Iterator[None]:
 
 def features(group: Any, way: str, names: list[str], small: bool) -> Any:
     with mock.patch.dict(os.environ, WAYS[way]), small_chunks() if small else contextlib.nullcontext():
-        return on_ranks(group, [CASES[name] for name in names])
+        return results_of(group, [CASES[name] for name in names])
 
 
 @pytest.mark.full

@@ -118,7 +118,9 @@ def test_equal_shards_need_no_seq_len(group: dist.ProcessGroup) -> None:
     assert whole.tolist() == list(range(9))
 
 
-def put_together_otherwise(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("shm", ["0", "1"])
+@on_ranks(2, env=lambda shm: {"FUSED_TP_SHM": shm})
+def test_ranks_that_put_together_otherwise_are_told(group: dist.ProcessGroup, shm: str) -> None:
     """Shards of one size that ranks would put in different orders; of rows shorter than a checksum too."""
     rank, bounds = dist.get_rank(group), torch.tensor([0, 1, 8])
     for dtype, shape in ((torch.float32, (4, 3)), (torch.bool, (4,)), (torch.uint8, (4, 1))):
@@ -132,11 +134,6 @@ def put_together_otherwise(group: dist.ProcessGroup) -> None:
             with pytest.raises(RankMismatchError, match=rf"different sequences.*layout='{how['layout']}'"):
                 unshard_sequence(mine, 0, group=group, **how)
         assert torch.equal(unshard_sequence(x, 0, group=group), x.repeat(2, *[1] * (x.ndim - 1)))
-
-
-@pytest.mark.parametrize("shm", ["0", "1"])
-def test_ranks_that_put_together_otherwise_are_told(shm: str) -> None:
-    run_ranks(2, put_together_otherwise, env={"FUSED_TP_SHM": shm})
 
 
 X = torch.zeros(2, 4)
