@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -222,6 +224,16 @@ def test_dtensors_and_copies(group: dist.ProcessGroup) -> None:
                 assert parameter.grad.placements == parameter.placements
                 assert parameter.grad.shape == parameter.shape
                 assert torch.equal(parameter.grad.full_tensor(), torch.full(parameter.shape, value * round_number))
+
+
+@on_ranks(2)
+def test_models_are_freed(group: dist.ProcessGroup) -> None:
+    model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
+    step(model, sync, tokens_of(group.rank()))
+    held = weakref.ref(model.first.weight)
+    del model, sync
+    gc.collect()
+    assert held() is None
 
 
 @on_ranks(2)
