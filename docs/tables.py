@@ -6,9 +6,13 @@ Pages name them as substitutions: a line `{{ settings }}` becomes the table that
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -148,17 +152,27 @@ def models() -> str:
 
 
 def tests() -> str:
-    """Every test file by the first line of its docstring."""
+    """Every test file by the first line of its docstring, with the seconds that `seconds_by_file` has found."""
     root = Path(__file__).resolve().parents[1]
+    seconds = json.loads((root / "docs" / "test_seconds.json").read_text())
     rows = []
     for file in sorted((root / "tests").rglob("test_*.py")):
         text = file.read_text()
         first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         whole_file_is_full = re.search(r"\npytestmark = \[?\s*pytest\.mark\.full", text)
-        rows.append(
-            (f"`{file.relative_to(root / 'tests')}`", first, "make test-all" if whole_file_is_full else "make test")
-        )
-    return table(("file", "tests", "runs in"), rows)
+        name = str(file.relative_to(root / "tests"))
+        runs_in = "make test-all" if whole_file_is_full else "make test"
+        rows.append((f"`{name}`", first, runs_in, str(seconds.get(name, ""))))
+    return table(("file", "tests", "runs in", "seconds"), rows)
+
+
+def seconds_by_file(junit: str) -> dict[str, int]:
+    """Seconds of every test file in a report of `make test-all ARGS=--junitxml=FILE`; of no skipped test."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        module = re.sub(r"\.[A-Z]\w*$", "", case.attrib["classname"])  # of a class of tests
+        seconds[module.removeprefix("tests.").replace(".", "/") + ".py"] += float(case.attrib["time"])
+    return {name: round(spent) for name, spent in sorted(seconds.items()) if spent >= 0.5}
 
 
 def all_tables() -> dict[str, str]:
@@ -166,3 +180,7 @@ def all_tables() -> dict[str, str]:
         settings, install_settings, schedules, support, defaults, styles, models, tests,
     )  # fmt: skip
     return {make.__name__: make() for make in made}
+
+
+if __name__ == "__main__":  # python -m docs.tables REPORT > docs/test_seconds.json
+    print(json.dumps(seconds_by_file(sys.argv[1]), indent=1))

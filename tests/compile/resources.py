@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.native_build import cache, native_build
+from tests.native_build import REPOSITORY, cache, native_build
 
 from .variants import ARCHS, Variant, all_variants
 
@@ -155,22 +155,26 @@ def _digest(variant: Variant) -> str:
 
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     settings.pop("TRITON_CACHE_DIR", None)
-    _hash_kernels()
     source, _, options = _source(variant)
+    launched = (
+        _device_code(),
+        sorted(source.signature.items()),
+        str(source.attrs),
+        str(sorted(source.constants.items())),
+    )
     what = variant.kernel, variant.name, variant.arch, variant.matrix_instruction, sorted(Resources.__annotations__)
-    whole = triton.__version__, source.hash(), options.hash(), what, sorted(settings.items())
+    whole = triton.__version__, launched, options.hash(), what, sorted(settings.items())
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 @functools.cache
-def _hash_kernels() -> None:
-    """Hashes all functions in one order: Triton's hash depends on which of those that it calls were hashed before."""
-    import triton
-
-    for name in sorted(name for name in sys.modules if ".triton_kernels" in name):
-        for value in vars(sys.modules[name]).values():
-            if isinstance(value, triton.JITFunction):
-                value.cache_key  # noqa: B018
+def _device_code() -> str:
+    """A digest of all kernels' files. Rejected: Triton's hash of a kernel, which depends on the functions that this
+    process has hashed before, so that two processes would not find what the other has kept."""
+    digest = hashlib.sha256()
+    for file in sorted((REPOSITORY / "triton_kernels").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _measured(variant: Variant) -> Resources:
