@@ -3,9 +3,8 @@
     library = build_shared("counter", ["tests/native/counter.cpp"], ["-Icsrc"])      # a shared library
     program = build_program("stress", [...], [...])                                  # an executable
 
-An object is made again when its source, a header that it includes, the compiler or the flags have changed; the same for
-what is linked of them. Several processes may build at once: one does, the others wait for it. What takes long is built
-while other tests wait:
+Ninja makes again what has changed. Several processes may build at once: one does, the others wait for it. What takes
+long is built while other tests wait:
 
     prebuild(lambda: stress_program("thread"))                                       # in the test file
 """
@@ -17,15 +16,13 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -68,7 +65,6 @@ def compiler() -> str:
 
 
 _prebuilt: list[Callable[[], object]] = []
-_low_priority = threading.local()
 
 
 def prebuild(build: Callable[[], object]) -> None:
@@ -81,7 +77,7 @@ def start_prebuilding(modules: Container[str]) -> None:
     wanted = [build for build in _prebuilt if build.__module__ in modules]
 
     def run() -> None:
-        _low_priority.on = True
+        os.nice(10)  # of this thread, and of the compilers that it starts
         for build in wanted:
             # What goes wrong is told by the test that needs it, be it that it is skipped for want of a compiler.
             with contextlib.suppress(Exception, pytest.skip.Exception):
@@ -134,49 +130,30 @@ def require_sanitizer(sanitizer: str) -> None:
 
 
 def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: list[str]) -> Path:
-    command = [compiler(), *COMMON_FLAGS, *flags]
-    jobs, nice = (1, ["nice", "-n", "10"]) if getattr(_low_priority, "on", False) else (os.cpu_count(), [])
-    with _locked(cache() / f"{file_name}.lock"), ThreadPoolExecutor(jobs) as pool:
-        objects = list(pool.map(lambda source: _compile(nice, command, (REPOSITORY / source).resolve()), sources))
-        digest = _digest([*command, *link_flags, *(made.name for made in objects)])
-        target = cache() / digest / file_name
-        if not target.exists():
-            target.parent.mkdir(exist_ok=True)
-            _run([*nice, *command, *link_flags, *map(str, objects), "-ldl"], target)
-    return target
-
-
-def _compile(nice: list[str], command: list[str], source: Path) -> Path:
-    """The object of a source. Beside it lies what it was made of: which files, and a digest of their contents."""
-    language = ["-x", "c++"] if source.suffix == ".cu" else []
-    stem = f"{source.stem}-{_digest([*command, str(source)])}"
-    record = cache() / f"{stem}.json"
-    if record.exists():
-        files = json.loads(record.read_text())
-        made = cache() / f"{stem}-{_digest_of_files(files)}.o"
-        if made.exists():
-            return made
-    # Programs may have a source in common, each under a lock of its own.
-    mine = f"{os.getpid()}-{threading.get_ident()}"
-    made = cache() / f"{stem}-{mine}.o"
-    needs = made.with_suffix(".d")
-    _run([*nice, *command, "-MMD", "-MF", str(needs), *language, "-c", str(source)], made)
-    files = needs.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    final = cache() / f"{stem}-{_digest_of_files(files)}.o"
-    made.replace(final)
-    needs.unlink()
-    unfinished = record.with_suffix(f".{mine}")
-    unfinished.write_text(json.dumps(files))
-    unfinished.replace(record)
-    return final
-
-
-def _run(command: list[str], output: Path) -> None:
-    temporary = output.with_name(f"{output.name}.{os.getpid()}")
-    done = subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    native = native_build()
+    ninja = native.find_ninja()
+    if ninja is None:
+        pytest.skip("needs ninja (pip install ninja)")
+    # Ninja runs in the folder that it writes to.
+    found = [f"-I{REPOSITORY / flag[2:]}" if flag.startswith("-I") else flag for flag in flags]
+    command = [compiler(), *COMMON_FLAGS, *found]
+    words = "\0".join([str(REPOSITORY), *command])
+    folder = cache() / hashlib.sha256(words.encode()).hexdigest()[:16]
+    steps = []
+    for source in sources:
+        language = ["-x", "c++"] if source.suffix == ".cu" else []
+        output = f"{source.parent.name}_{source.stem}.o"
+        steps.append(native.compile_step(output, str(REPOSITORY / source), [*command, *language]))
+    objects = [step.output for step in steps]
+    steps.append(native.Step(file_name, objects, [*command, *link_flags, *objects, "-ldl", "-o", file_name]))
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "build.ninja").write_text(native.ninja_file(steps))
+        done = subprocess.run([*ninja, "--quiet"], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`{' '.join(command)}` failed:\n{done.stderr[-8000:]}")
-    temporary.replace(output)
+        raise RuntimeError(f"{file_name} cannot be built:\n{done.stdout[-8000:]}")
+    return folder / file_name
 
 
 @functools.cache
@@ -187,25 +164,6 @@ def cache() -> Path:
     if folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder} belongs to another user.")
     return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _digest(words: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-
-
-def _digest_of_files(files: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        path = REPOSITORY / file
-        digest.update(path.read_bytes() if path.exists() else b"")
-    return digest.hexdigest()[:16]
 
 
 def use_library(path: str | Path | None) -> None:
