@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from fused_tp.transport.base import all_gather_single, reduce_scatter_single
 from . import rivals_deepspeed
 from .case import DTYPES, OURS, TIME_RATIO, Case, Contestant, Maker, Makers, Rival, Unavailable, checked
 from .ranks import RankContext
+
+if TYPE_CHECKING:  # it needs the native core
+    from fused_tp.transport.shm import ShmTransport
 
 FEATURES = 4096
 ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
@@ -157,7 +161,7 @@ def all_reduce(context: RankContext, nbytes: int) -> Makers:
     return {OURS: ours, "DeepSpeed": deepspeed, "gloo": lambda: contestant(by_gloo)}
 
 
-def shared_memory():  # type: ignore[no-untyped-def]  # a transport, whose module needs the native core
+def shared_memory() -> ShmTransport:
     """The shared-memory transport of all ranks; Unavailable where there is none."""
     from fused_tp.runtime.group import resolve_group
     from fused_tp.transport.shm import shm_availability, shm_transport

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +96,8 @@ class PlainSequence(SequenceSharding):
                 wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
                 module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
-            # An attribute of the user's class, of any type.
-            model.loss_function = self.global_loss(model.loss_function)  # type: ignore[assignment, arg-type]
+            users = cast(Any, model)  # whose class has the attribute
+            users.loss_function = self.global_loss(users.loss_function)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if targets is not None and not self.has_loss:

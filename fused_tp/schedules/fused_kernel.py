@@ -73,8 +73,10 @@ class FusedKernel(KernelSchedule):
     @staticmethod
     def load() -> None:
         """Imports the kernels. Raises what that raises."""
-        from fused_tp.triton_kernels.attention import ring_forward  # noqa: F401
-        from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter  # noqa: F401
+        import fused_tp.triton_kernels.attention.ring_forward
+        import fused_tp.triton_kernels.gemm.all_gather_gemm
+        import fused_tp.triton_kernels.gemm.gemm_all_reduce
+        import fused_tp.triton_kernels.gemm.gemm_reduce_scatter  # noqa: F401  # to see that they can be imported
 
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, self._pull)
@@ -105,11 +107,10 @@ class FusedKernel(KernelSchedule):
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         # K = 0: there is nothing to gather, and the products are zero.
         nothing = op.startswith("all_gather") and prod(shape) == 0
-        moves = op == "reduce_scatter" or (op == "all_gather" and dtype not in DTYPES)
-        return self.fallback if nothing or moves else None
+        return self.fallback if nothing or (op == "all_gather" and dtype not in DTYPES) else None
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
-        raise NotImplementedError  # see `_other`
+        return self.fallback._sum_rows(rows, cut)  # of sums alone there is no kernel
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -291,22 +292,17 @@ class Place(NamedTuple):
     number: int = 1
 
 
-def backward(group: Any, n: float) -> tuple[Tensor, float]:
-    """A gather for the gradient of w, and meanwhile the sum for that of x."""
+def gradients(op: Any, group: Any, n: float) -> tuple[Tensor, float]:
+    """The sum over ranks for the gradient of x, and meanwhile that of w: for a gather, x is gathered again for it."""
     x, w = leaf(n, 4, 6), weight()
-    y = n * fused_tp.all_gather_matmul(x, w, group=group)
+    y = n * op(x, w, group=group)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
     assert dw.eq(n * n * len(y)).all()
     return dx, 8 * n * group.size()
 
 
-def meanwhile(group: Any, n: float) -> tuple[Tensor, float]:
-    """The sum for the gradient of x, and meanwhile the gradient of w."""
-    x, w = leaf(n, 4, 6), weight()
-    y = n * fused_tp.column_parallel_matmul(x, w, group=group)
-    dx, dw = torch.autograd.grad(y.sum(), (x, w))
-    assert dw.eq(n * n * len(y)).all()
-    return dx, 8 * n * group.size()
+backward = partial(gradients, fused_tp.all_gather_matmul)
+meanwhile = partial(gradients, fused_tp.column_parallel_matmul)
 
 
 @mock.patch.object(decode_module, "_GATHERED_BYTES", 1)  # one query at a time

@@ -2,18 +2,13 @@
 #include "driver/deadlines.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <set>
 #include <vector>
 
-using namespace fused_tp::driver;
+#include "expect.h"
 
-#define EXPECT(condition)                                           \
-  if (!(condition)) {                                               \
-    std::printf("%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-    std::exit(1);                                                   \
-  }
+using namespace fused_tp::driver;
 
 namespace {
 

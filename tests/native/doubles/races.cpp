@@ -7,24 +7,18 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "errors.h"
+#include "expect.h"
 #include "nccl/communicator.h"
 #include "nccl/pipeline.h"
 
 using namespace fused_tp;
 using namespace fused_tp::nccl;
-
-#define EXPECT(condition)                                           \
-  if (!(condition)) {                                               \
-    std::printf("%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
-    std::exit(1);                                                   \
-  }
 
 namespace {
 
