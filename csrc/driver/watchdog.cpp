@@ -45,6 +45,7 @@ struct Watch::State {
   std::condition_variable changed;
   bool removed = false;
   bool asleep = false;
+  bool changed_since_look = false;
   std::thread::id thread;
   Deadlines<WatchedOp> ops;
   std::shared_ptr<GraphWord> graph_word;
@@ -69,6 +70,7 @@ struct Watch::State {
       std::lock_guard<std::mutex> lock(mutex);
       forget_if_cleared();
       make();
+      changed_since_look = true;
       wake = std::exchange(asleep, false);
     }
     if (wake) changed.notify_one();
@@ -146,7 +148,8 @@ void run(const std::shared_ptr<Watch::State>& state) {
     const Look look = look_at(*state);
     std::unique_lock<std::mutex> lock(state->mutex);
     if (state->removed) return;
-    idle_rounds = look.in_flight || !state->ops.empty() ? 0 : idle_rounds + 1;
+    // A change since the look: the look is out of date, and no one wakes a thread that does not sleep yet.
+    idle_rounds = look.in_flight || std::exchange(state->changed_since_look, false) ? 0 : idle_rounds + 1;
     if (idle_rounds <= kRoundsBeforeSleep) {
       const auto pause = std::chrono::nanoseconds(std::min(period, look.look_again_ns));
       state->changed.wait_for(lock, pause, [&] { return state->removed; });
