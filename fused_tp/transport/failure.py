@@ -299,9 +299,9 @@ class GroupCalls:
         backend may give a reason, a part of this group its error as `cause`."""
         closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}  # before others close theirs
         self.post_status(call, failed=True)
-        if self.failure_within(REASON_SECONDS):
+        statuses = self.statuses_within(REASON_SECONDS)
+        if first_failure(statuses) is not None:
             return self.abort_following_peer(call)
-        statuses = self.board.read()
         dead = {rank: "" for rank in sorted(closed) if rank not in statuses or not statuses[rank].failed}
         what = " lost {missing}: died, or closed its connections." + self._says(reason)
         if cause is not None and not dead:
@@ -328,9 +328,9 @@ class GroupCalls:
         late, rest = late_ranks(statuses, ranks, error.call, error.op, self.arrived)
         return error.copy(rest, missing=late)
 
-    def failure_within(self, seconds: float) -> bool:
-        """Whether some rank says so soon that it has failed by itself."""
-        return first_failure(self.board.read_until(lambda found: first_failure(found) is not None, seconds)) is not None
+    def statuses_within(self, seconds: float) -> dict[int, RankStatus]:
+        """What the ranks have published, once one of them says that it has failed by itself, or after that long."""
+        return self.board.read_until(lambda found: first_failure(found) is not None, seconds)
 
     def publish_abort(self, call: Call, error: FusedTPError | None = None) -> None:
         """Tell the peers that this rank's part of the group has ended, those too who cannot read its status."""

@@ -24,7 +24,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, listed
 from fused_tp.runtime.group import Group, GroupSlot, resolve_group
-from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of
+from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of, first_failure
 from fused_tp.transport.gloo import closed_peers
 from fused_tp.transport.shm import known_shm_transport
 from fused_tp.transport.store import exchange, made_together, publish_failure
@@ -234,10 +234,14 @@ class TwoLevelGroup:
             return flat.abort_peer_lost(call, cause=cause)
         late = isinstance(error, CollectiveTimeoutError)
         by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
-        flat.post_status(call, failed=True)
-        # Who was left alone by a peer that has failed fails too; that peer has said why before it left.
-        if not by_itself and flat.failure_within(REASON_SECONDS):
-            return flat.abort_following_peer(call)
+        try:
+            flat.post_status(call, failed=True)
+            # A rank that a failed peer has left fails too; that peer has published its error before it left.
+            if first_failure(flat.statuses_within(0.0 if by_itself else REASON_SECONDS)) is not None:
+                return flat.abort_following_peer(call)
+        except BaseException:  # Ctrl-C, most likely: peers must not wait for this rank
+            self._leave()
+            raise
         if late:
             return flat.abort_timed_out(call)
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))

@@ -286,7 +286,9 @@ class Workspaces(GroupKernels[_Slot]):
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
-        if self._lost:  # which the others notice themselves, and whose memory may be gone
+        # Of a loss all ranks know by themselves, and the memory of the lost one may be gone. Of an error of this rank's
+        # they do not, also where a third rank is lost: they may wait for this one alone.
+        if isinstance(self.broken, PeerLostError) and self._lost:
             return
         try:
             with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
@@ -296,8 +298,11 @@ class Workspaces(GroupKernels[_Slot]):
 
     def _lose(self, slot: _Slot, rank: int) -> None:
         slot.workspace.stop_waiting(rank)
+
+    def _peer_lost(self, rank: int) -> None:
+        super()._peer_lost(rank)  # all slots first: to ask for an event may raise, while another thread captures
         # At the end of a program ranks end one after the other, and nothing is under way any more.
-        if slot.turn.under_way():
+        if any(slot.turn.under_way() for slot in self._all()):
             _LOG.error("Rank %d lost rank %d, which has ended. Results it had a part in are wrong.", self.rank, rank)
 
     def _slot(self, kind: str, nbytes: int, op: str) -> _Slot:
