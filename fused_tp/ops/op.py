@@ -183,7 +183,10 @@ class Op(Generic[A]):
         for value in given:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                key = key, value.shape, value.dtype, value.device
+                try:
+                    key = key, value.shape, value.dtype, value.device
+                except RuntimeError:  # a nested tensor has no shape: the checks refuse it
+                    return self._call(values)
                 if grad_mode and value.requires_grad:
                     needs_grad = True
             elif value is None:

@@ -445,6 +445,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@on_ranks(2)
+def test_nested_tensors_are_refused_by_a_group_in_use(group: dist.ProcessGroup) -> None:
+    ring_attention(Q, Q, Q, group=group)
+    refuses(TypeError, "q is a nested tensor", ring_attention, torch.nested.nested_tensor([Q[0]]), Q, Q, group=group)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments(op: Op) -> None:
     for replaced, kind, message in BAD:
