@@ -49,9 +49,13 @@ class KVCache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        self.max_length = max_length
         self.length = 0
         self._rows = _DenseCache("KVCache", max_length)
+
+    @property
+    def max_length(self) -> int | None:
+        """As given."""
+        return self._rows.max_length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
@@ -294,9 +298,13 @@ class ContextKVCache(ContextCache):
 
     def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
         super().__init__(group, block)
-        self.max_length = max_length
         self._held: list[int] = []
         self._rows = _DenseCache("ContextKVCache", max_length, self._layout.count)
+
+    @property
+    def max_length(self) -> int | None:
+        """As given."""
+        return self._rows.max_length
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for others of the same shape."""

@@ -70,11 +70,15 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.Embedding, *, mesh: DeviceMesh, memo: Memo | None = None, **keywords: Any
+        cls,
+        embedding: nn.Embedding,
+        *,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        memo: Memo | None = None,
     ) -> VocabParallelEmbedding:
         """The same table over `mesh`, of an nn.Embedding that every rank has. Ranks copy their rows; nothing is sent.
-
-        `keywords`: sequence_parallel and sequence_dim of the constructor.
 
         Raises:
             TypeError: `embedding` is no nn.Embedding or its weight is a DTensor.
@@ -89,7 +93,8 @@ class VocabParallelEmbedding(nn.Module):
             if getattr(embedding, name):
                 raise ValueError(f"embedding has {name}={getattr(embedding, name)}, which {cls.__name__} cannot do.")
         sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
-        layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **keywords)
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=embedding.weight.dtype, **how)
         layer.weight = shard_parameter(embedding.weight, mesh, Shard(0), memo)
         return layer.train(embedding.training)
 

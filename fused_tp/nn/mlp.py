@@ -92,14 +92,14 @@ class ParallelMLP(nn.Module):
         *,
         mesh: DeviceMesh,
         activation: str | Activation | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
         memo: Memo | None = None,
-        **keywords: Any,
     ) -> ParallelMLP:
         """The same MLP over `mesh`, of a module with nn.Linear layers gate_proj/up_proj/down_proj (Llama),
         up_proj/down_proj, fc1/fc2 (OPT, ViT) or c_fc/c_proj (GPT). They keep their names; nothing is sent.
 
-        `activation` defaults to the module's own act_fn, activation_fn, act or activation; `keywords` are
-        sequence_parallel and sequence_dim of the constructor.
+        `activation` defaults to the module's own act_fn, activation_fn, act or activation.
 
         Raises:
             TypeError: the layers are no nn.Linear.
@@ -121,7 +121,8 @@ class ParallelMLP(nn.Module):
         nn.Module.__init__(mlp)
         mlp.activation = _activation(activation)
         mlp._names = names
-        options: dict[str, Any] = {"mesh": mesh, "memo": memo, **keywords}
+        options: dict[str, Any] = {"mesh": mesh, "memo": memo}
+        options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
         for column in names[:2]:
             if column is not None:
                 mlp.add_module(column, ColumnParallelLinear.from_linear(linear_of(module, column), **options))

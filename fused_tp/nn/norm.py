@@ -87,7 +87,9 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
                 own[name] = reduce_grad(parameter, self._grad_mesh) if sums else local(parameter)
-        if not own:  # called from inside of itself: what is local already is not summed again
+        # Called from inside of itself: what is local already is not summed again. Nor are plain tensors that a caller
+        # has put in place of the parameters: their gradients are this rank's terms.
+        if not own:
             return kind.forward(self, *args, **kwargs)
         with _reparametrize_module(self, own):
             if self._own_forward is not None:
