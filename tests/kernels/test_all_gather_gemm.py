@@ -105,6 +105,14 @@ def test_operands_of_any_strides(group):
     both_ways(group, TMA, 33, (24, 16), 24, torch.float16, how)
 
 
+@interpreted(1)
+def test_rows_apart_of_one_rank(group):
+    """Nothing is staged for peers, yet rows with gaps between them are not read where they lie."""
+    how = {"lay_out": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, : t.shape[1]]}
+    for launch in (TMA, POINTERS):
+        both_ways(group, launch, 33, (24, 16), 24, torch.float16, how)
+
+
 def stuck_reader(group):
     """Rank 1 makes one call fewer: rank 0 must not overwrite what it may not have read, and says so in call 2."""
     workspace = workspace_of(group, 8, 8, torch.float32, timeout_seconds=0.3)

@@ -58,7 +58,7 @@ from ..comm.signals import flag_at, is_last, join, put, unbroken, wait
 from ..device import sms_of
 from ..language import zeros
 from .configs import GemmConfig
-from .launch import Launch, LoadPlan, check_like, check_matmul, descriptor, fits_tma, is_swapped, plan_loads
+from .launch import Launch, LoadPlan, check_like, check_matmul, descriptor, is_swapped, plan_loads
 from .tiles import Matrix, Sizes, add_product, store_result, tile_at
 
 # Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
@@ -321,7 +321,7 @@ def matmul_launch(
     """
     weights = [weight for weight, _, _ in used]
     x_own = x_shard
-    if not x_own.is_contiguous() or x_own.data_ptr() % 16:
+    if not _is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
         plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
@@ -365,7 +365,7 @@ def matmul_launch(
 
 def _is_read_in_place(x_shard: Tensor) -> bool:
     """Whether the matmul takes own rows where x lies, and not from the copy that peers read."""
-    return x_shard.stride(1) == 1 and fits_tma(x_shard)
+    return x_shard.is_contiguous() and x_shard.data_ptr() % 16 == 0
 
 
 def by_pointers(config: GemmConfig) -> GemmConfig:
