@@ -112,18 +112,18 @@ OPS: dict[str, Op] = {
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def calls_of(group: Any, ops: Sequence[str | Op] = tuple(OPS)) -> Callable[[], None]:
-    """Calls the next of these ops, forward and backward; the same once more where it has raised. Its result is right,
-    or NaN, and then a later call raises."""
+def calls_of(group: Any, ops: Sequence[str | Op] = tuple(OPS)) -> Callable[..., None]:
+    """Calls the next of these ops, forward and backward; the same once more where it has raised. Its result is right;
+    where a peer is lost it may be NaN, and a later call raises."""
     numbers, done = itertools.count(1), 0
 
-    def run() -> None:
+    def run(*, lost: bool = False) -> None:
         nonlocal done
         op = ops[done % len(ops)]
         y, right = (OPS[op] if isinstance(op, str) else op)(group, float(next(numbers) % 1000 + 1))
         if y.requires_grad:
             y.sum().backward()
-        assert (y.isclose(torch.tensor(right, device=DEVICE)) | y.isnan()).all(), op
+        assert (y.isclose(torch.tensor(right, device=DEVICE)) | (y.isnan() & lost)).all(), op
         done += 1
 
     return run
@@ -142,21 +142,23 @@ class Failure:
     again: str
 
 
-def failure_of(run: Callable[[], object]) -> Failure:
+def failure_of(run: Callable[..., object]) -> Failure:
+    """That of `run(lost=True)`, again and again."""
     begun = time.monotonic()
     with pytest.raises(FusedTPError) as first:
         while True:
             begun = time.monotonic()
-            run()
+            run(lost=True)
     seconds = time.monotonic() - begun
     with pytest.raises(FusedTPError, match="unusable since an earlier") as second:
-        run()
+        run(lost=True)
     return Failure(type(first.value).__name__, str(first.value), seconds, str(second.value))
 
 
 def check_failures(failures: Sequence[Failure], victim: int, kind: str, deadline: float = 0.0) -> None:
     """All have raised an error of that kind in time; one names the victim, and others may follow that one."""
-    named = re.compile(rf"\branks? .*\b{victim}\b")
+    # "rank 2", "ranks 0 (last heard of at call 4, all_gather), 1 and 2"; not the 2 of other numbers behind the word.
+    named = re.compile(rf"\branks? (?:\d+(?: \([^()]*\))?(?:, | and ))*{victim}\b(?! of \d)")
     for one in failures:
         assert one.kind == kind and one.seconds < deadline + NOTICE_SECONDS, failures
     assert any(named.search(one.message) for one in failures), failures
@@ -194,9 +196,9 @@ def check_late(found: Sequence[Sequence[Failure]]) -> None:
         assert failure.seconds < NOTICE_SECONDS
 
 
-def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float) -> tuple[Failure, Failure, bool]:
+def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float) -> tuple[Failure, Failure]:
     """The last rank is stopped by the system for longer than the deadline, and in another group it is killed. What is
-    raised of that, and whether those who are left then work together."""
+    raised of that; the others then work together in a new group."""
     rank, last, found = dist.get_rank(), dist.get_world_size() - 1, []
     pids: list[Any] = [None] * (last + 1)
     dist.all_gather_object(pids, os.getpid())
@@ -220,8 +222,9 @@ def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float
                 dist.barrier()
     with group_on("plain" if transport == "hierarchical" else transport, ranks=range(last)) as group:
         run = calls_of(group, MATMULS)
-        works = [run() for _op in MATMULS] == [None] * len(MATMULS)
-    return found[0], found[1], works
+        for _op in MATMULS:
+            run()
+    return found[0], found[1]
 
 
 def fresh_stopped_then_killed(transport: str, first: int = 0, delay: float = 0.02) -> list[Outcome]:
@@ -234,10 +237,9 @@ def fresh_stopped_then_killed(transport: str, first: int = 0, delay: float = 0.0
 def check_stopped_then_killed(outcomes: list[Outcome]) -> None:
     *others, victim = outcomes
     assert victim.exit_code == -signal.SIGKILL
-    stopped, killed, works = zip(*(one.unwrap() for one in others), strict=True)
+    stopped, killed = zip(*(one.unwrap() for one in others), strict=True)
     check_failures(stopped, victim.rank, "CollectiveTimeoutError", 1.5)
     check_failures(killed, victim.rank, "PeerLostError")
-    assert all(works)
 
 
 def kill_many(count: int, seed: int) -> str:

@@ -64,6 +64,11 @@ def compiler() -> str:
     return found
 
 
+@functools.cache
+def compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+
+
 _prebuilt: list[Callable[[], object]] = []
 
 
@@ -137,7 +142,7 @@ def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: li
     # Ninja runs in the folder that it writes to.
     found = [f"-I{REPOSITORY / flag[2:]}" if flag.startswith("-I") else flag for flag in flags]
     command = [compiler(), *COMMON_FLAGS, *found]
-    words = "\0".join([str(REPOSITORY), *command])
+    words = "\0".join([str(REPOSITORY), compiler_version(), *command])
     folder = cache() / hashlib.sha256(words.encode()).hexdigest()[:16]
     steps = []
     for source in sources:
@@ -150,7 +155,10 @@ def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: li
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text(native.ninja_file(steps))
-        done = subprocess.run([*ninja, "--quiet"], cwd=folder, capture_output=True, text=True, check=False)
+        # With the lock: should this process be killed, ninja goes on, and no other begins beside it.
+        done = subprocess.run(
+            [*ninja, "--quiet"], cwd=folder, capture_output=True, text=True, check=False, pass_fds=(lock.fileno(),)
+        )
     if done.returncode:
         raise RuntimeError(f"{file_name} cannot be built:\n{done.stdout[-8000:]}")
     return folder / file_name

@@ -169,10 +169,10 @@ def _digest(variant: Variant) -> str:
 
 @functools.cache
 def _device_code() -> str:
-    """A digest of all kernels' files. Rejected: Triton's hash of a kernel, which depends on the functions that this
-    process has hashed before, so that two processes would not find what the other has kept."""
+    """A digest of all kernels' files and of this one, which measures. Rejected: Triton's hash of a kernel, which
+    depends on the functions that a process has hashed before: another would not find what this one has kept."""
     digest = hashlib.sha256()
-    for file in sorted((REPOSITORY / "triton_kernels").rglob("*.py")):
+    for file in (Path(__file__), *sorted((REPOSITORY / "triton_kernels").rglob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

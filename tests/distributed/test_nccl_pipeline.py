@@ -217,7 +217,7 @@ def sent_before_it_ended(group: Any) -> tuple[str, float]:
     if rank == 1:
         dist.barrier(group)
         return "", 0.0
-    failure = failure_of(lambda: step(schedule, "all_gather_matmul"))
+    failure = failure_of(lambda lost: step(schedule, "all_gather_matmul"))
     dist.barrier(group)
     return failure.message, failure.seconds
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,12 +97,33 @@ def both_of(group: dist.ProcessGroup) -> tuple[int, Mixed, Mixed, GradientSync]:
 
 
 @on_ranks(2, 3)
-def test_sums(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_sums(group: dist.ProcessGroup, shared_memory: str) -> None:
     for how in ("", "branches", "reentrant"):
         rank, alone, synced, sync = both_of(group)
-        step(synced, sync, tokens_of(rank), how)
-        step(alone, None, tokens_of(rank), how)
+        with mock.patch.dict(os.environ, FUSED_TP_SHM=shared_memory):
+            step(synced, sync, tokens_of(rank), how)
+            step(alone, None, tokens_of(rank), how)
         assert_sums(group, synced, alone, in_terms="reentrant" in how)
+
+
+@on_ranks(2)
+def test_what_was_there_is_not_summed_again(group: dist.ProcessGroup) -> None:
+    synced, sync, expected = Mixed(), GradientSync(mesh_of(group, 2, 1)), Mixed()
+    for number in range(3):
+        alone = Mixed()
+        for model in (synced, alone):
+            model.second.requires_grad_(number != 1)  # frozen for a while
+        step(synced, sync, tokens_of(10 * number + group.rank()), "branches")
+        step(alone, None, tokens_of(10 * number + group.rank()), "branches")
+        for total, term in zip(expected.parameters(), alone.parameters(), strict=True):
+            if term.grad is not None:
+                first, second = gathered(group, term.grad)
+                both = (first.float() + second.float()).to(term.dtype)
+                total.grad = both if total.grad is None else total.grad + both
+    for (name, mine), theirs in zip(synced.named_parameters(), expected.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name
 
 
 @on_ranks(2)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fused_tp.attention import ring_fused
+from fused_tp.attention.all_to_all import Share, places_of
 from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step, ring_plan
 from fused_tp.attention.ring_fused import kv_chunks
-from fused_tp.attention.spec import AttentionMask
+from fused_tp.attention.spec import AttentionMask, read_bounds
 from tests.attention_reference import dense
 
 
@@ -198,6 +199,19 @@ def test_a_part_of_a_step_is_a_part_of_its_mask(case: Case, data: st.DataObject)
     assert (part.q_start, part.q_stop) == (step.q_start + q_start, step.q_start + q_stop)
 
 
+def test_a_window_does_not_go_round_the_ring() -> None:
+    plan = RingPlan(AttentionMask(4096, 4096, causal=True, window=(63, 0)), 8, TokenLayout("contiguous"))
+    assert [plan.needed(3, source).length for source in range(8)] == [0, 0, 63, 512, 0, 0, 0, 0]
+    assert [plan.step(3, t).empty for t in range(8)] == [False, False] + [True] * 6
+
+
+def test_bounds_of_documents_end_with_the_sequence() -> None:
+    for bounds in ((0, 3), (0, 5, 4), (0, 2, 5)):
+        with pytest.raises(ValueError, match=r"cu_seqlens is \(.*\); it must begin with 0, .* the 4 tokens"):
+            read_bounds("cu_seqlens", torch.tensor(bounds), 4)
+    assert read_bounds("cu_seqlens", torch.tensor([0, 0, 4, 4]), 4) == (0, 0, 4, 4)
+
+
 def test_a_window_to_both_sides_leaves_holes() -> None:
     """Rank 0 of 2 looks at the begin of its neighbour's shard and at the end of it, and at nothing between."""
     plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, TokenLayout("zigzag"))
@@ -252,3 +266,12 @@ def test_chunks_of_a_launch_have_what_each_query_sees(
             assert (covered == 1).all()
             for i, keys in enumerate(found):
                 assert sorted(keys) == list(range(starts[i], stops[i]))
+
+
+def test_heads_that_only_one_rank_reads() -> None:
+    """They need not be written where others read."""
+    places = places_of(tuple(all_tokens(10, 3, "zigzag")))
+    share = Share(places, (range(1), range(2), range(1, 2)), 2)
+    assert [list(share.only(rank)) for rank in range(3)] == [[], [], []] and share.repeated and not share.even
+    share = Share(places, (range(2), range(2, 4), range(3, 5)), 5)
+    assert [list(share.only(rank)) for rank in range(3)] == [[0, 1], [2], [4]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ def test_bad_arguments_get_a_sentence(line: str, capsys: pytest.CaptureFixture[s
     assert code == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("fused-tp demo: ") and BAD_ARGUMENTS[line] in message
+
+
+def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
+    for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
+        assert demo.start_method(settings_of(f"--device {device}")) == method
 
 
 def test_text(tmp_path: Path) -> None:
