@@ -17,10 +17,8 @@
 #include "cuda/plan.h"
 #include "cuda/protocol.h"
 #include "driver/driver.h"
-#include "nccl/chunk_plan.h"
 #include "nccl/communicator.h"
 #include "nccl/library.h"
-#include "nccl/pipeline.h"
 
 namespace fused_tp::bindings {
 
@@ -90,8 +88,8 @@ void bind_driver(py::module_& m) {
 
 // ---- NCCL ------------------------------------------------------------------------------------------------------
 
-using nccl::ChunkPlan;
 using nccl::Communicator;
+using nccl::Ticket;
 using nccl::Transfer;
 
 // Its end may take as long as its ops in flight, so the last owner waits without the GIL, whether it held the GIL or
@@ -132,6 +130,19 @@ std::shared_ptr<Communicator> join(const std::shared_ptr<nccl::Library>& library
   return ending_without_gil(Communicator::create(library, driver, device, id, rank, size, std::move(options)));
 }
 
+using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes) each
+
+std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& receives) {
+  std::vector<Transfer> found;
+  const auto add = [&](const Transfers& transfers, Transfer::Kind kind) {
+    for (const auto& [peer, address, bytes] : transfers)
+      if (bytes > 0) found.push_back({kind, peer, pointer<>(address), bytes});
+  };
+  add(sends, Transfer::kSend);
+  add(receives, Transfer::kReceive);
+  return found;
+}
+
 void bind_communicator(py::module_& m) {
   using nccl::Library;
   py::class_<Library, std::shared_ptr<Library>>(m, "NcclLibrary", "NCCL, bound at run time.")
@@ -152,6 +163,8 @@ void bind_communicator(py::module_& m) {
           },
           "The unique id of a communicator: one rank makes it and gives it to all.");
 
+  py::class_<Ticket>(m, "NcclTicket", "An op that a communicator has enqueued.")
+      .def_readonly("captured", &Ticket::captured, "It is part of a CUDA graph.");
   py::class_<Communicator, std::shared_ptr<Communicator>>(
       m, "Communicator",
       "A NCCL communicator with a stream of its own, whose ops have deadlines: `check`, and every op, raises what it "
@@ -166,6 +179,29 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("calls", &Communicator::calls, "How many ops there have been.")
       .def_property("timeout_seconds", &Communicator::timeout, &Communicator::set_timeout,
                     "The deadline of ops from now on.")
+      .def(
+          "all_gather",
+          [](Communicator& communicator, Address in, Address out, size_t bytes, Address after) {
+            return communicator.all_gather(pointer<>(in), pointer<>(out), bytes, to_stream(after));
+          },
+          "in"_a, "out"_a, "bytes_per_rank"_a, "after"_a, NoGil())
+      .def(
+          "exchange",
+          [](Communicator& communicator, const Transfers& sends, const Transfers& receives,
+             std::optional<Address> after) {
+            return communicator.exchange(to_transfers(sends, receives),
+                                         after ? std::optional<Stream>(to_stream(*after)) : std::nullopt);
+          },
+          "sends"_a, "receives"_a, "after"_a, NoGil(),
+          "All at once: (peer, address, bytes) each, behind what is in the stream `after`, if given.")
+      .def(
+          "wait",
+          [](Communicator& communicator, const Ticket& ticket, Address stream) {
+            communicator.wait(ticket, to_stream(stream));
+          },
+          "ticket"_a, "stream"_a, NoGil(), "`stream` goes on once the op has ended.")
+      .def("has_begun", &Communicator::has_begun, "ticket"_a, NoGil(), "Whether it waits for nothing but peers.")
+      .def("has_ended", &Communicator::has_ended, "ticket"_a, NoGil())
       .def_property_readonly("failure", &Communicator::failure, "Why it is unusable; empty while it is not.")
       .def("check", &Communicator::check, NoGil(), "Raises what it has failed with, if it has.")
       .def("lose", &Communicator::lose, "rank"_a, "how"_a, NoGil(),
@@ -174,107 +210,6 @@ void bind_communicator(py::module_& m) {
            "Ops in flight are aborted, and everything raises FusedTPError.")
       .def("close", py::overload_cast<>(&Communicator::close), NoGil(),
            "Waits for what is in flight, within the deadline, and gives everything back.");
-}
-
-template <ChunkPlan (*make)(const std::vector<int64_t>&, int, int)>
-std::shared_ptr<ChunkPlan> checked_plan(const std::vector<int64_t>& counts, int rank, int chunks) {
-  require(!counts.empty(), "counts holds the rows of every rank; it is empty");
-  require(rank >= 0 && rank < static_cast<int>(counts.size()), "rank must be one of those that counts is for");
-  require(chunks >= 1, "chunks must be 1 or more");
-  for (const int64_t count : counts) require(count >= 0, "counts must not be negative");
-  return std::make_shared<ChunkPlan>(make(counts, rank, chunks));
-}
-
-std::vector<std::tuple<int, int64_t, int64_t>> to_tuples(const std::vector<nccl::Part>& parts) {
-  std::vector<std::tuple<int, int64_t, int64_t>> found;
-  for (const nccl::Part& part : parts) found.emplace_back(part.peer, part.start, part.count);
-  return found;
-}
-
-std::vector<std::pair<int64_t, int64_t>> to_ranges(const std::vector<nccl::Part>& parts) {
-  std::vector<std::pair<int64_t, int64_t>> found;
-  for (const nccl::Part& part : nccl::joined(parts)) found.emplace_back(part.start, part.start + part.count);
-  return found;
-}
-
-using Transfers = std::vector<std::tuple<int, Address, size_t>>;  // (peer, address, bytes) each
-
-std::vector<Transfer> to_transfers(const Transfers& sends, const Transfers& receives) {
-  std::vector<Transfer> found;
-  const auto add = [&](const Transfers& transfers, Transfer::Kind kind) {
-    for (const auto& [peer, address, bytes] : transfers)
-      if (bytes > 0) found.push_back({kind, peer, pointer<>(address), bytes});
-  };
-  add(sends, Transfer::kSend);
-  add(receives, Transfer::kReceive);
-  return found;
-}
-
-void check_counts(const Communicator& communicator, const std::vector<int64_t>& counts) {
-  require(static_cast<int>(counts.size()) == communicator.size(), "counts must hold the rows of every rank");
-}
-
-void bind_pipelines(py::module_& m) {
-  using nccl::GatherPipeline, nccl::Movement, nccl::Pipeline, nccl::ScatterPipeline;
-  py::class_<ChunkPlan, std::shared_ptr<ChunkPlan>>(m, "ChunkPlan", "Which rows move in which exchange.")
-      .def("__len__", [](const ChunkPlan& plan) { return plan.exchanges.size(); })
-      .def_readonly("pieces", &ChunkPlan::pieces)
-      .def(
-          "sends", [](const ChunkPlan& plan, size_t i) { return to_tuples(plan.exchanges.at(i).sends); },
-          "(peer, start, rows) of what this rank sends in an exchange.")
-      .def(
-          "receives", [](const ChunkPlan& plan, size_t i) { return to_tuples(plan.exchanges.at(i).receives); },
-          "(peer, start, rows) of what this rank receives in an exchange.")
-      .def(
-          "rows_sent", [](const ChunkPlan& plan, size_t i) { return to_ranges(plan.exchanges.at(i).sends); },
-          "(start, stop) of the rows that are sent in an exchange; neighbours are one.")
-      .def(
-          "rows_received", [](const ChunkPlan& plan, size_t i) { return to_ranges(plan.exchanges.at(i).receives); },
-          "(start, stop) of the rows that arrive in an exchange; neighbours are one.");
-  m.def("gather_plan", &checked_plan<nccl::gather_plan>, "counts"_a, "rank"_a, "chunks"_a);
-  m.def("scatter_plan", &checked_plan<nccl::scatter_plan>, "counts"_a, "rank"_a, "chunks"_a);
-
-  py::class_<Pipeline>(m, "Pipeline", "Exchanges on a communicator's stream.")
-      .def("__len__", &Pipeline::size)
-      .def(
-          "wait", [](Pipeline& pipeline, size_t i, Address stream) { pipeline.wait(i, to_stream(stream)); },
-          "exchange"_a, "stream"_a, NoGil(),
-          "`stream` goes on once that exchange has ended. Raises what the communicator has failed with.")
-      .def("waiting", &Pipeline::waiting, NoGil(),
-           "Which exchange waits for peers now, all before it having ended; -1: none. For a thread of our own.")
-      .def_property_readonly("captured", &Pipeline::captured, "Some exchange is part of a CUDA graph.")
-      .def("ended", &Pipeline::ended, NoGil(), "Whether that was all, and has ended. For a thread of our own.");
-  py::class_<Movement, Pipeline>(m, "Movement", "Some sends and receives at once.")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, const Transfers& sends, const Transfers& receives,
-                       Address stream) {
-             return std::make_unique<Movement>(std::move(communicator), to_transfers(sends, receives),
-                                               to_stream(stream));
-           }),
-           "communicator"_a, "sends"_a, "receives"_a, "stream"_a, NoGil(), "(peer, address, bytes) each.");
-  py::class_<GatherPipeline, Pipeline>(m, "GatherPipeline", "Rows of all ranks, in the exchanges of a plan.")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, const std::shared_ptr<ChunkPlan>& plan,
-                       const std::vector<int64_t>& counts, int64_t row_bytes, Address own, Address gathered,
-                       Address stream) {
-             check_counts(*communicator, counts);
-             return std::make_unique<GatherPipeline>(std::move(communicator), *plan, counts, row_bytes,
-                                                     pointer<const char>(own), pointer<char>(gathered),
-                                                     to_stream(stream));
-           }),
-           "communicator"_a, "plan"_a, "counts"_a, "row_bytes"_a, "own"_a, "gathered"_a, "stream"_a, NoGil())
-      .def_property_readonly("brings_own_rows", &GatherPipeline::brings_own_rows);
-  py::class_<ScatterPipeline, Pipeline>(m, "ScatterPipeline", "Terms of the own rows, in the exchanges of a plan.")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<ChunkPlan> plan,
-                       std::vector<int64_t> counts, int64_t row_bytes, Address partial, bool without_own,
-                       Address terms) {
-             check_counts(*communicator, counts);
-             return std::make_unique<ScatterPipeline>(std::move(communicator), std::move(plan), std::move(counts),
-                                                      row_bytes, pointer<const char>(partial), without_own,
-                                                      pointer<char>(terms));
-           }),
-           "communicator"_a, "plan"_a, "counts"_a, "row_bytes"_a, "partial"_a, "without_own"_a, "terms"_a)
-      .def(
-          "send", [](ScatterPipeline& pipeline, Address stream) { pipeline.send(to_stream(stream)); }, "stream"_a,
-          NoGil(), "Enqueues the next exchange, behind what is in `stream`.");
 }
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
@@ -553,7 +488,6 @@ void bind_plans(py::module_& m) {
 void bind_gpu(py::module_& m) {
   bind_driver(m);
   bind_communicator(m);
-  bind_pipelines(m);
   bind_copy_engine(m);
   bind_kernels(m);
   bind_plans(m);

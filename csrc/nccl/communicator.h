@@ -83,6 +83,10 @@ class Communicator {
 
   // `stream` goes on once the op has ended.
   void wait(const Ticket& ticket, Stream stream);
+  // Whether it waits for nothing here but the op before it, and whether it has ended. An op of a CUDA graph always has.
+  // Any thread may ask.
+  bool has_begun(const Ticket& ticket) const { return ticket.captured || !ticket.begun || done(*ticket.begun); }
+  bool has_ended(const Ticket& ticket) const { return ticket.captured || done(*ticket.ended); }
 
   // Throws what the communicator has failed with, if it has.
   void check() const;
@@ -129,6 +133,10 @@ class Communicator {
   void end(double seconds);
   void close(double seconds);
   std::string where(const std::string& what) const;
+  bool done(const driver::OwnEvent& event) const {
+    const Driver::Device current(*driver_, device_);
+    return driver_->done(event.get());
+  }
 
   std::shared_ptr<const Library> library_;
   std::shared_ptr<const Driver> driver_;

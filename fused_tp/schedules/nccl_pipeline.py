@@ -26,8 +26,9 @@ from fused_tp.schedules.base import Cut, GatherMatmul, Work, rank_offsets
 from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.side_stream import SideStream
+from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
 from fused_tp.transport.device_collectives import sum_into
-from fused_tp.transport.nccl import Moving, NcclDist, gather_plan, scatter_plan
+from fused_tp.transport.nccl import Moving, NcclDist
 
 CHUNK_BYTES = 4 * 1024 * 1024  # a smaller chunk's latency, and a smaller matmul's, outweigh what it hides
 MAX_CHUNKS = 8

@@ -22,8 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -36,6 +35,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import Done, Pending, current_stream, when
+from fused_tp.transport.chunk_plan import Part, Plan, gather_plan
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange, first_reason
@@ -47,15 +47,65 @@ _ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer
 _IDLE_SECONDS = 2.0  # when nothing is under way that can be seen: CUDA graphs may be, and must not wait on
 
 
-@dataclass
-class _UnderWay:
-    """A pipeline, and the call of its last exchange that was enqueued."""
+Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) each
 
-    call: Call
-    pipeline: Any
+
+@dataclass
+class Pipeline:
+    """Exchanges on a communicator's stream, `count` of them in all, and an event behind each. Nothing here waits on the
+    host, so all of it can be captured in a CUDA graph. The watch's thread looks at it, too.
+
+    Memory: the caller keeps what is sent and received until every exchange has been waited for, or the communicator's
+    stream has passed it by other means.
+    """
+
+    communicator: Any
+    count: int
+    call: Call  # of the exchange that was enqueued last
+    tickets: list[Any] = field(default_factory=list)  # of the exchanges so far; None: nothing has moved yet
+    brings_own_rows: bool = False
     abandoned: bool = False
     waiting: int = -1  # the exchange that was last seen to wait for peers
     waiting_since: float = 0.0
+
+    def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
+        """Enqueues one more exchange, behind what is in the stream `after`, if given."""
+        if any(nbytes for *_, nbytes in (*sends, *receives)):
+            self.tickets.append(self.communicator.exchange(sends, receives, after))
+        else:
+            self.tickets.append(self.tickets[-1] if self.tickets else None)  # to wait for it: for those before
+
+    def wait(self, exchange: int, stream: int) -> None:
+        """`stream` goes on behind that exchange and all before it. Raises what the communicator has failed with."""
+        ticket = self.tickets[exchange]
+        if ticket is None:
+            self.communicator.check()
+        else:
+            self.communicator.wait(ticket, stream)
+
+    def ended(self) -> bool:
+        """Whether all exchanges have been enqueued and have ended; those in CUDA graphs always have."""
+        if len(self.tickets) < self.count:
+            return False
+        return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
+
+    def first_waiting(self) -> int:
+        """Which exchange waits for peers now: the first that has not ended, if this rank has come to it; -1: none."""
+        for i, ticket in enumerate(self.tickets):
+            if ticket is not None and not self.communicator.has_ended(ticket):
+                return i if self.communicator.has_begun(ticket) else -1
+        return -1
+
+    def captured(self) -> bool:
+        """Some exchange is part of a CUDA graph."""
+        return any(ticket is not None and ticket.captured for ticket in self.tickets)
+
+
+Launch = Callable[[Pipeline, int], None]  # enqueues exchanges of a pipeline, behind what is in a stream
+
+
+def _rows_at(address: int, parts: Sequence[Part], row_bytes: int) -> Transfers:
+    return [(part.peer, address + part.start * row_bytes, part.rows * row_bytes) for part in parts]
 
 
 class Moving(Pending[None]):
@@ -66,38 +116,36 @@ class Moving(Pending[None]):
     communicator's stream instead would do as well, but for tensors that live longer than the communicator.)
     """
 
-    def __init__(self, transport: NcclDist, under_way: _UnderWay, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, transport: NcclDist, pipeline: Pipeline, launch: Launch, tensors: Sequence[Tensor]) -> None:
         self._transport = transport
-        self._under_way = under_way
-        self._pipeline = under_way.pipeline
+        self._pipeline = pipeline
+        self._launch = launch
         self._tensors = tensors
         self._stream = transport.stream()
-
-    def __len__(self) -> int:
-        return len(self._pipeline)
 
     @property
     def brings_own_rows(self) -> bool:
         """Of a gather: the own rows are copied to their place too."""
-        return bool(self._pipeline.brings_own_rows)
+        return self._pipeline.brings_own_rows
 
     def send(self) -> None:
         """Of a scatter: enqueue the next exchange, behind what has been computed by now."""
         # A call of its own: a rank stuck in the middle differs from one that has sent all.
-        if len(self._pipeline):
-            self._under_way.call = self._transport.begin(self._under_way.call.op)
-        self._transport.attempt(self._under_way.call, lambda: self._pipeline.send(self._transport.stream()))
+        pipeline, transport = self._pipeline, self._transport
+        if pipeline.tickets:
+            pipeline.call = transport.begin(pipeline.call.op)
+        transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
         """What is computed from now on is ordered behind that exchange, by default the last one of all."""
-        last = len(self._pipeline) - 1
+        last = len(self._pipeline.tickets) - 1
         index = last if exchange is None else exchange
         stream = self._transport.stream()
         if index >= 0:
-            self._transport.wait(self._under_way, index, stream)
+            self._transport.wait(self._pipeline, index, stream)
         if index == last:
             if stream != self._stream and index >= 0:
-                self._transport.wait(self._under_way, index, self._stream)
+                self._transport.wait(self._pipeline, index, self._stream)
                 for tensor in self._tensors:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self._tensors = ()
@@ -105,7 +153,7 @@ class Moving(Pending[None]):
     def __del__(self) -> None:
         if not self._tensors:
             return
-        self._under_way.abandoned = True
+        self._pipeline.abandoned = True
         with suppress(Exception):
             self._transport.abandon(self._pipeline, self._stream)
 
@@ -121,12 +169,11 @@ class NcclDist(TorchDist):
         super().__init__(group, device.type, backend="NCCL")  # of our own; the group need have none for these tensors
         self.device = device
         self.communicator = communicator
-        self._core = import_module("fused_tp._core")
         _, self._driver = load(device)
         self._pid = os.getpid()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[Pipeline] = deque()
         self._captured = False  # there are CUDA graphs, which may be replayed without a call
         self._noticed = 0  # the call that a status has been published for
         self._gone: list[int] = []  # ranks whose processes have ended
@@ -138,13 +185,19 @@ class NcclDist(TorchDist):
     def gather(self, op: str, own: Tensor, gathered: Tensor, plan: Plan) -> Moving:
         """Start bringing everyone's rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
         row_bytes = own.shape[1] * own.element_size()
-        return self._move(
-            op,
-            lambda stream: self._core.GatherPipeline(
-                self.communicator, plan.native, plan.counts, row_bytes, own.data_ptr(), gathered.data_ptr(), stream
-            ),
-            (own, gathered),
-        )
+        at, to = own.data_ptr(), gathered.data_ptr()
+
+        def launch(pipeline: Pipeline, stream: int) -> None:
+            if len(plan.exchanges) == 1 and len(set(plan.counts)) == 1 and plan.counts[0] * row_bytes > 0:
+                pipeline.tickets.append(self.communicator.all_gather(at, to, plan.counts[0] * row_bytes, stream))
+                pipeline.brings_own_rows = True
+                return
+            for sends, receives in plan.exchanges:
+                # The first one that moves anything orders all behind `stream`: they begin one after the other.
+                after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
+                pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), after)
+
+        return self._move(op, len(plan.exchanges), launch, (own, gathered))
 
     def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: Plan) -> Moving:
         """Start bringing everyone's terms of the own rows to `terms` [W, plan.counts[rank], n], but for terms[rank].
@@ -152,21 +205,17 @@ class NcclDist(TorchDist):
         `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
         The caller computes what an exchange sends (`plan.ranges`) and then calls `send`, for one after the other.
         """
-        row_bytes = terms.shape[2] * terms.element_size()
-        without_own = partial.shape[0] != sum(plan.counts)
-        return self._move(
-            op,
-            lambda stream: self._core.ScatterPipeline(
-                self.communicator,
-                plan.native,
-                plan.counts,
-                row_bytes,
-                partial.data_ptr(),
-                without_own,
-                terms.data_ptr(),
-            ),
-            (partial, terms),
-        )
+        row_bytes, own = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
+        left_out = own if partial.shape[0] != sum(plan.counts) else 0
+        at, to = partial.data_ptr(), terms.data_ptr()
+
+        def launch(pipeline: Pipeline, stream: int) -> None:
+            exchange = plan.exchanges[len(pipeline.tickets)]
+            sends = [Part(p.peer, p.start - left_out * (p.peer > self.rank), p.rows) for p in exchange.sends]
+            receives = [Part(p.peer, p.start + own * p.peer, p.rows) for p in exchange.receives]
+            pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), stream)
+
+        return self._move(op, len(plan.exchanges), launch, (partial, terms), at_once=False)
 
     def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
@@ -203,7 +252,7 @@ class NcclDist(TorchDist):
         going, coming = (
             [(rank, t.data_ptr(), t.numel() * t.element_size()) for rank, t in parts] for parts in (sends, receives)
         )
-        return self._move(op, lambda stream: self._core.Movement(self.communicator, going, coming, stream), tensors)
+        return self._move(op, 1, lambda pipeline, stream: pipeline.add(going, coming, stream), tensors)
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -211,20 +260,21 @@ class NcclDist(TorchDist):
         """Handle of the stream that computes now."""
         return current_stream(self.device)
 
-    def _move(self, op: str, launch: Callable[[int], Any], tensors: Sequence[Tensor]) -> Moving:
-        call = self.begin(op)
+    def _move(self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True) -> Moving:
+        """`count` exchanges, which `launch` enqueues: now, or, not `at_once`, one by one when they are sent."""
+        pipeline = Pipeline(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
-                pipeline = self.attempt(call, lambda: launch(self.stream()))
+                if at_once:
+                    self.attempt(pipeline.call, lambda: launch(pipeline, self.stream()))
         except BaseException:
             self.abandon(None, self.stream())
             raise
-        under_way = _UnderWay(call, pipeline)
-        if pipeline.captured or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if pipeline.captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._captured = True
         else:
-            self._under_way.append(under_way)
-        return Moving(self, under_way, tensors)
+            self._under_way.append(pipeline)
+        return Moving(self, pipeline, launch, tensors)
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -256,22 +306,22 @@ class NcclDist(TorchDist):
         except RuntimeError as error:
             raise self._failure(call, error) from error
 
-    def wait(self, under_way: _UnderWay, index: int, stream: int) -> None:
+    def wait(self, pipeline: Pipeline, index: int, stream: int) -> None:
         """`stream` goes on behind an exchange of the pipeline."""
         begun = time.perf_counter()
         try:
-            self.attempt(under_way.call, lambda: under_way.pipeline.wait(index, stream))
+            self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
         finally:
             tracing.add_wait(time.perf_counter() - begun)
 
-    def abandon(self, pipeline: Any, stream: int) -> None:
+    def abandon(self, pipeline: Pipeline | None, stream: int) -> None:
         """For a movement without a waiter, most likely because of an error; its memory goes back to `stream`."""
         if os.getpid() != self._pid:
             return
         if pipeline is not None and self.device.type == "cuda":
             with suppress(FusedTPError):
-                if len(pipeline):
-                    pipeline.wait(len(pipeline) - 1, stream)
+                if pipeline.tickets:
+                    pipeline.wait(-1, stream)
                 return
         # On the CPU, or where the communicator has failed, which ends what is in its stream. A broken device says
         # nothing new here, and what is being raised matters more.
@@ -350,7 +400,7 @@ class NcclDist(TorchDist):
                 self._tell()
             return
         with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
-            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].pipeline.ended()):
+            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].ended()):
                 self._under_way.popleft()
         call = self._under_way[0].call if self._under_way else None
         if self._gone and self._is_lost():
@@ -377,7 +427,7 @@ class NcclDist(TorchDist):
             return now - self._gone_since > _IDLE_SECONDS
         front, waiting = self._under_way[0], -1
         with suppress(RuntimeError):  # as above
-            waiting = front.pipeline.waiting()
+            waiting = front.first_waiting()
         if waiting < 0 or waiting != front.waiting:
             front.waiting, front.waiting_since = waiting, now
         return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
@@ -499,34 +549,3 @@ def judged(facts: Sequence[Facts]) -> Availability:
 
 def _shown(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-# -- which rows move in which exchange of a pipeline -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which rows move in which exchange (csrc/nccl/chunk_plan.h).
-
-    Each rank's rows are cut into `pieces`: piece i of a scatter's own rows is complete after
-    `len(ranges) / pieces * (i + 1)` exchanges.
-    """
-
-    native: Any
-    counts: tuple[int, ...]  # rows of every rank
-    ranges: tuple[tuple[tuple[int, int], ...], ...]  # start and stop of what arrives, or is sent, in each exchange
-    pieces: int
-
-
-@lru_cache(maxsize=1024)
-def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
-    """Rows of all ranks in up to `chunks` exchanges: those of rank - 1 first, then those of rank - 2, ..."""
-    native = import_module("fused_tp._core").gather_plan(counts, rank, chunks)
-    return Plan(native, counts, tuple(tuple(native.rows_received(i)) for i in range(len(native))), native.pieces)
-
-
-@lru_cache(maxsize=1024)
-def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
-    """Terms of all ranks' rows in up to `chunks` exchanges: those of the farthest owner first, the own ones stay."""
-    native = import_module("fused_tp._core").scatter_plan(counts, rank, chunks)
-    return Plan(native, counts, tuple(tuple(native.rows_sent(i)) for i in range(len(native))), native.pieces)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +17,7 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import nccl_pipeline, registry
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport.nccl import gather_plan, scatter_plan
+from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
 from tests.distributed.double_tools import nccl_ranks, public_ops_use, stalled_until, transport_of
 from tests.distributed.schedule_cases import at_random, every_method, step
 from tests.distributed.test_tp_ops import all_cases, own_part
@@ -164,33 +163,27 @@ def test_matmuls_run_while_nothing_moves(group: Any) -> None:
 def test_pipelines_can_be_captured(group: Any) -> None:
     """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
     transport, (driver, _), knobs = transport_of(group), load_doubles(), cuda_knobs()
-    core, communicator = importlib.import_module("fused_tp._core"), transport.communicator
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     counts, columns = (3, 2, 0, 4)[:world_size], 5
     own, gathered = torch.zeros(counts[rank], columns), torch.zeros(sum(counts), columns)
     partial, terms = torch.zeros(sum(counts), columns), torch.zeros(world_size, counts[rank], columns)
     stream = Stream()
     knobs.cuda_double_begin_capture(stream.handle)
-    plan = gather_plan(counts, rank, 4)
-    gather = core.GatherPipeline(
-        communicator, plan.native, counts, 4 * columns, own.data_ptr(), gathered.data_ptr(), stream.handle
-    )
-    for i in range(len(gather)):
-        gather.wait(i, stream.handle)
-    plan = scatter_plan(counts, rank, 4)
-    scatter = core.ScatterPipeline(
-        communicator, plan.native, counts, 4 * columns, partial.data_ptr(), False, terms.data_ptr()
-    )
-    for i in range(len(plan.ranges)):
-        scatter.send(stream.handle)
-        scatter.wait(i, stream.handle)
-    graph = knobs.cuda_double_end_capture(stream.handle, communicator.stream)
-    assert gathered.abs().max() == 0 and gather.ended() and scatter.ended()
+    with mock.patch.object(transport, "stream", lambda: stream.handle):
+        gather = transport.gather("all_gather", own, gathered, gather_plan(counts, rank, 4))
+        gather.wait()
+        plan = scatter_plan(counts, rank, 4)
+        scatter = transport.scatter("reduce_scatter", partial, terms, plan)
+        for i in range(len(plan.exchanges)):
+            scatter.send()
+            scatter.wait(i)
+    graph = knobs.cuda_double_end_capture(stream.handle, transport.communicator.stream)
+    assert gathered.abs().max() == 0
     for replay in range(1, 4):
         own.fill_(10.0 * replay + rank)
         partial.fill_(100.0 * replay + rank)
         knobs.cuda_double_replay(graph, stream.handle)
-        assert driver.synchronize(communicator.device, stream.handle, 10)
+        assert driver.synchronize(transport.communicator.device, stream.handle, 10)
         for peer in range(world_size):
             rows = gathered[sum(counts[:peer]) :][: counts[peer]]
             assert peer == rank or torch.equal(rows, torch.full_like(rows, 10.0 * replay + peer))

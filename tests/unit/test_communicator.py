@@ -33,7 +33,7 @@ COUNT = 3001  # more bytes than a mailbox of the double holds
 
 
 class Communicator:
-    """One of the core's, with an all-gather of float32 tensors; a pipeline is what it returns."""
+    """One of the core's, with an all-gather of tensors."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = 30) -> None:
         driver, library = libraries.load_doubles()
@@ -44,13 +44,11 @@ class Communicator:
 
     def all_gather(self, x: Tensor, out: Tensor, stream: int = DEFAULT_STREAM) -> Any:
         self.memory += [x, out]
-        counts = [len(x)] * self.size
-        plan = _core.gather_plan(counts, self.rank, 1)
-        return _core.GatherPipeline(self.core, plan, counts, 4, x.data_ptr(), out.data_ptr(), stream)
+        return self.core.all_gather(x.data_ptr(), out.data_ptr(), x.nbytes, stream)
 
-    def wait(self, pipeline: Any) -> None:
+    def wait(self, ticket: Any) -> None:
         """On the host; raises what the communicator has failed with."""
-        while not pipeline.ended():
+        while not self.core.has_ended(ticket):
             self.core.check()
             time.sleep(0.001)
         self.core.check()
@@ -66,7 +64,7 @@ class Communicator:
 
     def check_works(self) -> None:
         x, out = self.outputs()
-        self.all_gather(x, out).wait(0, DEFAULT_STREAM)
+        self.core.wait(self.all_gather(x, out), DEFAULT_STREAM)
         assert torch.equal(out, self.gathered())
 
 
@@ -99,10 +97,10 @@ def order_of_ops(group: dist.ProcessGroup) -> None:
     (x, out), fives = one.outputs(), torch.full((COUNT,), 5.0)
     stream.wait_for(word)
     stream.copy(x, fives)
-    pipeline = one.all_gather(x, out, stream.handle)
+    ticket = one.all_gather(x, out, stream.handle)
     time.sleep(0.02)  # enough for an op that does not wait
-    assert not pipeline.ended() and out[0] == 0
-    pipeline.wait(0, other.handle)
+    assert not one.core.has_ended(ticket) and out[0] == 0
+    one.core.wait(ticket, other.handle)
     word.fill_(1)
     one.synchronize(other.handle)
     assert out.eq(5).all()
@@ -113,7 +111,7 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
     one = Communicator(group)
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="a peer is a rank from 0 to 1, not -1"):
-        _core.Movement(one.core, [(-1, x.data_ptr(), 4)], [], 0)
+        one.core.exchange([(-1, x.data_ptr(), 4)], [], 0)
     with pytest.raises(ValueError, match="not rank 2 of 2"):
         _core.Communicator(library, driver, 0, library.make_id(), 2, 2, 1)
     with pytest.raises(ValueError, match="a unique id has 128 bytes, not 3"):
@@ -139,12 +137,12 @@ def stalled(group: dist.ProcessGroup) -> None:
     one.check_works()
     if one.rank != 0:
         x, out = one.outputs()
-        pipeline = one.all_gather(x, out, libraries.Stream().handle)
-        took, sentence = seconds_until(CollectiveTimeoutError, lambda: one.wait(pipeline))
+        ticket = one.all_gather(x, out, libraries.Stream().handle)
+        took, sentence = seconds_until(CollectiveTimeoutError, lambda: one.wait(ticket))
         assert 0.3 < took < 1.3, took
         assert sentence.startswith(f"all_gather (call 2) on rank {one.rank} of {one.size} has waited ")
         assert one.core.failure == sentence
-        for call in (one.check_works, lambda: pipeline.wait(0, DEFAULT_STREAM), one.core.check):
+        for call in (one.check_works, lambda: one.core.wait(ticket, DEFAULT_STREAM), one.core.check):
             took, again = seconds_until(CollectiveTimeoutError, call)
             assert again == sentence and took < 0.5
         assert out.isnan().all()
@@ -163,11 +161,11 @@ def slow_computation(group: dist.ProcessGroup) -> None:
     stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
     stream.wait_for(word)
     x, out = one.outputs()
-    pipelines = [one.all_gather(x, out, stream.handle) for _ in range(3)]
+    tickets = [one.all_gather(x, out, stream.handle) for _ in range(3)]
     time.sleep(1.0)  # longer than the deadline
     one.core.check()
     word.fill_(1)
-    one.wait(pipelines[-1])
+    one.wait(tickets[-1])
     assert torch.equal(out, one.gathered())
 
 
@@ -193,12 +191,12 @@ def interrupted(group: dist.ProcessGroup) -> None:
             took, _ = seconds_until(KeyboardInterrupt, lambda: Communicator(group))
         assert took < 3
         one = Communicator(group)
-        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)  # its peer never comes
+        ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)  # its peer never comes
         for wait in (lambda: one.driver.synchronize(0, one.core.stream, 30), one.core.close):
             with interrupted_after(0.2):
                 took, _ = seconds_until(KeyboardInterrupt, wait)
             assert took < 3
-        assert "was interrupted" in one.core.failure and pipeline is not None
+        assert "was interrupted" in one.core.failure and ticket is not None
     dist.barrier(group)
 
 
@@ -207,10 +205,10 @@ def reported_errors(group: dist.ProcessGroup) -> None:
     for code, error in ((6, PeerLostError), (2, PeerLostError), (3, FusedTPError)):
         one = Communicator(group)
         if one.rank == 1:
-            pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
+            ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)
             libraries.nccl_knobs().nccl_double_inject(code)
             try:
-                took, sentence = seconds_until(error, functools.partial(one.wait, pipeline))
+                took, sentence = seconds_until(error, functools.partial(one.wait, ticket))
             finally:
                 libraries.nccl_knobs().nccl_double_inject(0)
             assert took < 2 and "NCCL says: " in sentence
@@ -236,11 +234,11 @@ def driver_failure(group: dist.ProcessGroup) -> None:
     assert "all_gather (call 1) on rank" in sentence and "CUDA_ERROR_ILLEGAL_ADDRESS" in sentence
     broken = Communicator(group)
     if broken.rank == 0:  # the other one does not come
-        pipeline = broken.all_gather(*broken.outputs(), libraries.Stream().handle)
+        ticket = broken.all_gather(*broken.outputs(), libraries.Stream().handle)
         libraries.cuda_knobs().cuda_double_fail(b"cuEventQuery", 700, 0)  # the next to ask is the watchdog
         while not broken.core.failure:
             time.sleep(0.01)
-        assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.core.failure and pipeline
+        assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.core.failure and ticket
     dist.barrier(group)
 
 
@@ -250,10 +248,10 @@ def unbegun_op(group: dist.ProcessGroup) -> None:
     if one.rank == 0:
         stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
         (x, first), gradients, parameters = one.outputs(), torch.full((2 * COUNT,), 5.0), torch.zeros(2 * COUNT)
-        pipelines = [one.all_gather(x, first, libraries.Stream().handle)]  # waits for its peer
+        tickets = [one.all_gather(x, first, libraries.Stream().handle)]  # waits for its peer
         stream.wait_for(word)
         stream.copy(parameters, gradients)
-        pipelines.append(one.all_gather(x, gradients, stream.handle))
+        tickets.append(one.all_gather(x, gradients, stream.handle))
         time.sleep(0.1)  # the first op is waiting for its peer, most likely
         one.core.lose(1, "a test")
         assert first.isnan().all() and not gradients.isnan().any()
@@ -267,9 +265,9 @@ def left_to_itself(group: dist.ProcessGroup) -> None:
     """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
     one = Communicator(group, timeout=120)
     if one.rank == 0:
-        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
+        ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)
         begun = time.monotonic()
-        del pipeline, one
+        del ticket, one
         assert time.monotonic() - begun < 15
     dist.barrier(group)
 
@@ -308,16 +306,16 @@ def test_failures(case: Callable[[dist.ProcessGroup], None]) -> None:
 
 def aborted(group: dist.ProcessGroup) -> None:
     one = Communicator(group)
-    pipeline = None
+    ticket = None
     if one.rank == 0:
-        pipeline = one.all_gather(*one.outputs(), libraries.Stream().handle)
+        ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)
         threading.Timer(0.1, one.core.abort, ("no longer wanted",)).start()
-        _, sentence = seconds_until(FusedTPError, functools.partial(one.wait, pipeline))
+        _, sentence = seconds_until(FusedTPError, functools.partial(one.wait, ticket))
         assert sentence == "this communicator on rank 0 of 2 was aborted: no longer wanted"
     one.core.abort("again")
     one.core.abort("and again")
     seconds_until(FusedTPError, one.core.check)
-    del one, pipeline
+    del one, ticket
     dist.barrier(group)
     deadline = time.monotonic() + 10
     while libraries.nccl_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
@@ -334,9 +332,9 @@ def left_open(group: dist.ProcessGroup) -> None:
     failed.core.abort("a test")
     if busy.rank == 1:
         time.sleep(0.3)  # the other's op waits for it
-    pipeline = busy.all_gather(*busy.outputs(), libraries.Stream().handle)
+    ticket = busy.all_gather(*busy.outputs(), libraries.Stream().handle)
     if busy.rank == 1:
-        busy.wait(pipeline)
+        busy.wait(ticket)
 
 
 def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
@@ -364,9 +362,9 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()
     with captured(stream.handle, one.core.stream) as graph:
-        pipeline = one.all_gather(x, out, stream.handle)
-        pipeline.wait(0, stream.handle)
-    assert pipeline.captured and out[0] == 0
+        ticket = one.all_gather(x, out, stream.handle)
+        one.core.wait(ticket, stream.handle)
+    assert ticket.captured and out[0] == 0
     for _ in range(60):  # longer than the deadline, the same values of the word again and again
         out.fill_(0)
         knobs.cuda_double_replay(graph[0], stream.handle)
@@ -388,7 +386,7 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
         assert sentence.startswith("all_gather (call 2) in a CUDA graph on rank 1 of 2 has waited ")
         dist.barrier(group)
         driver = one.driver
-        del one, pipeline
+        del one, ticket
         knobs.cuda_double_replay(graph[0], stream.handle)  # it outlives the communicator
         assert driver.synchronize(0, stream.handle, 10)
     dist.barrier(group)
@@ -400,10 +398,10 @@ def capture_of_another_thread(group: dist.ProcessGroup) -> None:
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()
     with captured(stream.handle, one.core.stream) as graph:
-        pipeline = one.all_gather(x, out, stream.handle)
+        ticket = one.all_gather(x, out, stream.handle)
         with pytest.raises(ValueError, match="another thread is capturing this communicator's ops"):
             one.all_gather(x, out, libraries.Stream().handle)
-        pipeline.wait(0, stream.handle)
+        one.core.wait(ticket, stream.handle)
     libraries.cuda_knobs().cuda_double_replay(graph[0], stream.handle)
     one.synchronize(stream.handle)
     assert torch.equal(out, one.gathered())

@@ -1,4 +1,4 @@
-// Communicators and pipelines over the doubles, ranks as threads: ops from several threads, deadlines, an error that
+// Communicators over the doubles, ranks as threads: ops from several threads, deadlines, an error that
 // NCCL reports, a peer that is lost, and ends in all of these states. For ThreadSanitizer.
 //
 //     races <double of libcuda> <double of libnccl>
@@ -15,7 +15,6 @@
 #include "errors.h"
 #include "expect.h"
 #include "nccl/communicator.h"
-#include "nccl/pipeline.h"
 
 using namespace fused_tp;
 using namespace fused_tp::nccl;
@@ -116,78 +115,31 @@ void one_is_missing(double timeout, End&& end) {
   });
 }
 
-// As a watch does: asks until the pipeline has ended.
-class Watcher {
- public:
-  explicit Watcher(const Pipeline& pipeline)
-      : thread_([&] {
-          while (!pipeline.ended()) std::this_thread::yield();
-        }) {}
-  ~Watcher() { thread_.join(); }
-
- private:
-  std::thread thread_;
-};
-
-int value(int rank, int64_t row) { return rank * 1000 + static_cast<int>(row); }
-
-void gather(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& counts, int chunks,
-            int64_t columns) {
-  const int rank = communicator->rank();
-  const int64_t rows = row_offset(counts, kRanks);
-  std::vector<int> own(counts[rank] * columns), gathered(rows * columns, -1);
-  for (size_t i = 0; i < own.size(); ++i) own[i] = value(rank, static_cast<int64_t>(i) / columns);
-  const ChunkPlan plan = gather_plan(counts, rank, chunks);
-  const auto bytes = [](auto& data) { return reinterpret_cast<char*>(data.data()); };
-  GatherPipeline pipeline(communicator, plan, counts, columns * 4, bytes(own), bytes(gathered), Stream{nullptr});
-  const Watcher watcher(pipeline);
-  for (size_t i = 0; i < pipeline.size(); ++i) {
-    pipeline.wait(i, Stream{nullptr});
-    for (const Part& part : plan.exchanges[i].receives)
-      for (int64_t at = part.start * columns; at < (part.start + part.count) * columns; ++at)
-        EXPECT(gathered[at] == value(part.peer, at / columns - row_offset(counts, part.peer)));
-  }
-}
-
-void scatter(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& counts, int chunks,
-             int64_t columns, bool without_own) {
-  const int rank = communicator->rank();
-  const int64_t rows = row_offset(counts, kRanks), own = counts[rank], start = row_offset(counts, rank);
-  std::vector<int> partial((without_own ? rows - own : rows) * columns, -1), terms(kRanks * own * columns, -1);
-  const auto plan = std::make_shared<const ChunkPlan>(scatter_plan(counts, rank, chunks));
-  const auto bytes = [](auto& data) { return reinterpret_cast<char*>(data.data()); };
-  ScatterPipeline pipeline(communicator, plan, counts, columns * 4, bytes(partial), without_own, bytes(terms));
-  const Watcher watcher(pipeline);
-  for (const Exchange& exchange : plan->exchanges) {
-    for (const Part& part : joined(exchange.sends)) {
-      for (int64_t row = part.start; row < part.start + part.count; ++row) {
-        const int64_t at = without_own && row >= start + own ? row - own : row;
-        for (int64_t column = 0; column < columns; ++column) partial[at * columns + column] = value(rank, row);
-      }
-    }
-    pipeline.send(Stream{nullptr});
-  }
-  for (size_t i = 0; i < pipeline.size(); ++i) pipeline.wait(i, Stream{nullptr});
-  for (int peer = 0; peer < kRanks; ++peer)
-    for (int64_t at = 0; peer != rank && at < own * columns; ++at)
-      EXPECT(terms[peer * own * columns + at] == value(peer, start + at / columns));
-}
-
-// Sizes and cuts by chance, the same on all ranks: what arrives is what was sent, while another thread asks how far a
-// pipeline is.
-void pipelines() {
+// Sizes by chance, the same on all ranks: what arrives is what was sent, while another thread asks whether it has.
+void exchanges() {
   const UniqueId id = the_library->make_id();
   on_all_ranks([&](int rank) {
     const auto communicator = join(id, rank, 60);
     std::mt19937 chance(7);
-    const auto below = [&](int limit) { return static_cast<int>(chance() % static_cast<unsigned>(limit)); };
-    for (int round = 0; round < 40; ++round) {
-      const std::vector<int64_t> counts =
-          below(3) ? std::vector<int64_t>{below(9), below(9), below(9)} : std::vector<int64_t>(kRanks, below(9));
-      const int chunks = 1 + below(7);
-      const int64_t columns = below(4) ? 1 + below(600) : 0;
-      gather(communicator, counts, chunks, columns);
-      scatter(communicator, counts, chunks, columns, below(2) == 0);
+    for (int round = 0; round < 80; ++round) {
+      const size_t count = chance() % 600;
+      std::vector<int> own(count, rank), got(kRanks * count, -1);
+      std::vector<Transfer> transfers;
+      for (int peer = 0; peer < kRanks; ++peer) {
+        if (peer == rank) continue;
+        transfers.push_back({Transfer::kSend, peer, own.data(), count * sizeof(int)});
+        transfers.push_back({Transfer::kReceive, peer, got.data() + peer * count, count * sizeof(int)});
+      }
+      const Ticket ticket = communicator->exchange(transfers, Stream{nullptr});
+      std::thread watcher([&] {
+        while (!communicator->has_begun(ticket) || !communicator->has_ended(ticket)) std::this_thread::yield();
+      });
+      communicator->wait(ticket, Stream{nullptr});
+      for (size_t i = 0; i < got.size(); ++i) {
+        const int peer = static_cast<int>(i / count);
+        EXPECT(got[i] == (peer == rank ? -1 : peer));
+      }
+      watcher.join();
     }
     communicator->close();
   });
@@ -210,7 +162,7 @@ int main(int, char** arguments) {
   });
   inject(0);
   ops_and_ends();
-  pipelines();
+  exchanges();
   Communicator::close_all();
   std::puts("no race");
 }
