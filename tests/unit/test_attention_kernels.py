@@ -1,80 +1,131 @@
-"""Providers of one step: against fp64 attention, steps that add up, and that choices are what they should be."""
+"""Kernels of one step of attention against dense fp64: masks, scores, dtypes, strides, steps that add up; and which one
+is chosen. Native kernels in every instruction set that this machine has.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+import os
+import random
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fused_tp.attention.kernels import select, triton
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
-from fused_tp.attention.kernels.native import NATIVE
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.native import NATIVE, NativeCpu
 from fused_tp.attention.kernels.reference import REFERENCE, Reference
 from fused_tp.attention.kernels.select import choose_kernel, kernel_for
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU
 from fused_tp.attention.layout import Tokens
+from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.runtime.availability import AVAILABLE, unavailable
-from tests.attention_reference import Inputs, backward, forward, kernel_inputs, whole_reference
+from fused_tp.transport.base import accumulate_dtype
+from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
+from tests.attention_reference import kernel_inputs as inputs
+from tests.native_build import REPOSITORY, build_program, native_build, require_sanitizer
+from tests.reference import assert_within_dtype_error
 
-SCALE = 0.3
-PLAIN = Scores(SCALE)
+core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
+
+ISAS = ("plain", "avx2", "avx512")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN = Scores(0.3)
 KERNEL = pytest.mark.parametrize("kernel", [NATIVE, TORCH_CPU, REFERENCE], ids=lambda kernel: kernel.name)
+DOCUMENTS = (0, 1, 1, 90, 150, 151, 210)
 MASKS = {
     "full": AttentionMask(37, 37),
-    "causal": AttentionMask(37, 37, causal=True),
-    "window": AttentionMask(300, 300, causal=True, window=(70, 0)),
-    "window on both sides": AttentionMask(300, 300, window=(65, 80)),
-    "documents": AttentionMask(260, 260, True, (-1, -1), (0, 1, 1, 90, 100, 260), (0, 1, 1, 90, 100, 260)),
+    "causal": AttentionMask(210, 210, causal=True),
+    "window": AttentionMask(210, 210, window=(40, 7)),
+    "causal window": AttentionMask(300, 300, causal=True, window=(70, 0)),
+    "documents": AttentionMask(210, 210, True, (-1, -1), DOCUMENTS, DOCUMENTS),
     "cross": AttentionMask(50, 150, causal=True),
     "more queries": AttentionMask(150, 50, causal=True),
 }
 
 
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    if not core.attention_isa(0, request.param).startswith(request.param):
+        pytest.skip(f"this CPU, or the compiler of the native core, has no {request.param}")
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, keys: Sequence[Tokens] = ()) -> None:
-    """Forward and backward, by a step for each of `keys`, against fp64."""
+    """Forward and backward, by a step for each of `keys`, or by one of everything."""
     dtype = x.q.dtype
-    state = forward(kernel, mask, scores, x, keys=keys)
-    out, lse = state.result(dtype)
-    got = [out, lse, *backward(kernel, mask, scores, x, out, lse, keys=keys)[:3]]
-    wanted_out, wanted_lse, grads = whole_reference(mask, scores, x)
-    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), got, (wanted_out, wanted_lse, *grads), strict=False):
-        # lse is fp32; gradients are what is left of larger terms that were rounded.
-        eps = 1e-6 if name == "lse" and dtype != torch.float64 else torch.finfo(dtype).eps
-        finite = torch.isfinite(other)
-        assert torch.equal(torch.isfinite(one), finite), name
-        limit = 16 * eps * max(1.0, float(other[finite].abs().max()) if bool(finite.any()) else 1.0)
-        assert float((one.double() - other)[finite].abs().max()) <= limit, name
+    out, lse, grads = whole_reference(mask, scores, x)
+    got, got_lse = forward(kernel, mask, scores, x, keys=keys).result(dtype)
+    # Rounded: probabilities, then the result. A score is a sum over the head dim, and an error of it one of its exp.
+    terms = mask.seq_len_kv + 16 * x.q.shape[-1]
+    assert_within_dtype_error(got, out, dtype, reduced_over=terms, roundings=3, name="out")
+    assert_within_dtype_error(got_lse, lse, got_lse.dtype, reduced_over=terms, roundings=3, name="lse")
+    sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
+    made = backward(kernel, mask, scores, x, out, lse, sums, keys=keys)
+    # Where few keys are seen, the two terms of dscore nearly cancel: what is left has the error of the terms.
+    terms_size = abs(scores.scale) * (x.v.shape[-1] ** 0.5) * 8
+    eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(made.dq.dtype).eps
+    for name in ("dq", "dk", "dv"):
+        actual, wanted = getattr(made, name).double(), getattr(grads, name)
+        rms = wanted.pow(2).mean().sqrt()
+        bound = 4 * eps * (wanted.abs() + rms) + 8 * sum_eps * (terms**0.5 * rms + 4 * terms_size)
+        excess = ((actual - wanted).abs() / bound).max()
+        assert excess < 1, f"{name} is off by {excess} times what {dtype} allows"
+    if scores.alibi_slopes is not None:
+        # Terms of alternating sign, as large as the longest distance.
+        size = float(grads.d_slopes.abs().max()) + float(mask.seq_len_kv)
+        assert float((made.d_slopes.detach().double() - grads.d_slopes).abs().max()) < 64 * sum_eps * size
+
+
+def in_parts(length: int) -> list[Tokens]:
+    """Keys in three parts, not aligned to anything: those of a zigzag rank, one, the others."""
+    first, last = length // 7, length - length // 5
+    parts = ((range(first), range(last, length)), (range(first, first + 1),), (range(first + 1, last),))
+    return [Tokens(tuple(filter(len, ranges))) for ranges in parts]
 
 
 @KERNEL
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_masks(kernel: AttentionKernel, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_in_one_step_and_in_several(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     for name, mask in MASKS.items():
-        sizes = {"heads": 4} if name != "window" else {"heads": 3, "kv_heads": 1, "dim": 5, "v_dim": 12}
-        check(kernel, mask, PLAIN, kernel_inputs(mask, dtype, batch=2, **sizes))
-
-
-@KERNEL
-def test_steps_add_up(kernel: AttentionKernel) -> None:
-    """Keys in three parts, one of them of a zigzag rank."""
-    mask = AttentionMask(300, 300, causal=True, window=(90, -1))
-    parts = [Tokens((range(40), range(260, 300))), Tokens((range(40, 41),)), Tokens((range(41, 260),))]
-    check(kernel, mask, PLAIN, kernel_inputs(mask, torch.float64, batch=2, dim=8), parts)
+        sizes = {"heads": 4} if "window" not in name else {"heads": 3, "kv_heads": 1, "dim": 5, "v_dim": 12}
+        x = inputs(mask, dtype, batch=2, **sizes)
+        check(kernel, mask, PLAIN, x)
+        if kernel is not TORCH_CPU or dtype == torch.float64:  # which rounds the result of each step
+            check(kernel, mask, PLAIN, x, in_parts(mask.seq_len_kv))
 
 
 def test_blocks_take_queries_and_keys_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
     monkeypatch.setattr("fused_tp.attention.kernels.reference._KEYS", 24)
     mask, slopes = MASKS["documents"], torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    scores = Scores(SCALE, 2.0, slopes, Dropout(0.3, 12345678901234567))
-    check(Reference(), mask, scores, kernel_inputs(mask, torch.float64, batch=2, heads=4, dim=8))
+    scores = Scores(0.3, 2.0, slopes, Dropout(0.3, 12345678901234567))
+    check(Reference(), mask, scores, inputs(mask, torch.float64, batch=2, heads=4, dim=8))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -94,7 +145,7 @@ def test_any_mask_in_small_tiles_and_blocks(
         patch.setattr("fused_tp.attention.kernels.reference._MOST_SCORES", 1)  # 16 rows
         bounds = (0, *itertools.accumulate(lengths))
         mask = AttentionMask(bounds[-1], bounds[-1], causal, window, bounds, bounds)
-        check(kernel, mask, PLAIN, kernel_inputs(mask, torch.float64, batch=2, kv_heads=1, dim=4))
+        check(kernel, mask, PLAIN, inputs(mask, torch.float64, batch=2, kv_heads=1, dim=4))
 
 
 def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +197,291 @@ def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_cuda_flash() -> None:
     for mask in MASKS.values():
-        x = kernel_inputs(mask, torch.bfloat16, batch=2, heads=4, dim=20, v_dim=12)
+        x = inputs(mask, torch.bfloat16, batch=2, heads=4, dim=20, v_dim=12)
         on_gpu = Inputs(*(t.cuda() for t in x))
         kernel = kernel_for(on_gpu.q, on_gpu.v, PLAIN)
         out, _ = forward(kernel, mask, PLAIN, on_gpu).result(torch.bfloat16)
         torch.testing.assert_close(out.cpu().double(), whole_reference(mask, PLAIN, x)[0], atol=0.02, rtol=0.02)
+
+
+# -- native kernels ---------------------------------------------------------------------------------------------------
+
+
+def random_mask(draw: random.Random) -> AttentionMask:
+    lengths = [draw.choice([1, 3, 47, 48, 49, 63, 64, 65, 130, 200]) for _ in range(2)]
+    causal = draw.random() < 0.5
+    window = draw.choice([(-1, -1), (0, 0), (5, 3), (70, -1), (-1, 20), (100, 100)])
+    if draw.random() < 0.4:
+        cuts = sorted(draw.choices(range(lengths[0] + 1), k=draw.randint(1, 6)))
+        keys = sorted(draw.choices(range(lengths[1] + 1), k=len(cuts)))
+        documents, keys_of = (0, *cuts, lengths[0]), (0, *keys, lengths[1])
+        return AttentionMask(lengths[0], lengths[1], causal, window, documents, keys_of)
+    return AttentionMask(lengths[0], lengths[1], causal, window)
+
+
+def random_scores(draw: random.Random, heads: int, dim: int) -> Scores:
+    return Scores(
+        dim**-0.5 * draw.choice([1.0, 1.0, -0.7]),
+        softcap=draw.choice([0.0, 0.0, 2.0, 50.0]),
+        alibi_slopes=torch.rand(heads, generator=torch.Generator().manual_seed(3)) / 8 if draw.random() < 0.3 else None,
+        dropout=Dropout(draw.choice([0.1, 0.5]), draw.getrandbits(63), draw.randint(0, 5))
+        if draw.random() < 0.3
+        else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(isa: str, seed: int) -> None:
+    draw = random.Random(seed)
+    mask = random_mask(draw)
+    kv_heads, group, dim = draw.randint(1, 2), draw.randint(1, 3), draw.choice([1, 7, 16, 33, 64, 80, 96, 128])
+    v_dim = draw.choice([dim, dim, 5, 48])
+    heads = kv_heads * group
+    how = {"batch": draw.randint(1, 2), "heads": heads, "kv_heads": kv_heads, "dim": dim, "v_dim": v_dim, "seed": seed}
+    x, keys = inputs(mask, DTYPES[seed % 4], **how), in_parts(mask.seq_len_kv) if seed % 3 else []
+    check(NativeCpu(isa), mask, random_scores(draw, heads, dim), x, keys)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_heads_and_many_blocks(dtype: torch.dtype) -> None:
+    mask = AttentionMask(900, 900, causal=True)  # more blocks of queries than a pass of the backward takes
+    check(NativeCpu(), mask, Scores(0.1), inputs(mask, dtype, heads=1, kv_heads=1))
+    mask = AttentionMask(70, 130, causal=True)
+    check(NativeCpu(), mask, Scores(1 / 17), inputs(mask, dtype, dim=271, v_dim=256, heads=2, kv_heads=1))
+
+
+def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
+    mask = AttentionMask(100, 300)
+    x = inputs(mask, torch.float32, dim=32)
+    x.q.mul_(30)
+    x.k.mul_(torch.linspace(0.1, 10, 300)[:, None, None])  # the highest score grows from block to block
+    out, lse, _ = whole_reference(mask, Scores(0.2), x)
+    got, got_lse = forward(NativeCpu(isa), mask, Scores(0.2), x).result(torch.float32)
+    assert lse.max() > 500
+    # An error of a score, which is a product of up to some thousands, is one of the exponent.
+    torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
+    torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_tensors(isa: str, dtype: torch.dtype) -> None:
+    mask = AttentionMask(75, 75, causal=True)
+    x = inputs(mask, dtype, batch=2, heads=4, kv_heads=2, dim=24)
+
+    def spread(t: Tensor) -> Tensor:  # heads first, rows far apart, an odd offset
+        room = torch.full((t.shape[0], t.shape[2], 2 * t.shape[1], t.shape[3] + 3), torch.nan, dtype=t.dtype)
+        view = room[:, :, ::2, 3:].transpose(1, 2)
+        view.copy_(t)
+        return view
+
+    y, provider, scores, step = Inputs(*map(spread, x)), NativeCpu(isa), Scores(0.2), one_step(mask)
+    wide = accumulate_dtype(dtype)
+    states = [SoftmaxState.empty(x.q, 24) for _ in range(2)]
+    states[1] = SoftmaxState(spread(states[1].weighted), states[1].highest.mT.contiguous().mT, states[1].total)
+    provider.forward(step, scores, x.q, x.k, x.v, states[0])
+    provider.forward(step, scores, y.q, y.k, y.v, states[1])
+    assert torch.equal(states[0].weighted, states[1].weighted) and torch.equal(states[0].total, states[1].total)
+    out, lse = states[0].result(wide)
+    sums = row_sums(x.grad_out, out, None)
+    dense = backward(provider, mask, scores, x, out, lse, sums)
+    sparse = [spread(torch.zeros_like(t, dtype=wide)) for t in (x.q, x.k, x.v)]
+    lse, sums = (t.mT.contiguous().mT for t in (lse, sums))
+    provider.backward(step, scores, Saved(y.q, y.k, y.v, y.q, lse, y.grad_out, sums), Sums(*sparse[:3], None))
+    assert all(torch.equal(a, b) for a, b in zip(sparse, (dense.dq, dense.dk, dense.dv), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (3, 3)])
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    mask = AttentionMask(850, 850, causal=True)
+    x = inputs(mask, dtype, batch=2, heads=heads, kv_heads=kv_heads)
+    scores = Scores(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
+    seen: list[list[Tensor]] = []
+    for count in (1, 2, 3, 2):
+        with threads(count):
+            state = forward(NativeCpu(), mask, scores, x)
+            sums = [t.clone() for t in (state.weighted, state.highest, state.total)]
+            seen.append([*sums, *backward(NativeCpu(), mask, scores, x, *state.result(dtype))])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
+    """A token changes nothing for those that do not see it, not a bit; and NaN gets to all that do."""
+    mask, provider, scores = MASKS[name], NativeCpu(isa), Scores(0.25)
+    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
+
+    def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
+        state = forward(provider, mask, scores, x)
+        kept = SoftmaxState(state.weighted.clone(), state.highest, state.total)
+        return kept, backward(provider, mask, scores, x, *state.result(torch.float32))
+
+    before, grads_before = run(inputs(mask, dtype))
+    for token in (0, 70, 149, 209):
+        blind = (starts > token) | (stops <= token)  # queries that do not see this key
+        for changed in ("k", "v"):
+            x = inputs(mask, dtype)
+            getattr(x, changed)[:, token] = value
+            after, grads = run(x)
+            for a, b in ((before.weighted, after.weighted), (grads_before.dq, grads.dq)):
+                assert torch.equal(bits(a[:, blind]), bits(b[:, blind]))
+            for a, b in ((before.highest, after.highest), (before.total, after.total)):
+                assert torch.equal(bits(a[..., blind]), bits(b[..., blind]))
+            if value != value:
+                assert after.weighted[:, ~blind].isnan().all() and grads.dq[:, ~blind].isnan().all()
+        unseen = torch.ones(mask.seq_len_kv, dtype=torch.bool)
+        unseen[int(starts[token]) : int(stops[token])] = False  # keys that this query does not see
+        for changed in ("q", "grad_out"):
+            x = inputs(mask, dtype)
+            getattr(x, changed)[:, token] = value
+            _, grads = run(x)
+            for a, b in ((grads_before.dk, grads.dk), (grads_before.dv, grads.dv)):
+                assert torch.equal(bits(a[:, unseen]), bits(b[:, unseen]))
+            if value != value:
+                assert grads.dv[:, ~unseen].isnan().all() and grads.dk[:, ~unseen].isnan().all()
+
+
+def test_rows_that_see_nothing(isa: str) -> None:
+    """They leave the state as it is, to the last bit, and have no gradients."""
+    mask = AttentionMask(60, 30, causal=True, cu_seqlens=(0, 20, 60), cu_seqlens_kv=(0, 12, 30))
+    provider, scores, x = NativeCpu(isa), Scores(0.3), inputs(mask, torch.float32)
+    step = one_step(mask)
+    rows = slice(step.q_start, step.q_stop)
+    state = SoftmaxState(
+        torch.randn(1, 60, 2, 16), 10 * torch.randn(1, 2, 60), torch.rand(1, 2, 60)
+    )  # as earlier steps may leave it
+    before = SoftmaxState(state.weighted.clone(), state.highest.clone(), state.total.clone())
+    provider.forward(step, scores, x.q[:, rows], x.k, x.v, state.rows(step.q_start, step.q_stop))
+    _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
+    blind = starts >= stops
+    assert blind.sum() > 20
+    assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
+    assert torch.equal(state.highest[..., blind], before.highest[..., blind])
+    assert torch.equal(state.total[..., blind], before.total[..., blind])
+    # A row whose lse is -inf gives nothing, though by the mask it sees keys.
+    out, lse, _ = whole_reference(mask, scores, x)
+    lse[..., 15] = -torch.inf
+    sums = torch.full_like(lse, torch.nan).masked_fill(~blind, 0.0)
+    made = backward(provider, mask, scores, x, out, lse, sums)
+    assert not made.dk.isnan().any() and not made.dv.isnan().any()
+    assert not made.dq[:, 15].any() and not made.dq[:, blind].any()
+
+
+def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
+    mask = AttentionMask(50, 70)
+    x = inputs(mask, torch.float32)
+    x.q[..., 0], x.k[..., 0] = 1.0, 0.0
+    x.k[:, 10:, :, 0] = -torch.inf
+    state = forward(NativeCpu(isa), mask, Scores(0.3), x)
+    short = AttentionMask(50, 10)
+    y = Inputs(x.q, x.k[:, :10], x.v[:, :10], x.grad_out)
+    wanted = forward(NativeCpu(isa), short, Scores(0.3), y)
+    for a, b in zip(state.result(torch.float32), wanted.result(torch.float32), strict=True):
+        torch.testing.assert_close(a, b)
+    x.k[..., 0] = -torch.inf
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x).result(torch.float32)
+    assert not out.any() and (lse == -torch.inf).all()
+    # 50 queries are no whole block: the padding of theirs meets no infinity.
+    mask = AttentionMask(50, 64)
+    x = inputs(mask, torch.float32)
+    x.q[..., 0], x.k[..., 0] = -1.0, 0.0
+    x.k[:, 3, :, 0] = torch.inf
+    out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x).result(torch.float32)
+    made = backward(NativeCpu(isa), mask, Scores(0.3), x, out, lse)
+    assert made.dk.isfinite().all() and made.dv.isfinite().all()
+    assert not made.dk[:, 3].any() and not made.dv[:, 3].any()
+
+
+def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
+    mask = AttentionMask(200, 200, causal=True)
+    x = inputs(mask, torch.float32)
+
+    def run() -> Tensor:
+        return forward(NativeCpu(), mask, Scores(0.2), x).weighted
+
+    with threads(2):
+        wanted = run()
+        results: list[Tensor] = []
+        callers = [threading.Thread(target=lambda: results.extend(run() for _ in range(5))) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert len(results) == 15 and all(torch.equal(result, wanted) for result in results)
+        step, state = one_step(mask), SoftmaxState.empty(x.q, 16)
+        step.on(x.q.device)
+        child = os.fork()
+        if child == 0:  # where torch's own threads are gone, so that it had better not compute
+            signal.alarm(20)
+            NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
+            os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that use a step first, one has vectors that the step does not keep."""
+
+    class Forgetful(dict[str, Tensor]):
+        def __missing__(self, name: str) -> Tensor:
+            vector = torch.from_numpy(getattr(step, name).astype(np.int32))
+            made.append(weakref.ref(vector))
+            return vector
+
+    def native(function: Any, *args: Any) -> None:
+        assert len(made) == 5 and all(vector() is not None for vector in made)
+        function(*args)
+
+    mask = AttentionMask(20, 20, causal=True)
+    x, step = inputs(mask, torch.float32), one_step(mask)
+    made: list[weakref.ref[Tensor]] = []
+    step._on_devices[x.q.device] = Forgetful()
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
+    state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))
+    NativeCpu().forward(step, scores, x.q, x.k, x.v, state)
+    made.clear()
+    lse = state.result(torch.float32)[1]
+    sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
+    NativeCpu().backward(step, scores, Saved(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "blind"])
+def test_blocks_that_are_visited(name: str) -> None:
+    """Chunks of queries visit only what they see: documents, windows, and gaps of keys inside of a block of queries."""
+    gaps = AttentionMask(1700, 1700, True, (-1, -1), (0, 20, 40, 40, 900, 1700), (0, 5, 300, 700, 900, 1700))
+    mask = {
+        "documents": AttentionMask(1700, 1700, True, (-1, -1), (0, 850, 1700), (0, 850, 1700)),
+        "window": AttentionMask(1700, 1700, window=(70, 9)),
+        "blind": gaps,
+    }[name]
+    x = inputs(mask, torch.float64, heads=1, kv_heads=1, dim=4)
+    scores = Scores(0.3, alibi_slopes=torch.tensor([0.01], dtype=torch.float64))
+    out, lse, grads = whole_reference(mask, scores, x)
+    for count in (1, 2):
+        with threads(count):  # gradients are added to what is there
+            made = backward(NativeCpu(), mask, scores, x, out, lse, start=3.0)
+        for of in ("dq", "dk", "dv", "d_slopes"):
+            torch.testing.assert_close(getattr(made, of) - 3.0, getattr(grads, of), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
+def test_under_sanitizers(sanitizer: str) -> None:
+    require_sanitizer(sanitizer)
+    sources = sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp"))
+    flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    if sanitizer == "address" and core.attention_isa(0).startswith("avx512"):
+        flags += ["-DFUSED_TP_X86=1", "-Wno-error", *native_build().X86_FLAGS["_avx512"]]
+    else:  # what the others look for is the same in all instruction sets, and takes long to compile for each
+        sources = [path for path in sources if "_avx" not in path.stem]
+        flags += ["-DFUSED_TP_X86=0"]
+    program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
