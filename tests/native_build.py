@@ -109,6 +109,14 @@ def build_program(name: str, sources: Sequence[str | Path], flags: Sequence[str]
     return _build(name, [Path(source) for source in sources], list(flags), [])
 
 
+def output_of(program: str | Path, *arguments: object, said: str = "", timeout: float = 120, **env: str) -> str:
+    """What a program prints that is told `said`; it must end well."""
+    command, env = [str(program), *map(str, arguments)], {**os.environ, **env}
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout.strip()
+
+
 def cpu_device_library() -> Path:
     """The library of device kernels, csrc/cuda, for CPU memory: `fused_tp_launchers` of csrc/cuda/launchers.h.
 

@@ -24,7 +24,7 @@ from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
 from fused_tp.transport.torch_dist import torch_dist
 from tests.distributed import schedule_cases
 from tests.distributed.schedule_cases import CPU
-from tests.native.doubles.libraries import build_doubles, cuda_knobs, doubles
+from tests.native.doubles.libraries import build_doubles, double_knobs, doubles
 from tests.workers import body_of, run_ranks
 
 ALGORITHMS = ("one_shot", "two_shot", "multimem")
@@ -49,7 +49,7 @@ device_ranks, nccl_ranks = partial(ranks_on, "two_shot"), partial(ranks_on, "ncc
 @contextmanager
 def stalled_until(schedule: Any, multiplied: int) -> Iterator[None]:
     """Nothing moves before that many matmuls of the module have run: who waits for a movement before waits in vain."""
-    streams, product, done = cuda_knobs(), schedule.sum_of_products, 0
+    streams, product, done = double_knobs(), schedule.sum_of_products, 0
 
     def counting(*args: Any, **keywords: Any) -> Tensor:
         nonlocal done

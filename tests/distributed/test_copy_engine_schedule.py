@@ -33,7 +33,7 @@ from tests.distributed import test_tp_ops as cases
 from tests.distributed.double_tools import ranks_on, stalled_until
 from tests.distributed.schedule_cases import CPU, at_random, every_method, forced, own, step
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native.doubles.libraries import cuda_knobs
+from tests.native.doubles.libraries import double_knobs
 from tests.reference import seeded
 from tests.workers import body_of, fresh_ranks, on_ranks
 
@@ -116,7 +116,7 @@ def test_matmuls_run_while_nothing_moves(schedule: CopyEngineSchedule) -> None:
         (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 8))
     torch.testing.assert_close(y, x @ w.t())
     # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
-    stall = cuda_knobs().cuda_double_stall
+    stall = double_knobs().cuda_double_stall
     stall(1)
     y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
     torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))

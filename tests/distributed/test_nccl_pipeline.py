@@ -22,7 +22,7 @@ from tests.distributed.double_tools import nccl_ranks, public_ops_use, stalled_u
 from tests.distributed.schedule_cases import at_random, every_method, step
 from tests.distributed.test_tp_ops import all_cases, own_part
 from tests.faults import failure_of
-from tests.native.doubles.libraries import Stream, cuda_knobs, load_doubles
+from tests.native.doubles.libraries import Stream, double_knobs, load_doubles
 from tests.reference import seeded
 from tests.workers import fresh_ranks, on_ranks
 
@@ -162,7 +162,7 @@ def test_matmuls_run_while_nothing_moves(group: Any) -> None:
 @on_ranks(2, 4, run=nccl_ranks)
 def test_pipelines_can_be_captured(group: Any) -> None:
     """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
-    transport, (driver, _), knobs = transport_of(group), load_doubles(), cuda_knobs()
+    transport, (driver, _), knobs = transport_of(group), load_doubles(), double_knobs()
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     counts, columns = (3, 2, 0, 4)[:world_size], 5
     own, gathered = torch.zeros(counts[rank], columns), torch.zeros(sum(counts), columns)
@@ -238,7 +238,7 @@ def sent_long_before(group: Any) -> list[float]:
 def lost_in_a_graph(group: Any) -> str:
     """A peer ends while a graph waits for it: no call is made, and the group is known to be broken all the same."""
     driver, _ = load_doubles()
-    knobs, transport = cuda_knobs(), transport_of(dist.new_group([0, 1]))
+    knobs, transport = double_knobs(), transport_of(dist.new_group([0, 1]))
     step(NcclPipeline(transport, 2), "all_gather_matmul")
     stream = Stream()
     own, gathered = torch.ones(2, 3), torch.zeros(4, 3)

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.gpu
 
 def start(group: Any, kind: str, libraries: tuple[str, str] | None) -> torch.device:
     if libraries is not None:
-        os.environ["CUDA_DOUBLE"] = libraries[1]  # for the one of NCCL
         use_nccl(*libraries)
     return device_of(dist.get_rank(group), kind)
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ from fused_tp.runtime.availability import AVAILABLE, unavailable
 from fused_tp.transport.base import accumulate_dtype
 from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
 from tests.attention_reference import kernel_inputs as inputs
-from tests.native_build import REPOSITORY, build_program, native_build, require_sanitizer
+from tests.native_build import REPOSITORY, build_program, native_build, output_of, require_sanitizer
 from tests.reference import assert_within_dtype_error
 
 core: Any = pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
@@ -483,5 +482,4 @@ def test_under_sanitizers(sanitizer: str) -> None:
         sources = [path for path in sources if "_avx" not in path.stem]
         flags += ["-DFUSED_TP_X86=0"]
     program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    output_of(program, timeout=300)

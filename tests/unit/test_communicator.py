@@ -206,11 +206,11 @@ def reported_errors(group: dist.ProcessGroup) -> None:
         one = Communicator(group)
         if one.rank == 1:
             ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)
-            libraries.nccl_knobs().nccl_double_inject(code)
+            libraries.double_knobs().nccl_double_inject(code)
             try:
                 took, sentence = seconds_until(error, functools.partial(one.wait, ticket))
             finally:
-                libraries.nccl_knobs().nccl_double_inject(0)
+                libraries.double_knobs().nccl_double_inject(0)
             assert took < 2 and "NCCL says: " in sentence
         dist.barrier(group)
 
@@ -218,24 +218,24 @@ def reported_errors(group: dist.ProcessGroup) -> None:
 def stuck_launch(group: dist.ProcessGroup) -> None:
     """NCCL gets no further than ncclInProgress, as when it cannot connect."""
     one = Communicator(group, timeout=0.5)
-    libraries.nccl_knobs().nccl_double_stall_launches(1)
+    libraries.double_knobs().nccl_double_stall_launches(1)
     try:
         took, sentence = seconds_until(CollectiveTimeoutError, one.check_works)
     finally:
-        libraries.nccl_knobs().nccl_double_stall_launches(0)
+        libraries.double_knobs().nccl_double_stall_launches(0)
     assert 0.4 < took < 2 and "all_gather (call 1)" in sentence
     dist.barrier(group)
 
 
 def driver_failure(group: dist.ProcessGroup) -> None:
     one = Communicator(group)
-    libraries.cuda_knobs().cuda_double_fail(b"cuEventRecord", 700, 0)
+    libraries.double_knobs().cuda_double_fail(b"cuEventRecord", 700)
     _, sentence = seconds_until(FusedTPError, one.check_works)
     assert "all_gather (call 1) on rank" in sentence and "CUDA_ERROR_ILLEGAL_ADDRESS" in sentence
     broken = Communicator(group)
     if broken.rank == 0:  # the other one does not come
         ticket = broken.all_gather(*broken.outputs(), libraries.Stream().handle)
-        libraries.cuda_knobs().cuda_double_fail(b"cuEventQuery", 700, 0)  # the next to ask is the watchdog
+        libraries.double_knobs().cuda_double_fail(b"cuEventQuery", 700)  # the next to ask is the watchdog
         while not broken.core.failure:
             time.sleep(0.01)
         assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.core.failure and ticket
@@ -276,11 +276,11 @@ def open_nccl_group(group: dist.ProcessGroup) -> None:
     """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
     one = Communicator(group)
     one.check_works()
-    libraries.nccl_knobs().ncclGroupStart()
+    libraries.double_knobs().ncclGroupStart()
     try:
         _, sentence = seconds_until(FusedTPError, one.check_works)
     finally:
-        libraries.nccl_knobs().ncclGroupEnd()
+        libraries.double_knobs().ncclGroupEnd()
     assert "all_gather (call 2) on rank" in sentence and "inside of an open ncclGroupStart" in sentence
     dist.barrier(group)
 
@@ -318,9 +318,9 @@ def aborted(group: dist.ProcessGroup) -> None:
     del one, ticket
     dist.barrier(group)
     deadline = time.monotonic() + 10
-    while libraries.nccl_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
+    while libraries.double_knobs().nccl_double_live_communicators() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert libraries.nccl_knobs().nccl_double_live_communicators() == 0
+    assert libraries.double_knobs().nccl_double_live_communicators() == 0
 
 
 def left_open(group: dist.ProcessGroup) -> None:
@@ -349,7 +349,7 @@ def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
 @contextlib.contextmanager
 def captured(stream: int, joined: int) -> Iterator[list[Any]]:
     """Captures `stream`, and `joined` with it; the list gets the graph."""
-    knobs, graph = libraries.cuda_knobs(), []
+    knobs, graph = libraries.double_knobs(), []
     knobs.cuda_double_begin_capture(stream)
     yield graph
     graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream, joined)))
@@ -357,7 +357,7 @@ def captured(stream: int, joined: int) -> Iterator[list[Any]]:
 
 def graph_of_ops(group: dist.ProcessGroup) -> None:
     """Ops in a graph have deadlines too."""
-    knobs = libraries.cuda_knobs()
+    knobs = libraries.double_knobs()
     one = Communicator(group, timeout=0.5)
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()
@@ -402,7 +402,7 @@ def capture_of_another_thread(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="another thread is capturing this communicator's ops"):
             one.all_gather(x, out, libraries.Stream().handle)
         one.core.wait(ticket, stream.handle)
-    libraries.cuda_knobs().cuda_double_replay(graph[0], stream.handle)
+    libraries.double_knobs().cuda_double_replay(graph[0], stream.handle)
     one.synchronize(stream.handle)
     assert torch.equal(out, one.gathered())
     one.check_works()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,25 +16,19 @@ from benchmarks.local_ranks import LocalGroup
 from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.workspace import rounded
-from tests.native_build import build_program, build_shared, prebuild, require_sanitizer, use_driver
+from tests.native.doubles.libraries import gpu_double
+from tests.native_build import build_program, output_of, prebuild, require_sanitizer, use_driver
 
 pytestmark = pytest.mark.full
 
 NATIVE = Path("tests/native/copy_engine")
 NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 CPU = torch.device("cpu")
-THREADS, ADDRESSES = ("-fsanitize=thread",), ("-fsanitize=address",)
-
-
-def double(*flags: str) -> str:
-    name = "_".join(["cuda_double", *(flag.split("=")[-1] for flag in flags)])
-    return str(build_shared(name, ["tests/native/doubles/cuda_double.cpp"], ["-O1", *flags]))
+THREADS, ADDRESSES = ("-fsanitize=thread", "-ftls-model=initial-exec"), ("-fsanitize=address",)
 
 
 def test_arithmetic() -> None:
-    program = build_program("copy_engine_arithmetic", [NATIVE / "arithmetic.cpp"], ["-Icsrc", "-O1"])
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(build_program("copy_engine_arithmetic", [NATIVE / "arithmetic.cpp"], ["-Icsrc", "-O1"]))
 
 
 # ---- the protocol --------------------------------------------------------------------------------------------------
@@ -91,18 +84,14 @@ def stress_program(*flags: str) -> Path:
     sources = [NATIVE / "stress.cpp"]
     for folder in ("copy_engine", "driver"):
         sources += sorted(Path(__file__).parents[2].joinpath("csrc", folder).glob("*.cpp"))
-    name = "_".join(["copy_engine_stress", *(flag.split("=")[-1] for flag in flags)])
-    return build_program(name, sources, ["-Icsrc", "-O1", *flags])
+    return build_program("copy_engine_stress", sources, ["-Icsrc", "-O1", *flags])
 
 
-prebuild(lambda: [(stress_program(*flags), double(*flags)) for flags in ((), THREADS, ADDRESSES)])
+prebuild(lambda: [(stress_program(*flags), gpu_double(*flags)) for flags in ((), THREADS, ADDRESSES)])
 
 
 def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
-    command = [str(stress_program(*flags)), double(*flags), str(world), str(rounds), str(seed), str(int(trouble))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    return done.stdout
+    return output_of(stress_program(*flags), gpu_double(*flags), world, rounds, seed, int(trouble), **env)
 
 
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 5)])
@@ -110,12 +99,9 @@ def test_ranks_that_give_up_far_ahead_of_their_streams(world: int, seed: int) ->
     assert "with trouble" in stress(world, 6, seed, True)
 
 
-def test_streams_under_thread_sanitizer(tmp_path: Path) -> None:
+def test_streams_under_thread_sanitizer() -> None:
     require_sanitizer("thread")
-    # Of the dynamic linker, which frees what ended threads of a loaded library had.
-    suppressions = tmp_path / "suppressions"
-    suppressions.write_text("race:_dl_deallocate_tls\n")
-    stress(3, 4, 1, False, *THREADS, TSAN_OPTIONS=f"halt_on_error=1:suppressions={suppressions}")
+    stress(3, 4, 1, False, *THREADS, TSAN_OPTIONS="halt_on_error=1")
 
 
 def test_streams_under_address_sanitizer() -> None:
@@ -129,7 +115,7 @@ def test_streams_under_address_sanitizer() -> None:
 
 @pytest.fixture
 def driver() -> Iterator[None]:
-    use_driver(double())
+    use_driver(gpu_double())
     yield
     use_driver(None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.triton_kernels.comm import protocol
 from fused_tp.triton_kernels.comm.workspace import aligned, flag_bytes, needed_bytes
-from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program
+from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, output_of
 
 pytestmark = pytest.mark.full
 
@@ -50,7 +49,7 @@ def planner() -> Path:
 
 def plans(planner: Path, cases: list[Case]) -> list[Planned]:
     asked = "".join(" ".join(map(str, case)) + "\n" for case in cases)
-    told = subprocess.run([planner], input=asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    told = output_of(planner, said=asked)
     planned = []
     for line in told.splitlines():
         sizes, slots, flags = ([int(number) for number in part.split()] for part in line.split(";"))

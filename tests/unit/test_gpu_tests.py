@@ -16,7 +16,7 @@ from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
 from tests.gpu import test_nccl as nccl_tests
 from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
-from tests.native.doubles.libraries import DOUBLES, build_doubles, cuda_double, nccl_double
+from tests.native.doubles.libraries import DOUBLES, build_doubles, gpu_double
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
@@ -53,12 +53,6 @@ def test_failures(transport: str) -> None:
     failure_tests.test_stopped_or_killed_rank_is_noticed(transport, "cpu")
 
 
-@pytest.fixture(scope="module")
-def doubles() -> tuple[str, str]:
-    """Of NCCL and of the CUDA driver."""
-    return str(nccl_double()), str(cuda_double())
-
-
 TESTS: dict[str, tuple[Any, ...]] = {
     "threads": (collectives.test_threads, 2, torch.bfloat16),
     "norms": (collectives.test_wide_norms, 7, 4097),
@@ -78,10 +72,11 @@ TESTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_on_doubles(name: str, library: str, doubles: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_doubles(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests for GPUs, with the CPU build of the kernels and the doubles in the place of the GPUs."""
     test, *args = TESTS[name]
-    libraries = {"NCCL": doubles, "copy engine": doubles[1]}.get(name.split(",")[0], library)
+    double = str(gpu_double())  # of NCCL and of the CUDA driver
+    libraries = {"NCCL": (double, double), "copy engine": double}.get(name.split(",")[0], library)
 
     def ranks(world_size: int, fn: Any, *args: Any, env: object, timeout: float, **more: Any) -> Any:
         here = ["cpu" if one == "cuda" else libraries if one is None else one for one in args]

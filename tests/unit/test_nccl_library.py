@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from tests.native.doubles import libraries
-from tests.native_build import build_program, require_sanitizer
-from tests.workers import REPOSITORY
+from tests.native_build import build_program, output_of, require_sanitizer
 
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
 
@@ -36,9 +34,7 @@ def test_library_loaded_by_the_process_comes_first() -> None:
         "major, minor, patch = map(int, library.version_text.split('.'))\n"
         "assert library.path == real and library.version == 10000 * major + 100 * minor + patch >= 21900"
     )
-    command = [sys.executable, "-c", program, _core.__file__, str(real_nccl())]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", program, _core.__file__, real_nccl())
 
 
 def test_features_go_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +47,12 @@ def test_features_go_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_libraries_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DOUBLE_VERSION", "")
     nowhere, too_old = str(tmp_path / "nowhere.so"), str(libraries.nccl_of_version(21805, tmp_path))
-    cuda, nccl = str(libraries.cuda_double()), str(libraries.nccl_double())
     refused = [
         (_core.NcclLibrary, nowhere, r"could not be loaded: .*nowhere\.so"),
-        (_core.NcclLibrary, cuda, "is no NCCL"),
+        (_core.NcclLibrary, _core.__file__, "is no NCCL"),
         (_core.NcclLibrary, too_old, r"is version 2\.18\.5, fused_tp needs 2\.19\.0 or later"),
         (_core.Driver, nowhere, r"the CUDA driver could not be loaded: .*nowhere\.so"),
-        (_core.Driver, nccl, r"has no cuInit: this CUDA driver is too old, 12\.0 or later is needed"),
+        (_core.Driver, _core.__file__, r"has no cuInit: this CUDA driver is too old, 12\.0 or later is needed"),
     ]
     for library, path, sentence in refused:
         with pytest.raises(RuntimeError, match=sentence):
@@ -71,7 +66,7 @@ def test_driver_names_devices_and_calls_that_fail() -> None:
         driver.has_stream_memory_ops(8)
     with pytest.raises(RuntimeError, match="there is no device 9, this process sees 8"):
         driver.synchronize(9, 0, 1)
-    libraries.cuda_knobs().cuda_double_fail(b"cuStreamQuery", 700, 0)
+    libraries.double_knobs().cuda_double_fail(b"cuStreamQuery", 700)
     with pytest.raises(RuntimeError, match=r"cuStreamQuery failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         driver.synchronize(0, 0, 1)
 
@@ -89,9 +84,7 @@ def test_synchronize_returns_at_its_deadline() -> None:
 def test_deadlines_without_clocks_or_threads() -> None:
     require_sanitizer("address,undefined")
     flags = ["-Icsrc", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    program = build_program("deadlines", ["tests/native/doubles/deadlines.cpp"], flags)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "all as expected", done.stdout + done.stderr
+    assert output_of(build_program("deadlines", ["tests/native/doubles/deadlines.cpp"], flags)) == "all as expected"
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_tp.transport.nccl import Facts, judged, own_facts
-from tests.native.doubles.libraries import cuda_double, nccl_double
+from tests.native.doubles.libraries import gpu_double
 from tests.native_build import use_nccl
 
 pytestmark = pytest.mark.full
@@ -63,7 +63,7 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
 @needs_core
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
 def test_an_environment_that_makes_nccl_block(value: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_nccl(nccl_double(), cuda_double())
+    use_nccl(gpu_double(), gpu_double())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
     told = own_facts(RANK, CPU)
     assert told.problem.startswith("NCCL_COMM_BLOCKING is set") == refused

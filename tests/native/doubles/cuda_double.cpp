@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -29,10 +30,12 @@ enum Error {
   kInvalidValue = 1,
   kInvalidDevice = 101,
   kInvalidContext = 201,
-  kInvalidHandle = 400,
   kNotReady = 600,
+  kIllegalAddress = 700,
   kCapturedEvent = 907,
 };
+
+constexpr int kDevices = 8;
 
 struct Graph {
   std::vector<std::function<void()>> steps;
@@ -48,11 +51,10 @@ std::mutex stall_mutex;
 std::condition_variable stall_changed;
 std::atomic<bool> stalled{false};
 
-void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
-
 template <typename Condition>
 void wait_until(Condition&& condition) {
-  for (int round = 0; !condition(); ++round) round < 100 ? std::this_thread::yield() : nap();
+  for (int round = 0; !condition(); ++round)
+    round < 100 ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(20));
 }
 
 void pass_stall() {
@@ -148,39 +150,15 @@ Context primary_context(int device) {
   return &contexts->emplace(device, CUctx_st{device}).first->second;
 }
 
-int number_from(const char* variable, int otherwise) {
-  const char* text = std::getenv(variable);
-  return text ? std::atoi(text) : otherwise;
-}
-
-struct Fault {
-  int code;
-  int calls_before;
-};
 std::mutex fault_mutex;
-std::map<std::string, Fault>& faults() {
-  static auto* all = new std::map<std::string, Fault>();
-  return *all;
-}
+auto& faults = *new std::map<std::string, int>();  // what calls return, once
 std::atomic<bool> any_fault{false};
 
 int fault_of(const char* call) {
   if (!any_fault.load()) return kSuccess;
   std::lock_guard<std::mutex> lock(fault_mutex);
-  const auto found = faults().find(call);
-  if (found == faults().end() || found->second.calls_before-- > 0) return kSuccess;
-  const int code = found->second.code;
-  faults().erase(found);
-  return code;
-}
-
-std::mutex live_mutex;
-int live_streams = 0;
-int live_events = 0;
-
-void count(int& what, int change) {
-  std::lock_guard<std::mutex> lock(live_mutex);
-  what += change;
+  const auto found = faults.find(call);
+  return found == faults.end() ? static_cast<int>(kSuccess) : faults.extract(found).mapped();
 }
 
 }  // namespace
@@ -199,27 +177,17 @@ EXPORT void cuda_double_stall(int on) {
   stall_changed.notify_all();
 }
 
-// The call of that name returns `code`, once, after so many calls that do not.
-EXPORT void cuda_double_fail(const char* call, int code, int calls_before) {
+// The call of that name returns `code`, once. Of cuStreamQuery, cuEventRecord and cuEventQuery.
+EXPORT void cuda_double_fail(const char* call, int code) {
   std::lock_guard<std::mutex> lock(fault_mutex);
-  faults()[call] = {code, calls_before};
+  faults[call] = code;
   any_fault.store(true);
-}
-
-EXPORT int cuda_double_live_streams() {
-  std::lock_guard<std::mutex> lock(live_mutex);
-  return live_streams;
-}
-
-EXPORT int cuda_double_live_events() {
-  std::lock_guard<std::mutex> lock(live_mutex);
-  return live_events;
 }
 
 // A stream for a test, which lives until the process ends.
 EXPORT Stream cuda_double_stream() { return new CUstream_st(); }
 
-// For other doubles: a step of their own in a stream.
+// A step of a test's, or of the double of NCCL, in a stream.
 EXPORT void cuda_double_enqueue(Stream stream, void (*step)(void*), void* argument) {
   enqueue(stream, [step, argument] { step(argument); });
 }
@@ -253,55 +221,38 @@ EXPORT void cuda_double_free_graph(void* graph) { delete static_cast<std::shared
 
 // ---- the driver's functions ------------------------------------------------------------------------------------
 
-EXPORT int cuInit(unsigned) {
-  FAULT(cuInit);
-  return kSuccess;
-}
+EXPORT int cuInit(unsigned) { return kSuccess; }
 
 EXPORT int cuDriverGetVersion(int* version) {
-  *version = number_from("CUDA_DOUBLE_VERSION", 13000);
+  *version = 13000;
   return kSuccess;
 }
 
 EXPORT int cuGetErrorName(int error, const char** name) {
-  static const std::map<int, const char*> names = {
-      {kSuccess, "CUDA_SUCCESS"},
-      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
-      {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
-      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
-      {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
-      {kNotReady, "CUDA_ERROR_NOT_READY"},
-      {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
-      {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT"},
-  };
-  const auto found = names.find(error);
-  if (found == names.end()) return kInvalidValue;
-  *name = found->second;
+  *name = error == kInvalidDevice    ? "CUDA_ERROR_INVALID_DEVICE"
+          : error == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                                     : "another error";
   return kSuccess;
 }
 
-EXPORT int cuGetErrorString(int error, const char** text) {
-  const char* name = nullptr;
-  if (cuGetErrorName(error, &name) != kSuccess) return kInvalidValue;
+EXPORT int cuGetErrorString(int, const char** text) {
   *text = "said by the double of the driver";
   return kSuccess;
 }
 
 EXPORT int cuDeviceGetCount(int* found) {
-  *found = number_from("CUDA_DOUBLE_DEVICES", 8);
+  *found = kDevices;
   return kSuccess;
 }
 
 EXPORT int cuDeviceGet(int* device, int ordinal) {
-  if (ordinal < 0 || ordinal >= number_from("CUDA_DOUBLE_DEVICES", 8)) return kInvalidDevice;
+  if (ordinal < 0 || ordinal >= kDevices) return kInvalidDevice;
   *device = ordinal;
   return kSuccess;
 }
 
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
-  static const std::map<int, int> values = {{122, 1}};
-  const auto found = values.find(attribute);
-  *value = found == values.end() ? 0 : found->second;
+  *value = attribute == 122;  // memory operations of streams
   return kSuccess;
 }
 
@@ -336,16 +287,13 @@ EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 
 EXPORT int cuStreamCreateWithPriority(Stream* made, unsigned, int) {
-  FAULT(cuStreamCreateWithPriority);
   NEED_CONTEXT;
   *made = new CUstream_st();
-  count(live_streams, 1);
   return kSuccess;
 }
 
 EXPORT int cuStreamDestroy_v2(Stream stream) {
   delete stream;
-  count(live_streams, -1);
   return kSuccess;
 }
 
@@ -365,7 +313,6 @@ EXPORT int cuStreamIsCapturing(Stream stream, int* status) {
 }
 
 EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
-  FAULT(cuStreamWaitEvent);
   std::shared_ptr<Recorded> recorded;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -382,13 +329,11 @@ EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
 }
 
 EXPORT int cuStreamWriteValue64_v2(Stream stream, DeviceAddress address, uint64_t value, unsigned) {
-  FAULT(cuStreamWriteValue64);
   enqueue(stream, [address, value] { reinterpret_cast<std::atomic<uint64_t>*>(address)->store(value); });
   return kSuccess;
 }
 
 EXPORT int cuStreamWaitValue64_v2(Stream stream, DeviceAddress address, uint64_t value, unsigned flags) {
-  FAULT(cuStreamWaitValue64);
   const unsigned kind = flags & 3;
   if (kind > 1) return kInvalidValue;
   enqueue(stream, [address, value, kind] {
@@ -402,16 +347,13 @@ EXPORT int cuStreamWaitValue64_v2(Stream stream, DeviceAddress address, uint64_t
 }
 
 EXPORT int cuEventCreate(Event* made, unsigned) {
-  FAULT(cuEventCreate);
   NEED_CONTEXT;
   *made = new CUevent_st();
-  count(live_events, 1);
   return kSuccess;
 }
 
 EXPORT int cuEventDestroy_v2(Event event) {
   delete event;
-  count(live_events, -1);
   return kSuccess;
 }
 
@@ -436,7 +378,6 @@ EXPORT int cuEventQuery(Event event) {
 }
 
 EXPORT int cuMemcpyAsync(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) {
-  FAULT(cuMemcpyAsync);
   enqueue(stream, [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
   return kSuccess;
 }
@@ -449,13 +390,11 @@ __attribute__((no_sanitize("thread"))) static void fill(volatile unsigned char* 
 }
 
 EXPORT int cuMemsetD8Async(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) {
-  FAULT(cuMemsetD8Async);
   enqueue(stream, [=] { fill(reinterpret_cast<unsigned char*>(to), byte, bytes); });
   return kSuccess;
 }
 
 EXPORT int cuMemHostAlloc(void** made, size_t bytes, unsigned) {
-  FAULT(cuMemHostAlloc);
   NEED_CONTEXT;
   *made = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return *made ? kSuccess : 2;

@@ -1,4 +1,4 @@
-"""The doubles of libcuda and libnccl, built, and the knobs by which tests make things go wrong in them.
+"""The doubles of libcuda and libnccl, one library, and the knobs by which tests make things go wrong in them.
 
     driver, library = load_doubles()                       # _core.Driver and _core.NcclLibrary over the doubles
     communicator = _core.Communicator(library, driver, 0, unique_id, rank, size, timeout_seconds=10)
@@ -13,7 +13,6 @@ import ctypes
 import functools
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.native_build import (
     build_program,
     build_shared,
     cpu_device_library,
+    output_of,
     require_sanitizer,
     use_driver,
     use_library,
@@ -39,27 +39,21 @@ NCCL_NAMES = "fused_tp_nccl_double_"  # of objects in /dev/shm, while ranks find
 
 
 @functools.cache
-def cuda_double(*flags: str) -> Path:
-    return build_shared("cuda_double", [FOLDER / "cuda_double.cpp"], ["-O1", *flags])
-
-
-@functools.cache
-def nccl_double(*flags: str) -> Path:
-    known = f'-DCUDA_DOUBLE="{cuda_double(*flags)}"'
-    return build_shared("nccl_double", [FOLDER / "nccl_double.cpp"], ["-O1", known, *flags])
+def gpu_double(*flags: str) -> Path:
+    return build_shared("gpu_double", [FOLDER / f"{name}_double.cpp" for name in ("cuda", "nccl")], ["-O1", *flags])
 
 
 def load_doubles() -> tuple[_core.Driver, _core.NcclLibrary]:
     """Driver and library of this process."""
     from fused_tp import _core
 
-    return _core.Driver(str(cuda_double())), _core.NcclLibrary(str(nccl_double()))
+    return _core.Driver(str(gpu_double())), _core.NcclLibrary(str(gpu_double()))
 
 
-def cuda_knobs() -> ctypes.CDLL:
-    """cuda_double_stall(on), cuda_double_fail(call, code, calls_before), ...: see cuda_double.cpp."""
-    knobs = ctypes.CDLL(str(cuda_double()))
-    knobs.cuda_double_end_capture.restype = ctypes.c_void_p
+def double_knobs() -> ctypes.CDLL:
+    """cuda_double_stall(on), nccl_double_inject(error), ...: see the doubles."""
+    knobs = ctypes.CDLL(str(gpu_double()))
+    knobs.cuda_double_stream.restype = knobs.cuda_double_end_capture.restype = ctypes.c_void_p
     knobs.cuda_double_begin_capture.argtypes = [ctypes.c_void_p]
     knobs.cuda_double_end_capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     knobs.cuda_double_replay.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -71,8 +65,7 @@ class Stream:
     """A stream of the double of libcuda; words that it waits for are int64 tensors of one element."""
 
     def __init__(self) -> None:
-        self._cuda = cuda_knobs()
-        self._cuda.cuda_double_stream.restype = ctypes.c_void_p
+        self._cuda = double_knobs()
         self.handle: int = self._cuda.cuda_double_stream()
 
     def wait_for(self, word: torch.Tensor) -> None:
@@ -85,15 +78,10 @@ class Stream:
         self._cuda.cuMemcpyAsync(*addresses, ctypes.c_size_t(source.nbytes), ctypes.c_void_p(self.handle))
 
 
-def nccl_knobs() -> ctypes.CDLL:
-    """nccl_double_inject(error), nccl_double_stall_launches(on), nccl_double_live_communicators()."""
-    return ctypes.CDLL(str(nccl_double()))
-
-
 def nccl_of_version(version: int, folder: Path) -> Path:
     """Another copy of the double of libnccl; it asks for NCCL_DOUBLE_VERSION, which is set from now on."""
     os.environ["NCCL_DOUBLE_VERSION"] = str(version)
-    return Path(shutil.copy(nccl_double(), folder / f"libnccl_{version}.so"))
+    return Path(shutil.copy(gpu_double(), folder / f"libnccl_{version}.so"))
 
 
 def run_races() -> str:
@@ -103,17 +91,14 @@ def run_races() -> str:
     flags = ("-fsanitize=thread", "-ftls-model=initial-exec")
     own = [source for folder in ("driver", "nccl") for source in sorted(Path("csrc", folder).glob("*.cpp"))]
     program = build_program("nccl_races", [FOLDER / "races.cpp", *own], ["-Icsrc", "-O1", flags[0]])
-    command = [program, cuda_double(*flags), nccl_double(*flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    return done.stdout.strip()
+    return output_of(program, gpu_double(*flags))
 
 
 # What stands for the libraries of GPUs, by transport, and how the CPU's tensors come to go through it.
 DOUBLES: dict[str, tuple[Callable[..., None], tuple[Callable[[], Path], ...]]] = {
     "two_shot": (use_library, (cpu_device_library,)),
-    "copy_engine": (use_driver, (cuda_double,)),
-    "nccl_pipeline": (use_nccl, (nccl_double, cuda_double)),
+    "copy_engine": (use_driver, (gpu_double,)),
+    "nccl_pipeline": (use_nccl, (gpu_double, gpu_double)),
 }
 
 

@@ -1,10 +1,9 @@
 // A double of libnccl.so.2 on the CPU, between processes: a unique id names an object of POSIX shared memory, in which
-// every pair of ranks has a small mailbox. Ops run as steps of streams of the double of libcuda (CUDA_DOUBLE is its
-// path), move their bytes through the mailboxes and wait for each other as NCCL's kernels do; an abort ends them.
+// every pair of ranks has a small mailbox. Ops run as steps of streams of cuda_double.cpp, which is in the same
+// library, move their bytes through the mailboxes and wait for each other as NCCL's kernels do; an abort ends them.
 //
 // Like NCCL it is not ready at once: communicators are always non-blocking, and whatever a call starts has only begun
 // once ncclCommGetAsyncError has been asked and says ncclSuccess.
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -27,30 +26,17 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-struct CUstream_st;
+using Stream = struct CUstream_st*;
+extern "C" void cuda_double_enqueue(Stream, void (*)(void*), void*);
+extern "C" int cuda_double_capturing(Stream);
 
 namespace {
 
-enum Result {
-  kSuccess = 0,
-  kSystemError = 2,
-  kInternalError = 3,
-  kInvalidArgument = 4,
-  kInvalidUsage = 5,
-  kRemoteError = 6,
-  kInProgress = 7,
-};
+enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
 
 constexpr int kInt8 = 0;
 constexpr int kMaxRanks = 8;
 constexpr size_t kMailboxBytes = 1 << 14;
-
-using Stream = CUstream_st*;
-
-int number_from(const char* variable, int otherwise) {
-  const char* text = std::getenv(variable);
-  return text ? std::atoi(text) : otherwise;
-}
 
 std::atomic<int> injected{kSuccess};
 std::atomic<bool> launches_stalled{false};
@@ -89,33 +75,18 @@ class Region {
   std::string name_;
 };
 
-// ---- the double of libcuda -------------------------------------------------------------------------------------
-
-struct Cuda {
-  void (*enqueue)(Stream, void (*)(void*), void*);
-  int (*capturing)(Stream);
-  Cuda() {
-    void* library = ::dlopen(CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) std::abort();
-    enqueue = reinterpret_cast<decltype(enqueue)>(::dlsym(library, "cuda_double_enqueue"));
-    capturing = reinterpret_cast<decltype(capturing)>(::dlsym(library, "cuda_double_capturing"));
-  }
-};
-
-const Cuda& cuda() {
-  static const auto* found = new Cuda();
-  return *found;
-}
-
 // ---- ops -------------------------------------------------------------------------------------------------------
 
 // A message: how long it is, then that many bytes.
 struct Piece {
+  bool out;
   int peer;
   char* data;
   uint64_t bytes;
-  uint64_t done = 0;  // the 8 bytes of the length included
+  uint64_t length = bytes;  // what the sender says
+  uint64_t done = 0;        // the 8 bytes of the length included
 };
+using Pieces = std::vector<Piece>;
 
 }  // namespace
 
@@ -139,42 +110,23 @@ namespace {
 
 using CommPointer = ncclComm*;
 
-// Moves what there is room for; true once all of it has moved.
-bool push(ncclComm& comm, Piece& piece) {
-  Mailbox& box = comm.region->shared->mailboxes[comm.rank][piece.peer];
-  const uint64_t whole = piece.bytes + 8;
-  while (piece.done < whole) {
-    const uint64_t written = box.written.load(std::memory_order_relaxed);
-    const uint64_t room = kMailboxBytes - (written - box.read.load(std::memory_order_acquire));
-    if (room == 0) return false;
-    const uint64_t at = written % kMailboxBytes;
-    const bool header = piece.done < 8;
-    const uint64_t left = header ? 8 - piece.done : whole - piece.done;
-    const uint64_t step = std::min({left, room, kMailboxBytes - at});
-    const char* from = header ? reinterpret_cast<const char*>(&piece.bytes) + piece.done : piece.data + piece.done - 8;
-    std::memcpy(box.bytes + at, from, step);
-    box.written.store(written + step, std::memory_order_release);
-    piece.done += step;
-  }
-  return true;
-}
-
-bool pull(ncclComm& comm, Piece& piece, uint64_t& length) {
-  Mailbox& box = comm.region->shared->mailboxes[piece.peer][comm.rank];
-  const uint64_t whole = piece.bytes + 8;
-  while (piece.done < whole) {
-    const uint64_t read = box.read.load(std::memory_order_relaxed);
-    const uint64_t there = box.written.load(std::memory_order_acquire) - read;
+// Moves what there is room for, or what has come; true once all of it has moved.
+bool move(ncclComm& comm, Piece& piece) {
+  auto& boxes = comm.region->shared->mailboxes;
+  Mailbox& box = piece.out ? boxes[comm.rank][piece.peer] : boxes[piece.peer][comm.rank];
+  std::atomic<uint64_t>& own = piece.out ? box.written : box.read;
+  while (piece.done < piece.bytes + 8) {
+    const uint64_t moved = own.load(std::memory_order_relaxed), at = moved % kMailboxBytes;
+    const uint64_t there = piece.out ? kMailboxBytes - (moved - box.read.load(std::memory_order_acquire))
+                                     : box.written.load(std::memory_order_acquire) - moved;
     if (there == 0) return false;
-    const uint64_t at = read % kMailboxBytes;
     const bool header = piece.done < 8;
-    const uint64_t left = header ? 8 - piece.done : whole - piece.done;
-    const uint64_t step = std::min({left, there, kMailboxBytes - at});
-    char* to = header ? reinterpret_cast<char*>(&length) + piece.done : piece.data + piece.done - 8;
-    std::memcpy(to, box.bytes + at, step);
-    box.read.store(read + step, std::memory_order_release);
+    const uint64_t step = std::min({(header ? 8 : piece.bytes + 8) - piece.done, there, kMailboxBytes - at});
+    char* mine = header ? reinterpret_cast<char*>(&piece.length) + piece.done : piece.data + piece.done - 8;
+    std::memcpy(piece.out ? box.bytes + at : mine, piece.out ? mine : box.bytes + at, step);
+    own.store(moved + step, std::memory_order_release);
     piece.done += step;
-    if (piece.done == 8 && length != piece.bytes) {
+    if (piece.done == 8 && piece.length != piece.bytes) {
       comm.error.store(kInvalidUsage);
       return false;
     }
@@ -182,24 +134,17 @@ bool pull(ncclComm& comm, Piece& piece, uint64_t& length) {
   return true;
 }
 
-// All at once: nothing waits for another of the lists. Between two ranks messages keep their order.
-bool exchange(ncclComm& comm, std::vector<Piece> sends, std::vector<Piece> receives) {
-  std::vector<uint64_t> lengths(receives.size(), 0);
-  std::vector<bool> sent(sends.size(), false), received(receives.size(), false);
-  for (int round = 0;; ++round) {
+// All at once: nothing waits for another of the list. Between two ranks messages keep their order.
+void exchange(ncclComm& comm, Pieces pieces) {
+  for (int round = 0; !comm.aborted.load(); ++round) {
     bool all = true;
-    bool blocked[kMaxRanks] = {};
-    for (size_t i = 0; i < sends.size(); ++i) {
-      if (!sent[i] && !blocked[sends[i].peer]) sent[i] = push(comm, sends[i]);
-      if (!sent[i]) all = false, blocked[sends[i].peer] = true;
+    bool blocked[2][kMaxRanks] = {};
+    for (Piece& piece : pieces) {
+      bool& behind = blocked[piece.out][piece.peer];
+      behind = behind || !move(comm, piece);
+      all = all && !behind;
     }
-    std::memset(blocked, 0, sizeof blocked);
-    for (size_t i = 0; i < receives.size(); ++i) {
-      if (!received[i] && !blocked[receives[i].peer]) received[i] = pull(comm, receives[i], lengths[i]);
-      if (!received[i]) all = false, blocked[receives[i].peer] = true;
-    }
-    if (all) return true;
-    if (comm.aborted.load()) return false;
+    if (all) return;
     if (round < 100) {
       std::this_thread::yield();
     } else {
@@ -208,31 +153,26 @@ bool exchange(ncclComm& comm, std::vector<Piece> sends, std::vector<Piece> recei
   }
 }
 
-// What one launch moves.
-struct Transfers {
-  std::vector<Piece> sends, receives;
-};
-
 struct Step {
   ncclComm* comm;
-  Transfers transfers;
+  Pieces pieces;
   bool captured;  // it may run any number of times
 };
 
-void launch(ncclComm* comm, Stream stream, Transfers transfers) {
-  auto* step = new Step{comm, std::move(transfers), cuda().capturing(stream) != 0};
+void launch(ncclComm* comm, Stream stream, Pieces pieces) {
+  auto* step = new Step{comm, std::move(pieces), cuda_double_capturing(stream) != 0};
   if (step->captured) {
     comm->captured = true;
   } else {
     ++comm->running;
   }
-  cuda().enqueue(
+  cuda_double_enqueue(
       stream,
       [](void* argument) {
         auto* one = static_cast<Step*>(argument);
         ncclComm* its = one->comm;
         if (one->captured) ++its->running;
-        if (!its->aborted.load()) exchange(*its, one->transfers.sends, one->transfers.receives);
+        exchange(*its, one->pieces);
         if (!one->captured) delete one;
         --its->running;
       },
@@ -244,7 +184,7 @@ struct Group {
   struct Member {
     ncclComm* comm;
     Stream stream;
-    Transfers transfers;
+    Pieces pieces;
   };
   std::vector<Member> members;
 };
@@ -260,13 +200,13 @@ int end_group() {
   const std::vector<Group::Member> members = std::move(current.members);
   current.members.clear();
   for (const auto& member : members) {
-    member.comm->to_launch.push_back([member] { launch(member.comm, member.stream, member.transfers); });
+    member.comm->to_launch.push_back([member] { launch(member.comm, member.stream, member.pieces); });
     member.comm->questions = 2;
   }
   return members.empty() ? kSuccess : kInProgress;
 }
 
-int add(ncclComm* comm, Stream stream, int type, const std::vector<Piece>& sends, const std::vector<Piece>& receives) {
+int add(ncclComm* comm, Stream stream, int type, const Pieces& pieces) {
   if (comm == nullptr || type != kInt8) return kInvalidArgument;
   if (!comm->joined || comm->finalized || !comm->to_launch.empty()) return kInvalidUsage;
   Group& current = group();
@@ -274,9 +214,7 @@ int add(ncclComm* comm, Stream stream, int type, const std::vector<Piece>& sends
   auto member = std::find_if(current.members.begin(), current.members.end(),
                              [&](const auto& one) { return one.comm == comm && one.stream == stream; });
   if (member == current.members.end()) member = current.members.insert(member, {comm, stream, {}});
-  auto& [its_sends, its_receives] = member->transfers;
-  its_sends.insert(its_sends.end(), sends.begin(), sends.end());
-  its_receives.insert(its_receives.end(), receives.begin(), receives.end());
+  member->pieces.insert(member->pieces.end(), pieces.begin(), pieces.end());
   return end_group();
 }
 
@@ -323,7 +261,8 @@ EXPORT int nccl_double_live_communicators() { return live_communicators.load(); 
 // ---- NCCL's functions ------------------------------------------------------------------------------------------
 
 EXPORT int ncclGetVersion(int* version) {
-  *version = number_from("NCCL_DOUBLE_VERSION", 23000);
+  const char* text = std::getenv("NCCL_DOUBLE_VERSION");
+  *version = text ? std::atoi(text) : 23000;
   return kSuccess;
 }
 
@@ -393,22 +332,7 @@ EXPORT int ncclCommRevoke(ncclComm* comm, int) {
   return kSuccess;
 }
 
-EXPORT const char* ncclGetErrorString(int result) {
-  switch (result) {
-    case kSuccess:
-      return "no error";
-    case kSystemError:
-      return "unhandled system error";
-    case kInvalidArgument:
-      return "invalid argument";
-    case kInvalidUsage:
-      return "invalid usage";
-    case kRemoteError:
-      return "remote process exited or there was a network error";
-    default:
-      return "internal error";
-  }
-}
+EXPORT const char* ncclGetErrorString(int) { return "said by the double of NCCL"; }
 
 EXPORT const char* ncclGetLastError(ncclComm*) { return ""; }
 
@@ -420,18 +344,18 @@ EXPORT int ncclGroupStart() {
 EXPORT int ncclGroupEnd() { return end_group(); }
 
 EXPORT int ncclAllGather(const void* in, void* out, size_t bytes, int type, ncclComm* comm, Stream stream) {
-  std::vector<Piece> sends, receives;
+  Pieces pieces;
   for (int r = 0; r < comm->size; ++r) {
-    sends.push_back({r, static_cast<char*>(const_cast<void*>(in)), bytes});
-    receives.push_back({r, static_cast<char*>(out) + static_cast<size_t>(r) * bytes, bytes});
+    pieces.push_back({true, r, static_cast<char*>(const_cast<void*>(in)), bytes});
+    pieces.push_back({false, r, static_cast<char*>(out) + static_cast<size_t>(r) * bytes, bytes});
   }
-  return add(comm, stream, type, sends, receives);
+  return add(comm, stream, type, pieces);
 }
 
 EXPORT int ncclSend(const void* data, size_t bytes, int type, int peer, ncclComm* comm, Stream stream) {
-  return add(comm, stream, type, {{peer, static_cast<char*>(const_cast<void*>(data)), bytes}}, {});
+  return add(comm, stream, type, {{true, peer, static_cast<char*>(const_cast<void*>(data)), bytes}});
 }
 
 EXPORT int ncclRecv(void* data, size_t bytes, int type, int peer, ncclComm* comm, Stream stream) {
-  return add(comm, stream, type, {}, {{peer, static_cast<char*>(data), bytes}});
+  return add(comm, stream, type, {{false, peer, static_cast<char*>(data), bytes}});
 }

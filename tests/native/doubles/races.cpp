@@ -1,7 +1,7 @@
 // Communicators over the doubles, ranks as threads: ops from several threads, deadlines, an error that
 // NCCL reports, a peer that is lost, and ends in all of these states. For ThreadSanitizer.
 //
-//     races <double of libcuda> <double of libnccl>
+//     races <double of libcuda and libnccl>
 #include <dlfcn.h>
 
 #include <atomic>
@@ -149,9 +149,9 @@ void exchanges() {
 
 int main(int, char** arguments) {
   the_driver = driver::Driver::open(arguments[1]);
-  the_library = Library::open(arguments[2]);
+  the_library = Library::open(arguments[1]);
   const auto inject =
-      reinterpret_cast<void (*)(int)>(::dlsym(::dlopen(arguments[2], RTLD_NOW | RTLD_LOCAL), "nccl_double_inject"));
+      reinterpret_cast<void (*)(int)>(::dlsym(::dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL), "nccl_double_inject"));
   ops_and_ends();
   one_is_missing<CollectiveTimeoutError>(0.3, [](Communicator&) {});
   one_is_missing<PeerLostError>(60, [](Communicator& communicator) { communicator.lose(0, "its process ended"); });
