@@ -1,13 +1,12 @@
-"""Loading the library of device kernels, and whether arguments arrive as its C interface has them.
+"""The library of device kernels: loading it, arguments as its C interface has them, places and sizes in workspaces.
 
 The library here is a double that writes down what it was given; what real kernels do is tested elsewhere.
 """
 
 from __future__ import annotations
 
-import importlib
-import shutil
-import subprocess
+import ctypes
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,49 +16,36 @@ from typing import Any
 import pytest
 import torch
 
+from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport import cuda_driver, native_kernels
 from fused_tp.transport.native_kernels import BuiltFor, native_kernels_available
-from tests.native_build import use_library
-from tests.workers import REPOSITORY
+from fused_tp.triton_kernels.comm import protocol
+from fused_tp.triton_kernels.comm.workspace import needed_bytes
+from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, build_shared, output_of, use_library
 
 pytestmark = pytest.mark.full
 
 _core = pytest.importorskip("fused_tp._core")
 
-DOUBLE = REPOSITORY / "tests" / "native" / "doubles" / "device_kernels.cpp"
+BUILT_FOR = '-DBUILT_FOR="sm_90a compute_100, nvcc 13.0.88"'
+WORKSPACE = (101, 102, 103, 4096, 5, 104, 2, 3)
 
 
-def compiled(folder: Path, source: Path, *flags: str) -> Path:
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
-    library = folder / "double.so"
-    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{REPOSITORY / 'csrc'}", *flags]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=120)
-    return library
-
-
-@pytest.fixture(scope="module")
-def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("double"), DOUBLE, "-DABI=kAbiVersion")
+def double(*flags: str, abi: str = "kAbiVersion") -> Path:
+    return build_shared(
+        "device_kernels", ["tests/native/doubles/device_kernels.cpp"], ["-Icsrc", f"-DABI={abi}", *flags]
+    )
 
 
 @pytest.fixture
-def kernels(double: Path) -> Iterator[Any]:
-    use_library(double)
+def kernels() -> Iterator[Any]:
+    use_library(double())
     yield native_kernels.native_kernels()
     use_library(None)
 
 
-def words(count: int = 16) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64)
-
-
-def workspace(error: torch.Tensor, timeout_ns: int = 5) -> Any:
-    return _core.DeviceWorkspace(101, 102, error.data_ptr(), 4096, timeout_ns, 103, 2, 3)
-
-
-def test_it_is_loaded_once_by_whichever_thread_comes_first(double: Path) -> None:
-    use_library(double)
+def test_it_is_loaded_once_by_whichever_thread_comes_first() -> None:
+    use_library(double())
     try:
         found: list[Any] = []
         threads = [threading.Thread(target=lambda: found.append(native_kernels.native_kernels())) for _ in range(8)]
@@ -74,41 +60,36 @@ def test_it_is_loaded_once_by_whichever_thread_comes_first(double: Path) -> None
 
 
 def test_every_argument_arrives_at_its_place(kernels: Any) -> None:
-    out = words()
-    place = out.data_ptr()
-
-    def wrote(*expected: int) -> None:
-        assert out.tolist()[: len(expected)] == list(expected)
-
-    space = workspace(out)
-    kernels.barrier(space, 0)
-    wrote(101, 102, 4096, 5, 103, 2, 3)
+    recorded = (ctypes.c_int64 * 32).in_dll(ctypes.CDLL(str(double())), "recorded")
+    space = _core.DeviceWorkspace(*WORKSPACE)
+    # A call's arguments, and how they are listed where that is not in the same order.
+    layout, norm, bias = tuple(range(21, 30)), (12, 13, 14, 15, 16, 17, 1e-5), (18, 19)
+    for op, *given in (
+        ("barrier", space, 31),
+        ("all_reduce", space, 1, 11, 12, 13, 2, bias, 30, 31),
+        ("reduce_scatter", space, 11, 12, 13, 14, 2, bias, 30, 31),
+        ("all_gather", space, 11, 12, 13, 14, 30, 31),
+        ("all_to_all", space, 11, 12, layout, 30, 31),
+        ("all_reduce_rms_norm", space, 2, 11, norm, 2, 30, 31),
+        ("sum_terms", 11, 3, 12, 13, 14, 2, bias, 31),
+    ):
+        getattr(kernels, op)(*given)
+        known: dict[Any, tuple[int, ...]] = {space: WORKSPACE, layout: layout, norm: (*norm[:-1], 10), bias: bias}
+        expected = [number for value in given for number in known.get(value, (value,))]
+        assert recorded[: len(expected)] == expected, op
     space.timeout_ns = 77
     kernels.barrier(space, 0)
-    wrote(101, 102, 4096, 77, 103, 2, 3)
-    kernels.all_reduce(space, 1, 11, place, 12, 2, (13, 14), 15, 16)
-    wrote(2, 1, 11, 12, 2, 13, 14, 15, 16)
-    kernels.reduce_scatter(space, 11, place, 12, 6, 2, (13, 14), 15, 16)
-    wrote(2, 11, 12, 6, 2, 13, 14, 15, 16)
-    kernels.all_gather(space, 11, place, 12, 6, 15, 16)
-    wrote(2, 11, 12, 6, 15, 16)
-    kernels.all_to_all(space, 11, place, tuple(range(21, 30)), 15, 16)
-    wrote(2, 11, *range(21, 30), 15, 16)
-    kernels.all_reduce_rms_norm(space, 2, 11, (12, 13, place, 14, 16, 17, 1e-5), 2, 18, 19)
-    wrote(2, 2, 11, 12, 13, 14, 16, 17, 10, 2, 18, 19)
-    kernels.sum_terms(11, 3, 12, place, 13, 2, (14, 15), 16)
-    wrote(11, 3, 12, 13, 2, 14, 15, 16)
+    assert recorded[4] == 77
 
 
 def test_what_cuda_says_names_the_op(kernels: Any) -> None:
     with pytest.raises(RuntimeError, match=r"^barrier could not be launched: an illegal memory access \(CUDA"):
-        kernels.barrier(workspace(words()), 1)
+        kernels.barrier(_core.DeviceWorkspace(*WORKSPACE), 2**64 - 1)
 
 
 def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
-    space = workspace(words())
     with pytest.raises(ValueError, match="algorithm number 3"):
-        kernels.all_reduce(space, 3, 0, 0, 0, 0, (0, 0), 1, 0)
+        kernels.all_reduce(_core.DeviceWorkspace(*WORKSPACE), 3, 0, 0, 0, 0, (0, 0), 1, 0)
     with pytest.raises(ValueError, match="63 ranks"):
         _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)
     with pytest.raises(ValueError, match="op is none"):
@@ -116,16 +97,10 @@ def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
 
 
 def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
-    source = tmp_path / "empty.cpp"
-    source.write_text("int nothing;\n")
-    empty = compiled(tmp_path, source)
-    other = tmp_path / "other"
-    other.mkdir()
-    newer = compiled(other, DOUBLE, "-DABI=kAbiVersion+1")
     expected = {
         tmp_path / "nowhere.so": "could not be loaded: .*nowhere.so",
-        empty: "is no library of device kernels: .*fused_tp_launchers",
-        newer: f"interface version {_core.DEVICE_KERNELS_ABI + 1} and this fused_tp needs version",
+        Path(_core.__file__): "is no library of device kernels: .*fused_tp_launchers",
+        double(abi="kAbiVersion+1"): f"version {_core.DEVICE_KERNELS_ABI + 1} and this fused_tp needs version",
     }
     for path, sentence in expected.items():
         use_library(path)
@@ -141,9 +116,9 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library, built for Hopper and Blackwell by CUDA 13.0, beside a torch that sees a GPU."""
-    library = compiled(tmp_path, DOUBLE, "-DABI=kAbiVersion", '-DBUILT_FOR="sm_90a compute_100, nvcc 13.0.88"')
+    library = double(BUILT_FOR)
     monkeypatch.setattr(native_kernels, "LIBRARY", library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 1))
@@ -201,14 +176,17 @@ def test_a_process_without_driver_has_none() -> None:
     assert cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, 0, 1) is None
 
 
-# -- sizes ----------------------------------------------------------------------------------------------------------
+# -- places and sizes ------------------------------------------------------------------------------------------------
+
+
+def test_places_do_not_overlap_and_all_fits() -> None:
+    output_of(build_program("device_plans", [GPU_ON_CPU / "plans.cpp"], ["-Icsrc", "-O1"]))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 63])
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) -> None:
     """The host lays workspaces out once, for Triton and for these kernels: they must agree on what fits."""
-    needed_bytes = importlib.import_module("fused_tp.triton_kernels.comm.workspace").needed_bytes
 
     def one_slot_of_each_rank(nbytes: int) -> int:
         # A rank alone sends nothing.
@@ -232,3 +210,41 @@ def test_blocks_grow_with_the_bytes_up_to_what_fits() -> None:
 
     assert [blocks(1), blocks(8192), blocks(8193), blocks(1 << 30), blocks(1 << 30, 8)] == [1, 1, 2, 132, 8]
     assert _core.device_suggested_blocks("all_gather", 0, 8 * 16384, 16384, 0, 8, 132) == 8
+
+
+def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:
+    header = (REPOSITORY / "csrc" / "cuda" / "protocol.h").read_text()
+    numbers = {name: int(value) for name, value in re.findall(r"constexpr int(?:64_t)? k(\w+) = (\d+);", header)}
+    for name, value in numbers.items():
+        python = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
+        assert getattr(protocol, python) == value, name
+    assert set(numbers) >= {"Epoch", "Ended", "Expired", "Stop", "ErrorSet", "ErrorGaveUp", "FlagShare"}
+    ops = re.search(r"enum class Op : int32_t \{(.*?)\}", header, re.DOTALL)
+    assert ops is not None
+    for name, value in re.findall(r"k(\w+) = (\d+)", ops[1]):
+        assert protocol.OPS[int(value)] == re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
+    """One rank's weight may be frozen. Blocks wait for those of the same number, so there must be equally many."""
+    asked: list[tuple[str, bool]] = []
+
+    class Device:
+        rank, world_size = 0, 2
+
+        def all_reduce(self, x: torch.Tensor, *_: object, overlapped: bool = False, **__: object) -> torch.Tensor:
+            asked.append(("all_reduce", overlapped))
+            return x
+
+        def reduce_scatter(
+            self, x: torch.Tensor, counts: list[int], *_: object, overlapped: bool = False
+        ) -> torch.Tensor:
+            asked.append(("reduce_scatter", overlapped))
+            return x[: counts[0]]
+
+    schedule = DeviceSchedule("two_shot", Device(), None)  # only what is asked of it here
+    products = [(torch.ones(4, 3), torch.ones(2, 3))]
+    for meanwhile in (None, lambda: None):
+        schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)
+        schedule.matmul_reduce_scatter(products, None, scatter_dim=0, meanwhile=meanwhile)
+    assert asked[:2] == asked[2:]
