@@ -31,6 +31,8 @@ from fused_tp.transport.symm_mem import KernelMemory, byte_range
 
 T = TypeVar("T")
 
+_RETURNED = object()  # the last value of a rank
+
 # Interpreted programs run one after the other; several, so that all paths of a kernel do run.
 CPU_PROGRAMS = 4
 # The longest turn of a rank where ranks take turns: it compiles what it launches, whatever its deadline for peers is.
@@ -38,73 +40,47 @@ TURN_SECONDS = 300.0
 
 
 class LocalGroup:
-    """What the ranks of one process share: their values at each meeting, and which ranks have returned or failed."""
+    """What the ranks of one process share: where they meet, with a value each, and why some have failed."""
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least 1 rank.")
         self.world_size = world_size
         self.device = _device(device)
-        self.finished: set[int] = set()
+        self.meeting = threading.Barrier(world_size)
+        self.values: list[Any] = [None] * world_size
+        self.meetings = [0] * world_size  # that each rank has come to
         self.failures: dict[int, BaseException] = {}  # in the order in which they happened
-        self._changed = threading.Condition()
-        self._meetings: dict[int, dict[int, Any]] = {}
-        self._left: dict[int, int] = {}
-        self._over = False
 
     def rank(self, rank: int) -> LocalRank:
         """The view of one rank; its thread is the only one to use it."""
         return LocalRank(self, _checked_rank(rank, self.world_size))
 
-    def meet(self, rank: int, number: int, what: str, value: T, seconds: float) -> list[T]:
-        """The ranks' values, once all have arrived at meeting `number`."""
-        with self._changed:
-            values = self._meetings.setdefault(number, {})
-            values[rank] = value
-            self._changed.notify_all()
-            self._wait(rank, what, seconds, values)
-            self._left[number] = self._left.get(number, 0) + 1
-            if self._left[number] == self.world_size:
-                del self._meetings[number], self._left[number]
-        return [values[r] for r in range(self.world_size)]
-
-    def end(self, rank: int, error: BaseException | None = None) -> None:
-        """The rank has returned or, with an error, failed, which ends the waits of the others, now and later."""
-        with self._changed:
-            if error is None:
-                self.finished.add(rank)
-            else:
-                self.failures[rank] = error
-            self._changed.notify_all()
-
-    def close(self) -> list[int]:
-        """The ranks that have neither returned nor failed; ends all waits."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-            return sorted(set(range(self.world_size)) - self.finished - set(self.failures))
-
-    def _wait(self, rank: int, what: str, seconds: float, arrived: Mapping[int, object]) -> None:
-        """Returns once all have arrived. The lock is held."""
-        deadline = time.monotonic() + seconds
-        while absent := set(range(self.world_size)) - set(arrived):
+    def meet(self, rank: int, value: Any, what: str, seconds: float | None) -> list[Any]:
+        """The ranks' values, once all have arrived; None as `seconds`: no deadline but the end of the run."""
+        self.meetings[rank] += 1
+        self.values[rank] = value
+        what = f"{what} (meeting {self.meetings[rank]}): rank {rank}"
+        try:
+            self.meeting.wait(seconds)
+            values = list(self.values)
+            self.meeting.wait(seconds)  # no rank puts its next value before all have read
+        except threading.BrokenBarrierError:
+            absent = [r for r, count in enumerate(self.meetings) if count < self.meetings[rank]]
             if self.failures:
                 failed, error = next(iter(self.failures.items()))
-                raise PeerLostError(
-                    f"{what}: rank {rank} will not go on, because rank {failed} failed with "
-                    f"{type(error).__name__}: {error}"
-                )
-            if self._over:
-                raise PeerLostError(f"{what}: rank {rank} will not go on, because the run is over.")
-            if gone := absent & self.finished:
-                raise PeerLostError(f"{what}: rank {rank} waited for {_named(gone)}, which returned without coming.")
-            left = deadline - time.monotonic()
-            if left <= 0:
+                why = f"rank {failed} failed with {type(error).__name__}: {error}"
+            elif absent and seconds is not None:
                 raise CollectiveTimeoutError(
-                    f"{what}: rank {rank} waited {seconds:g} seconds for {_named(absent)}. FUSED_TP_TIMEOUT sets the "
-                    "longest wait."
-                )
-            self._changed.wait(left)
+                    f"{what} waited {seconds:g} seconds for {_named(absent)}. FUSED_TP_TIMEOUT sets the longest wait."
+                ) from None
+            else:
+                why = "the run is over."
+            raise PeerLostError(f"{what} will not go on, because {why}") from None
+        returned = [r for r, found in enumerate(values) if found is _RETURNED]
+        if returned and value is not _RETURNED:
+            raise PeerLostError(f"{what} waited for {_named(returned)}, which returned without coming.")
+        return values
 
 
 class LocalRank(KernelMemory):
@@ -119,7 +95,6 @@ class LocalRank(KernelMemory):
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
-        self._meetings = 0
         self.serialized_by = self
         self.rank = rank
         self.world_size = group.world_size
@@ -149,9 +124,7 @@ class LocalRank(KernelMemory):
 
     def exchange(self, value: T, what: str = "exchange", seconds: float = 0.0) -> list[T]:
         """The values of all ranks, in their order. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
-        self._meetings += 1
-        what = f"{what} (meeting {self._meetings})"
-        return self._group.meet(self.rank, self._meetings, what, value, seconds or timeout_seconds())
+        return self._group.meet(self.rank, value, what, seconds or timeout_seconds())
 
     def synchronize(self) -> None:
         """Returns once what is in this rank's stream has run."""
@@ -232,11 +205,14 @@ def run_local(
                 results[rank] = fn(group.rank(rank), *args)
             else:
                 with torch.cuda.device(group.device), torch.cuda.stream(stream):
-                    results[rank] = fn(group.rank(rank), *args)
+                    result = fn(group.rank(rank), *args)
                     stream.synchronize()
-            group.end(rank)
+                    results[rank] = result
+            with contextlib.suppress(PeerLostError):  # of a run that has failed or is over: this rank has its result
+                group.meet(rank, _RETURNED, "the end", None)
         except BaseException as error:
-            group.end(rank, error)
+            group.failures[rank] = error
+            group.meeting.abort()
 
     streams = _streams(group, run)  # until its last thread has ended
     # Daemons: a thread that never returns must not keep the process from ending.
@@ -251,7 +227,8 @@ def run_local(
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        late, failures = group.close(), dict(group.failures)
+        late, failures = set(range(world_size)) - {*results} - {*group.failures}, dict(group.failures)
+        group.meeting.abort()
     if failures:
         first = next(iter(failures.values()))
         texts = "\n".join(
