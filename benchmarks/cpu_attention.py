@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fused_tp.runtime.settings import environment
+
 from .case import DTYPES, EFFICIENCY, OURS, Case, Contestant, Makers, Rival, assert_close
-from .ranks import RankContext, environment
+from .ranks import RankContext
 
 HEADS, HEAD_DIM = 8, 64
 SEQ, DOCUMENTS_SEQ, WINDOW_SEQ = 8192, 16384, 16384

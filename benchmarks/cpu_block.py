@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from fused_tp.runtime.settings import environment
+
 from .case import DTYPES, OURS, SPEEDUP, Case, Contestant, Makers, Rival, assert_close
-from .ranks import RankContext, environment
+from .ranks import RankContext
 
 MEGATRON = "Megatron-Core on gloo"
 PLAIN = "fused_tp, plain schedule"

@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
-import mmap
 import multiprocessing as mp
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:  # a rank takes its core before torch, and the threads of its libraries, come
     from .case import Case, Contestant
@@ -32,7 +29,6 @@ _GRACE_SECONDS = 5.0  # for the watchdog's traceback
 MIN_TIMED_SECONDS = 2e-3  # of what is timed at once: far above what leaving the barrier and reading the clock take
 _WARM_UP_CALLS = 3  # the first builds and allocates, the second still faults pages in
 _WARM_UP_SECONDS = 0.5  # enough of it, where calls are long
-_LINE = 8  # int64 to a cache line: ranks do not write to each other's
 
 # One thread for each library; gloo has no business on a network that the ranks of one host do not need.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -49,61 +45,14 @@ class RankFailure(RuntimeError):
     """A rank raised, died or took too long; the others were ended with it."""
 
 
-class SpinBarrier(contextlib.AbstractContextManager["SpinBarrier"]):
-    """Ranks of one host meet in a file that all map, and leave within a microsecond; gloo's barrier takes a hundred.
-    One thread of each rank may use it.
-
-    Every rank counts its arrivals in its own slot and waits until no slot is behind. An aligned int64 is stored as a
-    whole, and no rank reads anything else that another wrote, so no fence is needed.
-    """
-
-    def __init__(self, path: Path, world_size: int, rank: int, timeout_seconds: float) -> None:
-        nbytes = world_size * _LINE * 8
-        with path.open("a+b") as file:
-            file.truncate(nbytes)  # the same length from every rank; new bytes are zero
-            self._map = mmap.mmap(file.fileno(), nbytes)
-        self._slots = np.frombuffer(self._map, dtype=np.int64)[::_LINE]
-        self._rank = rank
-        self._timeout_seconds = timeout_seconds
-        self._arrivals = 0
-
-    def wait(self) -> None:
-        """Return once all ranks are here.
-
-        The ranks gather asleep first, as who is early must not heat up the core's neighbours for seconds, and then meet
-        again awake, so that all leave at once.
-
-        Raises:
-            TimeoutError: a rank did not answer in time.
-        """
-        self._meet(pause=1e-4)
-        self._meet(pause=0.0)
-
-    def _meet(self, pause: float) -> None:
-        self._arrivals += 1
-        self._slots[self._rank] = self._arrivals
-        deadline = time.monotonic() + self._timeout_seconds
-        while self._slots.min() < self._arrivals:
-            if pause:
-                time.sleep(pause)  # who is early must not heat up the core's neighbours
-            if time.monotonic() > deadline:
-                late = [rank for rank, count in enumerate(self._slots) if count < self._arrivals]
-                raise TimeoutError(f"Ranks {late} did not reach the barrier within {self._timeout_seconds} s.")
-
-    def __exit__(self, *raised: object) -> None:
-        del self._slots  # the array keeps the map open
-        self._map.close()
-
-
 class RankContext:
     """What a function that runs on a rank is given; a `case.Context`."""
 
     checks_again = False
 
-    def __init__(self, rank: int, world_size: int, barrier: SpinBarrier, run_id: str) -> None:
+    def __init__(self, rank: int, world_size: int, run_id: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.barrier = barrier
         self.run_id = run_id  # the same on all ranks, and unlike that of any other run on this host
 
     def exchange(self, mine: Any) -> list[Any]:
@@ -112,6 +61,22 @@ class RankContext:
         answers: list[Any] = [None] * self.world_size
         dist.all_gather_object(answers, mine)
         return answers
+
+    def meet(self) -> None:
+        """Return once all ranks are here.
+
+        They gather asleep over gloo, as a rank that spins for seconds heats up its core's neighbours, and then meet in
+        shared memory, where there is some: a rank leaves within a microsecond there, and within a hundred of gloo's.
+        """
+        import torch.distributed as dist
+
+        from fused_tp.runtime.group import resolve_group
+        from fused_tp.transport.shm import shm_transport
+
+        dist.barrier()
+        shared = shm_transport(resolve_group(None))
+        if shared is not None:
+            shared.barrier()
 
     def synchronize(self) -> None:
         pass
@@ -127,7 +92,7 @@ class RankContext:
 
     def seconds(self, contestant: Contestant, calls: int) -> float:
         run = contestant.run
-        self.barrier.wait()
+        self.meet()
         start = time.perf_counter()
         for _ in range(calls):
             run()
@@ -147,6 +112,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="fused_tp_bench_")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        from fused_tp.runtime.settings import environment
+
         context = mp.get_context("spawn")  # fork would carry over the parent's threads and settings
         values = dict(_ENVIRONMENT)
         if sys.platform == "linux":
@@ -218,21 +185,6 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self.close()
 
 
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that are set within the context and as before after it."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
@@ -248,23 +200,22 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
     timeout = timedelta(seconds=START_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     faulthandler.cancel_dump_traceback_later()
-    with SpinBarrier(Path(folder, "barrier"), world_size, rank, START_SECONDS) as barrier:
-        context = RankContext(rank, world_size, barrier, Path(folder).name)
-        connection.send((True, None))
-        while True:
-            try:
-                function, arguments, seconds = connection.recv()
-            except (EOFError, OSError):  # the parent has closed the pipe, or has died
-                break
-            # A timer in a thread of C: it fires even where native code holds the interpreter.
-            faulthandler.dump_traceback_later(seconds, exit=True)
-            os.environ["FUSED_TP_TIMEOUT"] = str(seconds)
-            try:
-                answer = (True, function(context, *arguments))
-            except Exception:
-                answer = (False, traceback.format_exc())
-            faulthandler.cancel_dump_traceback_later()
-            connection.send(answer)
+    context = RankContext(rank, world_size, Path(folder).name)
+    connection.send((True, None))
+    while True:
+        try:
+            function, arguments, seconds = connection.recv()
+        except (EOFError, OSError):  # the parent has closed the pipe, or has died
+            break
+        # A timer in a thread of C: it fires even where native code holds the interpreter.
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        os.environ["FUSED_TP_TIMEOUT"] = str(seconds)
+        try:
+            answer = (True, function(context, *arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(answer)
     # Not through the interpreter's shutdown: a peer that exited first would keep gloo waiting.
     sys.stdout.flush()
     os._exit(0)

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from fused_tp.runtime import dispatch, settings
+from fused_tp.runtime.settings import environment
 
 from .case import DTYPES, Case, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
-from .ranks import RankContext, RankFailure, Ranks, environment
+from .ranks import RankContext, RankFailure, Ranks
 from .runner import run_case
 
 MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios

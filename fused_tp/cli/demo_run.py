@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from fused_tp.cli.demo import LOOPBACK, DemoSettings
 from fused_tp.cli.demo_report import FUSED, PLAIN, SINGLE, THREADED, DemoResult, Run, Sample, report
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.runtime import tracing
-from fused_tp.runtime.settings import timeout_seconds
+from fused_tp.runtime.settings import environment, timeout_seconds
 
 WARMUP_STEPS = 5  # of the learning rate
 GRAD_NORM = 1.0
@@ -432,17 +432,6 @@ class Trainer:
         return {"model": model_state, "optimizer": optimizer_state, "steps": steps}
 
 
-@contextmanager
-def plain_collectives() -> Iterator[None]:
+def plain_collectives() -> AbstractContextManager[None]:
     """Run every fused op as matmul, then one torch.distributed collective, without shared memory: the baseline."""
-    forced = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}
-    before = {name: os.environ.get(name) for name in forced}
-    os.environ.update(forced)
-    try:
-        yield
-    finally:  # these two alone: mock.patch.dict empties the environment for a moment, which other threads read
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return environment({"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"})

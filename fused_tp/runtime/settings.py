@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -121,6 +122,21 @@ def table_path() -> str | None:
     The variable is looked at in every call, the file it names only once: see `runtime.dispatch`.
     """
     return os.environ.get("FUSED_TP_TABLE") or None
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Scope in which these variables are set, and behind which they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:  # these alone: mock.patch.dict empties the environment for a moment, which other threads read
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # -- all of them, for `fused-tp doctor` and the documentation ---------------------------------------------------------

@@ -31,7 +31,7 @@ from benchmarks.case import (
     paired,
     slowest,
 )
-from benchmarks.ranks import RankContext, RankFailure, Ranks, SpinBarrier
+from benchmarks.ranks import RankContext, RankFailure, Ranks
 from benchmarks.results import Comparison, Machine, Record, merge, read, records_of, write
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
@@ -244,13 +244,13 @@ def cores_of_rank(context: RankContext) -> list[int]:
 def raise_on_one(context: RankContext) -> None:
     if context.rank == 1:
         raise LookupError("only here")
-    context.barrier.wait()
+    context.meet()
 
 
 def die_on_one(context: RankContext) -> None:
     if context.rank == 0:
         os._exit(7)
-    context.barrier.wait()
+    context.meet()
 
 
 def test_a_case_from_end_to_end() -> None:
@@ -285,9 +285,3 @@ def test_ranks_are_pinned_and_a_failing_one_ends_all() -> None:
         assert time.monotonic() - start < 30  # rank 0, in the barrier, is not waited for
     with Ranks(2) as ranks, pytest.raises(RankFailure, match="exit status 7"):
         ranks.call(die_on_one, seconds=60)
-
-
-def test_barrier_names_who_is_late(tmp_path: Path) -> None:
-    barrier = SpinBarrier(tmp_path / "barrier", 2, 0, timeout_seconds=0.05)
-    with barrier, pytest.raises(TimeoutError, match=r"Ranks \[1\] did not reach"):
-        barrier.wait()
