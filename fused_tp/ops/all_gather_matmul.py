@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
@@ -142,11 +141,6 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x_shard, weights, biases, a.has_bias, dim, total, a.return_gathered, a.group)
 
 
-def _key(a: _Args) -> DispatchKey:
-    *rows, k = _gathered_shape(a)
-    return DispatchKey("all_gather_matmul", a.x_shard.dtype, a.x_shard.device, prod(rows), k, None)
-
-
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
     biases = spread(a.biases, a.has_bias)
     asked = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
@@ -219,8 +213,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> DispatchKey:
-    *rows, k = _gathered_shape(g)
-    return DispatchKey("matmul_reduce_scatter", g.x_shard.dtype, g.x_shard.device, prod(rows), None, k)
+    return DispatchKey.of("matmul_reduce_scatter", g.x_shard, _gathered_shape(g), None, g.x_shard.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -242,7 +235,7 @@ ALL_GATHER_MATMUL: Op[_Args] = Op(
     "Tensor[]",
     _forward,
     _fake,
-    key=_key,
+    key=lambda a: DispatchKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None),
     backward_key=_grads_key,
     example=lambda size, x_shard, weight: _Args(
         x_shard, [weight], [], [False], 0, x_shard.shape[0] * size, False, None

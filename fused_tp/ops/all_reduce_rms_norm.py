@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule
 from fused_tp.transport.base import accumulate_dtype
 
 
@@ -73,19 +71,6 @@ def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_wei
     checked_number("eps", eps, lambda x: x > 0, "positive, or a row of zeros would be divided by zero")
 
 
-def _key(a: _Args) -> DispatchKey:
-    *rows, n = a.partial.shape
-    return DispatchKey("all_reduce_rms_norm", a.partial.dtype, a.partial.device, prod(rows), None, n)
-
-
-def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    return schedule.all_reduce_rms_norm(a.partial, a.residual, a.norm_weight, a.eps)
-
-
-def _fake(a: _Args) -> tuple[Tensor, Tensor]:
-    return a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape)
-
-
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
     """Both halves are local."""
     (new_residual,), norm_weight, needs = s.outputs, s.args.norm_weight, s.needs
@@ -114,9 +99,9 @@ ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
-    _forward,
-    _fake,
-    key=_key,
+    lambda schedule, a: schedule.all_reduce_rms_norm(*a[:4]),
+    lambda a: (a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape)),
+    key=lambda a: DispatchKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1]),
     example=lambda size, partial: _Args(partial, partial, partial, 1.0, None),
     prepare=_prepare,
     saves=("norm_weight", 1),

@@ -166,17 +166,9 @@ def _prepare_all_reduce(a: _AllReduce) -> _AllReduce:
     return a
 
 
-def _all_gather_backward(s: Saved[_AllGather], grad: Tensor) -> dict[str, Any]:
-    return {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None}
-
-
 def _reduce_scatter_backward(s: Saved[_ReduceScatter], grad: Tensor) -> dict[str, Any]:
     size: Any = s.shapes.x
     return {"x": ALL_GATHER(grad, s.args.dim, size[s.args.dim], s.args.group) if s.needs.x else None}
-
-
-def _all_reduce_backward(s: Saved[_AllReduce], grad: Tensor) -> dict[str, Any]:
-    return {"x": grad if s.needs.x else None}
 
 
 ALL_GATHER: Op[_AllGather] = Op(
@@ -189,7 +181,7 @@ ALL_GATHER: Op[_AllGather] = Op(
     backward_key=lambda a: _key("reduce_scatter", a.x_shard, _gathered_shape(a)),
     example=lambda size, x_shard, dim=0: _AllGather(x_shard, dim, x_shard.shape[dim] * size, None),
     prepare=_prepare_all_gather,
-    backward=_all_gather_backward,
+    backward=lambda s, grad: {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None},
 )
 
 REDUCE_SCATTER: Op[_ReduceScatter] = Op(
@@ -214,7 +206,7 @@ ALL_REDUCE: Op[_AllReduce] = Op(
     key=lambda a: _key("all_reduce", a.x, a.x.shape),
     example=lambda size, x: _AllReduce(x, None),
     prepare=_prepare_all_reduce,
-    backward=_all_reduce_backward,
+    backward=lambda s, grad: {"x": grad if s.needs.x else None},
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple, overload
 
 from torch import Tensor
@@ -83,14 +82,6 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x, weights, biases, a.has_bias, a.group)
 
 
-def _forward(schedule: None, a: _Args) -> list[Tensor]:
-    return [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)]
-
-
-def _fake(a: _Args) -> list[Tensor]:
-    return [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights]
-
-
 def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     a, needs = s.args, s.needs
     used = [i for i, d in enumerate(grads) if d is not None]
@@ -124,8 +115,7 @@ def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
 
 
 def _sum_key(a: _Args | _Grads) -> DispatchKey:
-    *rows, k = a.x.shape
-    return DispatchKey("matmul_all_reduce", a.x.dtype, a.x.device, prod(rows), None, k)
+    return DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -146,8 +136,8 @@ COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     "column_parallel_matmul",
     _Args,
     "Tensor[]",
-    _forward,
-    _fake,
+    lambda _, a: [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)],
+    lambda a: [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights],
     backward_key=_sum_key,
     example=lambda size, x, weight: _Args(x, [weight], [], [False], None),
     prepare=_prepare,

@@ -205,10 +205,6 @@ def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tenso
 _NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
 
 
-def _prepare(args: DecodeArguments) -> DecodeArguments:
-    return args if args.world_size else _checked(args, group_identity(args.group).size)
-
-
 def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
     if autocast_dtype(args.q) is not None and isinstance(args.k, Tensor):
         (q,) = cast(args.k.dtype, args.q)  # a cache is not copied; what is appended to one is cast as matmuls are
@@ -346,5 +342,5 @@ CONTEXT_PARALLEL_DECODE: Op[DecodeArguments] = Op(
     lambda a: new_results(a.q, a.v),
     key=_key,
     example=_example,
-    prepare=_prepare,
+    prepare=lambda a: a if a.world_size else _checked(a, group_identity(a.group).size),
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 from fused_tp.ops.arguments import checked_linear
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import bias_grad, linear, weight_grad
 
 
@@ -47,23 +46,6 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
-def _prepare(a: _Args) -> _Args:
-    return _Args(*checked_linear("x", *a[:3]), a.group)
-
-
-def _key(a: _Args) -> DispatchKey:
-    rows, n = a.x.shape[:-1].numel(), a.weight.shape[0]
-    return DispatchKey("matmul_all_reduce", a.x.dtype, a.x.device, rows, None, n)
-
-
-def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    return schedule.matmul_all_reduce([(a[0], a[1])], a[2])
-
-
-def _fake(a: _Args) -> Tensor:
-    return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]))
-
-
 def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     """Both halves are local."""
     a, needs = s.args, s.needs
@@ -78,11 +60,11 @@ MATMUL_ALL_REDUCE: Op[_Args] = Op(
     "matmul_all_reduce",
     _Args,
     "Tensor",
-    _forward,
-    _fake,
-    key=_key,
+    lambda schedule, a: schedule.matmul_all_reduce([(a[0], a[1])], a[2]),
+    lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
+    key=lambda a: DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0]),
     example=lambda size, x, weight: _Args(x, weight, None, None),
-    prepare=_prepare,
+    prepare=lambda a: _Args(*checked_linear("x", *a[:3]), a.group),
     saves=("x", "weight"),
     backward=_backward,
 )

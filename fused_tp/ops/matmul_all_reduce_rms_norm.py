@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule, add_rms_norm
+from fused_tp.schedules.base import add_rms_norm
 from fused_tp.schedules.gemm import weight_grad
 
 
@@ -69,19 +68,6 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x, weight, a.residual, a.norm_weight, float(a.eps), a.group)
 
 
-def _key(a: _Args) -> DispatchKey:
-    rows, n = prod(a.x.shape[:-1]), a.weight.shape[0]
-    return DispatchKey("matmul_all_reduce_rms_norm", a.x.dtype, a.x.device, rows, None, n)
-
-
-def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    return schedule.matmul_all_reduce_rms_norm(a.x, a.weight, a.residual, a.norm_weight, a.eps)
-
-
-def _fake(a: _Args) -> tuple[Tensor, Tensor]:
-    return a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape)
-
-
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
     """Both halves are local; the second reuses the gradient of the residual stream."""
     a, (new_residual,), needs = s.args, s.outputs, s.needs
@@ -101,9 +87,9 @@ MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "matmul_all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
-    _forward,
-    _fake,
-    key=_key,
+    lambda schedule, a: schedule.matmul_all_reduce_rms_norm(*a[:5]),
+    lambda a: (a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape)),
+    key=lambda a: DispatchKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0]),
     example=lambda size, x, weight: _Args(x, weight, x, weight, 1.0, None),
     prepare=_prepare,
     saves=("x", "weight", "norm_weight", 1),

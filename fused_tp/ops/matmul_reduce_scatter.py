@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,14 +72,6 @@ def _prepare(a: _Args) -> _Args:
     return _Args(x, weight, bias, token_dim("scatter_dim", a.scatter_dim, "x", x), a.group)
 
 
-def _key(a: _Args) -> DispatchKey:
-    return DispatchKey("matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.x.shape[:-1]), None, a.weight.shape[0])
-
-
-def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    return schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim)
-
-
 def _fake(a: _Args) -> Tensor:
     group = group_by_name(a.group)
     size = shard_sizes(a.x.shape[a.scatter_dim], group.size)[group.rank]
@@ -116,7 +107,7 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
 
 
 def _grads_key(g: _Args | _Grads) -> DispatchKey:
-    return DispatchKey("all_gather_matmul", g.x.dtype, g.x.device, prod(g.x.shape[:-1]), g.weight.shape[0], None)
+    return DispatchKey.of("all_gather_matmul", g.x, g.x.shape, g.weight.shape[0], None)
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
@@ -132,9 +123,9 @@ MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     "matmul_reduce_scatter",
     _Args,
     "Tensor",
-    _forward,
+    lambda schedule, a: schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim),
     _fake,
-    key=_key,
+    key=lambda a: DispatchKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0]),
     backward_key=_grads_key,
     example=lambda size, x, weight: _Args(x, weight, None, 0, None),
     prepare=_prepare,

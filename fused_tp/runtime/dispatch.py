@@ -9,12 +9,15 @@ it: were a file that is rewritten read again, ranks would do that at different c
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fused_tp.runtime import settings
 
@@ -42,6 +45,11 @@ class DispatchKey(NamedTuple):
     m: int
     k: int | None
     n: int | None
+
+    @staticmethod
+    def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> DispatchKey:
+        """Of an op whose `x` has `shape` [..., features] over all ranks."""
+        return DispatchKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 
 
 @dataclass(frozen=True)
