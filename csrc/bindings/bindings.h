@@ -63,10 +63,17 @@ struct From<DType> {
   static DType value(int given) { return to_dtype(given); }
 };
 
-// `function`, for Python.
+// A function, or a method, for Python.
 template <typename Result, typename... Parameters>
 auto bound(Result (*function)(Parameters...)) {
   return [function](typename From<Parameters>::Given... given) { return function(From<Parameters>::value(given)...); };
+}
+
+template <typename Class, typename Result, typename... Parameters>
+auto bound(Result (Class::*method)(Parameters...)) {
+  return [method](Class& self, typename From<Parameters>::Given... given) {
+    return (self.*method)(From<Parameters>::value(given)...);
+  };
 }
 
 void require(bool condition, const char* sentence);

@@ -43,6 +43,13 @@ struct From<std::vector<copy_engine::Memory>> {
 template <>
 struct From<const std::vector<copy_engine::Memory>&> : From<std::vector<copy_engine::Memory>> {};
 template <>
+struct From<std::optional<driver::Stream>> {
+  using Given = std::optional<Address>;
+  static std::optional<driver::Stream> value(Given given) {
+    return given ? std::optional(pointer<CUstream_st>(*given)) : std::nullopt;
+  }
+};
+template <>
 struct From<copy_engine::Op> {
   using Given = int;
   static copy_engine::Op value(int given) { return static_cast<copy_engine::Op>(given); }
@@ -179,27 +186,17 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("calls", &Communicator::calls, "How many ops there have been.")
       .def_property("timeout_seconds", &Communicator::timeout, &Communicator::set_timeout,
                     "The deadline of ops from now on.")
-      .def(
-          "all_gather",
-          [](Communicator& communicator, Address in, Address out, size_t bytes, Address after) {
-            return communicator.all_gather(pointer<>(in), pointer<>(out), bytes, to_stream(after));
-          },
-          "in"_a, "out"_a, "bytes_per_rank"_a, "after"_a, NoGil())
+      .def("all_gather", bound(&Communicator::all_gather), "in"_a, "out"_a, "bytes_per_rank"_a, "after"_a, NoGil())
       .def(
           "exchange",
           [](Communicator& communicator, const Transfers& sends, const Transfers& receives,
              std::optional<Address> after) {
-            return communicator.exchange(to_transfers(sends, receives),
-                                         after ? std::optional<Stream>(to_stream(*after)) : std::nullopt);
+            return communicator.exchange(to_transfers(sends, receives), From<std::optional<Stream>>::value(after));
           },
           "sends"_a, "receives"_a, "after"_a, NoGil(),
           "All at once: (peer, address, bytes) each, behind what is in the stream `after`, if given.")
-      .def(
-          "wait",
-          [](Communicator& communicator, const Ticket& ticket, Address stream) {
-            communicator.wait(ticket, to_stream(stream));
-          },
-          "ticket"_a, "stream"_a, NoGil(), "`stream` goes on once the op has ended.")
+      .def("wait", bound(&Communicator::wait), "ticket"_a, "stream"_a, NoGil(),
+           "`stream` goes on once the op has ended.")
       .def("has_begun", &Communicator::has_begun, "ticket"_a, NoGil(), "Whether it waits for nothing but peers.")
       .def("has_ended", &Communicator::has_ended, "ticket"_a, NoGil())
       .def_property_readonly("failure", &Communicator::failure, "Why it is unusable; empty while it is not.")
@@ -214,99 +211,54 @@ void bind_communicator(py::module_& m) {
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
 
-// A workspace with its device's context current around every call.
-class CopyEngine {
- public:
-  using Workspace = copy_engine::Workspace;
-
-  CopyEngine(const std::string& library, int device, int rank, const std::vector<Address>& addresses,
-             int64_t gather_bytes, int64_t scatter_bytes)
-      : driver_(Driver::open(library)), device_(device) {
-    require(rank >= 0 && rank < static_cast<int>(addresses.size()), "rank must be one of those that addresses is for");
-    require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
-    const Driver::Device guard(*driver_, device_);
-    require(driver_->attribute(driver::Attribute::kStreamMemoryOps64, device) == 1,
-            "this device's streams cannot wait for a word of memory");
-    workspace_ = std::make_unique<Workspace>(driver_, device, rank,
-                                             std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
-                                             gather_bytes, scatter_bytes);
-  }
-  ~CopyEngine() {
-    try {
-      const Driver::Device guard(*driver_, device_);
-      workspace_.reset();
-    } catch (const std::exception&) {  // the device is gone, and all of the workspace with it
-      (void)workspace_.release();
-    }
-  }
-  CopyEngine(const CopyEngine&) = delete;
-  CopyEngine& operator=(const CopyEngine&) = delete;
-
-  Workspace& workspace() { return *workspace_; }
-  Driver::Device guard() const { return Driver::Device(*driver_, device_); }
-  const copy_engine::Layout& layout() const { return workspace_->layout(); }
-  copy_engine::StreamWatchdog& watchdog() { return workspace_->watchdog(); }
-
- private:
-  std::shared_ptr<const Driver> driver_;
-  int device_;
-  std::unique_ptr<Workspace> workspace_;
-};
-
-// A method of the workspace, called with the device's context current.
-template <typename Result, typename... Parameters>
-auto using_workspace(Result (copy_engine::Workspace::*method)(Parameters...)) {
-  return [method](CopyEngine& self, typename From<Parameters>::Given... given) {
-    const Driver::Device guard = self.guard();
-    return (self.workspace().*method)(From<Parameters>::value(given)...);
-  };
-}
-template <typename Result, typename... Parameters>
-auto using_workspace(Result (copy_engine::Workspace::*method)(Parameters...) const) {
-  return [method](CopyEngine& self, typename From<Parameters>::Given... given) {
-    const Driver::Device guard = self.guard();
-    return (self.workspace().*method)(From<Parameters>::value(given)...);
-  };
-}
-
 // All without the GIL: on the double of the driver the default stream runs everything at once, waits for peers
 // included.
 void bind_copy_engine(py::module_& m) {
-  using Workspace = copy_engine::Workspace;
-  using Call = Workspace::Call;
-  py::class_<Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
-  py::class_<CopyEngine>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
-      .def(py::init<const std::string&, int, int, const std::vector<Address>&, int64_t, int64_t>(), "library"_a,
-           "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a, NoGil())
+  using copy_engine::Workspace;
+  py::class_<Workspace::Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
+  py::class_<Workspace>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
+      .def(py::init([](const std::string& library, int device, int rank, const std::vector<Address>& addresses,
+                       int64_t gather_bytes, int64_t scatter_bytes) {
+             require(rank >= 0 && rank < static_cast<int>(addresses.size()),
+                     "rank must be one of those that addresses is for");
+             require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
+             auto driver = Driver::open(library);
+             require(driver->attribute(driver::Attribute::kStreamMemoryOps64, device) == 1,
+                     "this device's streams cannot wait for a word of memory");
+             return std::make_unique<Workspace>(std::move(driver), device, rank,
+                                                std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
+                                                gather_bytes, scatter_bytes);
+           }),
+           "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a, NoGil())
       .def_static(
           "bytes",
           [](int world, int64_t gather_bytes, int64_t scatter_bytes) {
             return copy_engine::Layout(world, gather_bytes, scatter_bytes).bytes();
           },
           "world"_a, "gather_bytes"_a, "scatter_bytes"_a, "What a rank's workspace takes.")
-      .def("begin", using_workspace(&Workspace::begin), "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
-      .def("gather", using_workspace(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
+      .def("begin", bound(&Workspace::begin), "op"_a, "stream"_a, "timeout_seconds"_a, NoGil())
+      .def("gather", bound(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
            "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
-      .def("wait_for", using_workspace(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
-      .def("scatter", using_workspace(&Workspace::scatter), NoGil(), "The number of a new scatter.")
-      .def("push", using_workspace(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
-      .def("receive", using_workspace(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
-      .def("release", using_workspace(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
-      .def("finish", using_workspace(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
+      .def("wait_for", bound(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
+      .def("scatter", bound(&Workspace::scatter), NoGil(), "The number of a new scatter.")
+      .def("push", bound(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
+      .def("receive", bound(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
+      .def("release", bound(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
+      .def("finish", bound(&Workspace::finish), "call"_a, "stream"_a, "results"_a, NoGil(),
            "The end of a call; results as (address, bytes) become NaN where it does not come to a good one.")
-      .def("quiet", using_workspace(&Workspace::quiet), "seconds"_a, NoGil(),
+      .def("quiet", bound(&Workspace::quiet), "seconds"_a, NoGil(),
            "Whether all that was enqueued has ended, after waiting that long at most.")
       .def(
-          "slot", [](CopyEngine& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
+          "slot", [](Workspace& self, int scatter, int sender) { return self.layout().slot(scatter, sender); },
           "scatter"_a, "sender"_a, "Where a block from `sender` is in this rank's workspace.")
-      .def_property_readonly("slot_bytes", [](CopyEngine& self) { return self.layout().slot_bytes(); })
-      .def_property_readonly("failure", [](CopyEngine& self) { return static_cast<int>(self.watchdog().failure()); })
-      .def_property_readonly("sentence", [](CopyEngine& self) { return self.watchdog().sentence(); })
+      .def_property_readonly("slot_bytes", [](Workspace& self) { return self.layout().slot_bytes(); })
+      .def_property_readonly("failure", [](Workspace& self) { return static_cast<int>(self.watchdog().failure()); })
+      .def_property_readonly("sentence", [](Workspace& self) { return self.watchdog().sentence(); })
       .def(
-          "lose", [](CopyEngine& self, int rank) { self.watchdog().lose(rank); }, "rank"_a, NoGil())
+          "lose", [](Workspace& self, int rank) { self.watchdog().lose(rank); }, "rank"_a, NoGil())
       .def(
-          "abort", [](CopyEngine& self, const std::string& why) { self.watchdog().abort(why); }, "why"_a, NoGil())
-      .def("stop", [](CopyEngine& self) { self.watchdog().stop(); }, NoGil());
+          "abort", [](Workspace& self, const std::string& why) { self.watchdog().abort(why); }, "why"_a, NoGil())
+      .def("stop", [](Workspace& self) { self.watchdog().stop(); }, NoGil());
 }
 
 // ---- device kernels --------------------------------------------------------------------------------------------

@@ -262,34 +262,31 @@ attention::Problem problem(int dtype, const std::array<int64_t, 7>& shape, const
 }
 
 void bind_attention(py::module_& m) {
-  using Shape = std::array<int64_t, 7>;
-  using Rows = std::array<Address, 5>;
+  using attention::Problem;
+  py::class_<Problem>(
+      m, "AttentionProblem",
+      "One step. shape: batch, heads, kv_heads, rows, keys, dim, v_dim; rows: addresses of starts, stops, "
+      "places, q_indices, k_indices (int32); tensors: address, strides of batch, row and head.")
+      .def(py::init(&problem), "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a,
+           "k"_a, "v"_a);
   m.def(
       "attention_forward",
-      [](int dtype, const Shape& shape, const Rows& rows, double scale, double softcap, Address slopes,
-         const std::optional<Dropout>& dropout, const Tensor& q, const Tensor& k, const Tensor& v,
-         const Tensor& weighted, const Tensor& highest, const Tensor& total, int threads, const std::string& isa) {
-        attention::forward({problem(dtype, shape, rows, scale, softcap, slopes, dropout, q, k, v), sum(weighted),
-                            sum(highest), sum(total)},
-                           threads, isa.c_str());
+      [](const Problem& step, const Tensor& weighted, const Tensor& highest, const Tensor& total, int threads,
+         const std::string& isa) {
+        attention::forward({step, sum(weighted), sum(highest), sum(total)}, threads, isa.c_str());
       },
-      "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a, "k"_a, "v"_a,
-      "weighted"_a, "highest"_a, "total"_a, "threads"_a, "isa"_a, NoGil(),
-      "Folds one step into a softmax state. shape: batch, heads, kv_heads, rows, keys, dim, v_dim; rows: addresses of "
-      "starts, stops, places, q_indices, k_indices (int32); tensors: address, strides of batch, row and head.");
+      "step"_a, "weighted"_a, "highest"_a, "total"_a, "threads"_a, "isa"_a, NoGil(),
+      "Folds one step into a softmax state.");
   m.def(
       "attention_backward",
-      [](int dtype, const Shape& shape, const Rows& rows, double scale, double softcap, Address slopes,
-         const std::optional<Dropout>& dropout, const Tensor& q, const Tensor& k, const Tensor& v,
-         const Tensor& grad_out, const Tensor& lse, const Tensor& sums, const Tensor& dq, const Tensor& dk,
-         const Tensor& dv, Address d_slopes, int threads, const std::string& isa) {
-        attention::backward({problem(dtype, shape, rows, scale, softcap, slopes, dropout, q, k, v), source(grad_out),
-                             source(lse), source(sums), sum(dq), sum(dk), sum(dv), pointer<>(d_slopes)},
-                            threads, isa.c_str());
+      [](const Problem& step, const Tensor& grad_out, const Tensor& lse, const Tensor& sums, const Tensor& dq,
+         const Tensor& dk, const Tensor& dv, Address d_slopes, int threads, const std::string& isa) {
+        attention::backward(
+            {step, source(grad_out), source(lse), source(sums), sum(dq), sum(dk), sum(dv), pointer<>(d_slopes)},
+            threads, isa.c_str());
       },
-      "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a, "q"_a, "k"_a, "v"_a,
-      "grad_out"_a, "lse"_a, "sums"_a, "dq"_a, "dk"_a, "dv"_a, "d_slopes"_a, "threads"_a, "isa"_a, NoGil(),
-      "Adds the gradients of one step to dq, dk, dv and d_slopes; arguments as in attention_forward.");
+      "step"_a, "grad_out"_a, "lse"_a, "sums"_a, "dq"_a, "dk"_a, "dv"_a, "d_slopes"_a, "threads"_a, "isa"_a, NoGil(),
+      "Adds the gradients of one step to dq, dk, dv and d_slopes.");
   m.def(
       "attention_isa",
       [](int dtype, const std::string& isa) { return attention::kernels_for(to_dtype(dtype), isa.c_str()).isa; },

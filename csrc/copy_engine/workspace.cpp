@@ -39,12 +39,14 @@ void require_room(size_t bytes, int64_t room, const char* what) {
 Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
                      int64_t gather_bytes, int64_t scatter_bytes)
     : driver_(std::move(driver)),
+      device_(device),
       protocol_(Layout(static_cast<int>(addresses.size()), gather_bytes, scatter_bytes), rank),
       addresses_(std::move(addresses)),
       events_(driver_, device),
       out_(driver_, device, true),
       in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
       watchdog_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
+  const Driver::Device guard(*driver_, device_);
   const driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
   for (int word = 0; word < layout().words(); ++word)
     static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
@@ -54,7 +56,8 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
 
 std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }
 
-bool Workspace::quiet(double seconds) const {
+bool Workspace::quiet(double seconds) {
+  const Driver::Device guard(*driver_, device_);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   const std::vector<Stream> sides = streams();
   while (true) {
@@ -67,6 +70,7 @@ bool Workspace::quiet(double seconds) const {
 }
 
 Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
+  const Driver::Device guard(*driver_, device_);
   watchdog_.set_timeout(timeout_seconds);
   take_turn(stream);
   Call call;
@@ -80,6 +84,7 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   require_room(shard.bytes, layout().stage_bytes(), "a shard");
   if (static_cast<int>(to.size()) != world) throw std::invalid_argument("a gather needs a place for each rank's shard");
   for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
+  const Driver::Device guard(*driver_, device_);
   const int index = static_cast<int>(gathers_++ % kChannels);
   const SharedEvent begun = record(stream);
   driver_->wait(out_.get(), begun->get());
@@ -103,6 +108,7 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
 }
 
 void Workspace::wait_for(const Call& call, Stream stream, int peer) {
+  const Driver::Device guard(*driver_, device_);
   if (static_cast<size_t>(peer) < call.arrived.size() && call.arrived[static_cast<size_t>(peer)])
     driver_->wait(stream, call.arrived[static_cast<size_t>(peer)]->get());
 }
@@ -117,6 +123,7 @@ int Workspace::scatter() {
 
 void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory block) {
   require_room(block.bytes, layout().slot_bytes(), "a block");
+  const Driver::Device guard(*driver_, device_);
   driver_->wait(out_.get(), record(stream)->get());
   steps_.clear();
   protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
@@ -126,6 +133,7 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
 }
 
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
+  const Driver::Device guard(*driver_, device_);
   open_[scatter] = false;
   // Behind the own blocks, for the same reason as in `gather`.
   if (pushed_[scatter]) driver_->wait(stream, pushed_[scatter]->get());
@@ -136,6 +144,7 @@ void Workspace::receive(const Call& call, Stream stream, int scatter) {
 }
 
 void Workspace::release(Stream stream, int scatter) {
+  const Driver::Device guard(*driver_, device_);
   steps_.clear();
   protocol_.release(steps_, scatter);
   run(stream, steps_);
@@ -143,6 +152,7 @@ void Workspace::release(Stream stream, int scatter) {
 
 void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   if (layout().world() == 1) return;
+  const Driver::Device guard(*driver_, device_);
   take_turn(stream);
   // The caller's memory is its own again: all copies from it and into it have ended.
   const int world = layout().world();
@@ -164,8 +174,7 @@ void Workspace::run(Stream stream, const Steps& steps) {
   for (const Step& step : steps) {
     switch (step.kind) {
       case Step::kWait:
-        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value,
-                            driver::Until::kEqual);
+        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
         break;
       case Step::kWrite:
         driver_->write_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);

@@ -24,7 +24,7 @@ using driver::SharedEvent;
 class Workspace {
  public:
   // `addresses`: of the ranks' workspaces, each of Layout::bytes() or more. Ranks may call each other only once all
-  // have made theirs. The current context is that of `device`, here and in all that follows.
+  // have made theirs.
   Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
             int64_t gather_bytes, int64_t scatter_bytes);
   Workspace(const Workspace&) = delete;
@@ -36,7 +36,7 @@ class Workspace {
   std::vector<Stream> streams() const;  // our own
 
   // True once all that was enqueued has ended, false if it has not after that many seconds. Waits on the host.
-  bool quiet(double seconds) const;
+  bool quiet(double seconds);
 
   // One call of an op, from its first message to its gates. All ranks make the same calls in the same order, and in
   // each the same messages. A call may begin and end inside of another.
@@ -70,6 +70,7 @@ class Workspace {
   Stream in_of(int peer) const;
 
   std::shared_ptr<const Driver> driver_;
+  int device_;
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
   driver::EventPool events_;

@@ -22,6 +22,7 @@ constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr unsigned kWaitUntilEqual = 1;
 constexpr int kOldestDriver = 12000;
 
 // name, version in the symbol, parameters

@@ -113,9 +113,10 @@ int Driver::attribute(Attribute attribute, int device) const {
   return value;
 }
 
-void Driver::record(Event event, Stream stream) const {
-  check(functions_->cuEventRecord(event, stream), "cuEventRecord");
-}
+// The driver's function, checked.
+#define FUSED_TP_CALL(name, ...) check(functions_->name(__VA_ARGS__), #name)
+
+void Driver::record(Event event, Stream stream) const { FUSED_TP_CALL(cuEventRecord, event, stream); }
 
 template <typename Handle>
 bool Driver::ready(int (*query)(Handle), Handle handle, const char* call) const {
@@ -129,29 +130,27 @@ bool Driver::done(Event event) const { return ready(functions_->cuEventQuery, ev
 
 bool Driver::idle(Stream stream) const { return ready(functions_->cuStreamQuery, stream, "cuStreamQuery"); }
 
-void Driver::wait(Stream stream, Event event) const {
-  check(functions_->cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
-}
+void Driver::wait(Stream stream, Event event) const { FUSED_TP_CALL(cuStreamWaitEvent, stream, event, 0); }
 
 void Driver::copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const {
-  if (bytes > 0) check(functions_->cuMemcpyAsync(to, from, bytes, stream), "cuMemcpyAsync");
+  if (bytes > 0) FUSED_TP_CALL(cuMemcpyAsync, to, from, bytes, stream);
 }
 
 void Driver::fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const {
-  if (bytes > 0) check(functions_->cuMemsetD8Async(to, byte, bytes, stream), "cuMemsetD8Async");
+  if (bytes > 0) FUSED_TP_CALL(cuMemsetD8Async, to, byte, bytes, stream);
 }
 
 void Driver::write_value(Stream stream, DeviceAddress word, uint64_t value) const {
-  check(functions_->cuStreamWriteValue64(stream, word, value, 0), "cuStreamWriteValue64");
+  FUSED_TP_CALL(cuStreamWriteValue64, stream, word, value, 0);
 }
 
-void Driver::wait_value(Stream stream, DeviceAddress word, uint64_t value, Until until) const {
-  check(functions_->cuStreamWaitValue64(stream, word, value, static_cast<unsigned>(until)), "cuStreamWaitValue64");
+void Driver::wait_value(Stream stream, DeviceAddress word, uint64_t value) const {
+  FUSED_TP_CALL(cuStreamWaitValue64, stream, word, value, kWaitUntilEqual);
 }
 
 bool Driver::capturing(Stream stream) const {
   int status = kCaptureNone;
-  check(functions_->cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  FUSED_TP_CALL(cuStreamIsCapturing, stream, &status);
   return status != kCaptureNone;
 }
 

@@ -38,9 +38,6 @@ enum class Attribute : int {
   kStreamMemoryOps64 = 122,  // 64-bit write and wait value
 };
 
-// When a stream that waits for a word of memory goes on.
-enum class Until : unsigned { kAtLeast = 0, kEqual = 1 };
-
 class Driver {
  public:
   // Loads the library and initialises the driver; the same path gives the same object again. Throws DriverError where
@@ -90,8 +87,8 @@ class Driver {
   void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
   void write_value(Stream stream, DeviceAddress word, uint64_t value) const;
-  void wait_value(Stream stream, DeviceAddress word, uint64_t value, Until until) const;
-  bool capturing(Stream stream) const;  // into a CUDA graph
+  void wait_value(Stream stream, DeviceAddress word, uint64_t value) const;  // until the word is `value`
+  bool capturing(Stream stream) const;                                       // into a CUDA graph
   // True once all of the stream has ended, false if it has not after that many seconds.
   bool synchronize(Stream stream, double seconds) const;
 

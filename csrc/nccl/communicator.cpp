@@ -250,9 +250,7 @@ void Communicator::settle(Result result, const std::string& what) {
   }
   check();
   if (result != Result::kSuccess) {
-    const bool lost = result == Result::kRemoteError || result == Result::kSystemError;
-    fail(lost ? Kind::kLost : Kind::kOther,
-         where(what) + (lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+    fail(result, what);
     check();
   }
 }
@@ -283,6 +281,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
   Ticket ticket;
   ticket.op = op;
   ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const std::string what = std::string(op) + " (call " + std::to_string(ticket.number) + ")";
   try {
     Driver::Device guard(*driver_, device_);
     ticket.ended = events_.take();
@@ -294,7 +293,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
     }
     ticket.captured = driver_->capturing(stream());
     const uint64_t graph_op = ticket.captured ? graph_word_->begin(stream(), op, ticket.number) : 0;
-    const Result launched = perform(std::string(op) + " (call " + std::to_string(ticket.number) + ")", [&] {
+    const Result launched = perform(what, [&] {
       // A single send or receive returns early unless it is in a group (non-blocking communicators).
       const Functions& f = library_->functions();
       Result result = f.group_start();
@@ -311,7 +310,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
         const auto lock = lock_handle();
         handle_->comm = nullptr;
       }
-      fail(Kind::kOther, where(std::string(op) + " (call " + std::to_string(ticket.number) + ")") +
+      fail(Kind::kOther, where(what) +
                              " was called inside of an open ncclGroupStart of this thread, e.g. in a coalescing "
                              "manager of torch.distributed, where nothing is launched.");
       check();
@@ -327,8 +326,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       watch_->watch_graphs(graph_word_, [this] { return timeout(); });
     }
   } catch (const driver::DriverError& error) {
-    fail(Kind::kOther,
-         where(std::string(op) + " (call " + std::to_string(ticket.number) + ")") + " failed: " + error.what());
+    fail(Kind::kOther, where(what) + " failed: " + error.what());
   }
   check();
   return ticket;
@@ -490,6 +488,12 @@ void Communicator::fail(Kind kind, std::string sentence) {
   }
 }
 
+void Communicator::fail(Result result, const std::string& what) {
+  const bool lost = result == Result::kRemoteError || result == Result::kSystemError;
+  fail(lost ? Kind::kLost : Kind::kOther,
+       where(what) + (lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+}
+
 void Communicator::expired(const std::string& what, double seconds) {
   fail(Kind::kTimeout,
        where(what) + " has waited " + in_seconds(seconds) +
@@ -504,10 +508,7 @@ void Communicator::tick() {
     if (library_->functions().comm_get_async_error(handle_->comm, &error) != Result::kSuccess) return;
   }
   if (error == Result::kSuccess || error == Result::kInProgress) return;
-  const bool lost = error == Result::kRemoteError || error == Result::kSystemError;
-  fail(lost ? Kind::kLost : Kind::kOther, where("call " + std::to_string(calls()) + " or one before it") +
-                                              (lost ? " lost a peer" : " failed") +
-                                              ". NCCL says: " + library_->describe(error));
+  fail(error, "call " + std::to_string(calls()) + " or one before it");
 }
 
 void Communicator::lose(int rank, const std::string& how) {

@@ -127,6 +127,7 @@ class Communicator {
   void remember(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
   void fail(Kind kind, std::string sentence);
+  void fail(Result result, const std::string& what);  // what NCCL says
   bool fill_outputs(double seconds);
   void expired(const std::string& what, double seconds);
   void tick();

@@ -14,10 +14,7 @@ namespace {
 struct Avx512Lanes {
   using Vector = __m512;
   static constexpr size_t kWidth = 16;
-  static Vector zero() { return _mm512_setzero_ps(); }
   static Vector broadcast(float x) { return _mm512_set1_ps(x); }
-  static Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
-  static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(Vector a) { return _mm512_reduce_add_ps(a); }
   template <DType kDType>

@@ -44,16 +44,14 @@ void sum_lanes(void* destination, const void* const* sources, int n_sources, siz
       accumulator[u] = Lanes::template load<kDType>(at(sources[0], i + u * kWidth), kWidth);
     for (int s = 1; s < n_sources; ++s)
       for (int u = 0; u < kUnroll; ++u)
-        accumulator[u] =
-            Lanes::add(accumulator[u], Lanes::template load<kDType>(at(sources[s], i + u * kWidth), kWidth));
+        accumulator[u] += Lanes::template load<kDType>(at(sources[s], i + u * kWidth), kWidth);
     for (int u = 0; u < kUnroll; ++u)
       Lanes::template store<kDType>(out + (i + u * kWidth) * kSize, accumulator[u], kWidth);
   }
   for (; i < count; i += kWidth) {
     const size_t n = std::min(kWidth, count - i);
     auto accumulator = Lanes::template load<kDType>(at(sources[0], i), n);
-    for (int s = 1; s < n_sources; ++s)
-      accumulator = Lanes::add(accumulator, Lanes::template load<kDType>(at(sources[s], i), n));
+    for (int s = 1; s < n_sources; ++s) accumulator += Lanes::template load<kDType>(at(sources[s], i), n);
     Lanes::template store<kDType>(out + i * kSize, accumulator, n);
   }
 }
@@ -96,12 +94,12 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
   auto store = [](void* base, size_t i, typename Lanes::Vector v, size_t n) {
     Lanes::template store<kDType>(static_cast<char*>(base) + i * kSize, v, n);
   };
-  auto squares = Lanes::zero();
+  typename Lanes::Vector squares{};
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
     auto sum = load(row.partials[0], i, n);
-    for (int s = 1; s < row.n_partials; ++s) sum = Lanes::add(sum, load(row.partials[s], i, n));
-    if (row.residual != nullptr) sum = Lanes::add(sum, load(row.residual, i, n));
+    for (int s = 1; s < row.n_partials; ++s) sum += load(row.partials[s], i, n);
+    if (row.residual != nullptr) sum += load(row.residual, i, n);
     store(row.new_residual, i, sum, n);
     sum = load(row.new_residual, i, n);  // the norm is that of the rounded tensor the caller gets
     squares = Lanes::fma(sum, sum, squares);
@@ -110,7 +108,7 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
   const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + static_cast<float>(row.eps)));
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
-    store(row.normed, i, Lanes::mul(Lanes::mul(load(row.new_residual, i, n), scale), load(row.weight, i, n)), n);
+    store(row.normed, i, load(row.new_residual, i, n) * scale * load(row.weight, i, n), n);
   }
 }
 

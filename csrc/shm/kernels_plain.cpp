@@ -8,10 +8,7 @@ namespace {
 struct PlainLanes {
   using Vector = float;
   static constexpr size_t kWidth = 1;
-  static float zero() { return 0.0f; }
   static float broadcast(float x) { return x; }
-  static float add(float a, float b) { return a + b; }
-  static float mul(float a, float b) { return a * b; }
   static float fma(float a, float b, float c) { return a * b + c; }
   static float sum(float a) { return a; }
   template <DType kDType>

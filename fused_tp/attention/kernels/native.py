@@ -72,7 +72,7 @@ class NativeCpu(AttentionKernel):
             state.clear()
         held = _held(step, scores, q.device, q.dtype)
         _core.attention_forward(
-            *_common(held, scores, q, k, v),
+            _problem(held, scores, q, k, v),
             _rows_first(state.weighted),
             _heads_first(state.highest),
             _heads_first(state.total),
@@ -91,7 +91,7 @@ class NativeCpu(AttentionKernel):
         held = _held(step, scores, q.device, q.dtype)
         slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            *_common(held, scores, q, saved.k, saved.v),
+            _problem(held, scores, q, saved.k, saved.v),
             _rows_first(grad_out),
             _heads_first(lse),
             _heads_first(row_sums),
@@ -116,11 +116,11 @@ def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) 
     ]
 
 
-def _common(held: list[Tensor | None], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What the native functions of both directions take first: addresses, so callers keep alive what is pointed to."""
+def _problem(held: list[Tensor | None], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """What both directions compute with; it has addresses, so callers keep alive what is pointed to."""
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
-    return (
+    return _core.AttentionProblem(
         _DTYPES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
         [_address(vector) for vector in held[1:]],
