@@ -239,9 +239,6 @@ class NcclDist(TorchDist):
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
         return when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
 
-    def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
-        return x.copy_(self.all_gather(op, x.contiguous().unsqueeze(0)).wait().amax(0))
-
     def _exchange(
         self,
         op: str,

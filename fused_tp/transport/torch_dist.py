@@ -284,13 +284,6 @@ class TorchDist(GroupCalls):
 
         return After(second)
 
-    def all_reduce_max(self, op: str, x: Tensor) -> Tensor:
-        """Element-wise maximum over ranks, in place."""
-        self._start(
-            op, lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
-        ).wait()
-        return x
-
 
 def _plus(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
     return moving if bias is None else After(lambda: moving.wait().add_(bias))
