@@ -4,9 +4,8 @@ Forward and backward of causal zigzag attention in bf16, inputs and gradients in
 thread, new ones for each figure. A rank's figure is what it adds to the host at its peak: private pages (the peak that
 Linux counts, VmHWM) above those it had before, and the pages of its own shared memory. A peer's memory that it reads in
 place is the peer's; it is mapped and touched beforehand, so that its share of VmHWM is known. malloc gives back at once
-what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps. Writes
-attention_memory.jsonl after each figure; figures that are there and not measured again stay, if they come from such a
-machine and setting.
+what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps. Each figure is a line that
+is added to attention_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +48,6 @@ class Peak:
     ranks: int
     mib: float
     date: str
-
-    @property
-    def where(self) -> tuple[str, int, int]:
-        return self.way, self.ranks, self.tokens
 
 
 @dataclass(frozen=True)
@@ -154,17 +148,6 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
         yield Peak(way, length * world_size, world_size, mib, now())
 
 
-def stored(path: Path, source: Mapping[str, Any]) -> list[Peak]:
-    """The figures of the file that are of such a machine, versions and setting."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    own = [field.name for field in fields(Peak)]
-    return [
-        Peak(**{name: line[name] for name in own})
-        for line in lines
-        if all(line.get(name) == value for name, value in source.items())
-    ]
-
-
 def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
     """What one rank needs for as many tokens as each of `peak` has, and two chunks, which are under way in a ring."""
     length = peak.tokens // peak.ranks
@@ -188,10 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
     source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}
-    found = stored(path, source)
+    found: list[Peak] = []
     for peak in peaks(options.ways, options.tokens, options.ranks, setting):
-        found = sorted([*(one for one in found if one.where != peak.where), peak], key=lambda one: one.where)
-        path.write_text("".join(json.dumps({**asdict(one), **source}) + "\n" for one in found))
+        found.append(peak)
+        with path.open("a") as results:
+            results.write(json.dumps({**asdict(peak), **source}) + "\n")
         bar = limit(found, peak, setting)
         told = "" if bar is None else f"; one rank of {peak.tokens // peak.ranks}, and two chunks of K/V: {bar:.1f}"
         print(f"{peak.way}, {peak.tokens} tokens on {peak.ranks}: {peak.mib:.1f} MiB a rank{told}", flush=True)
