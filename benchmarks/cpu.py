@@ -1,6 +1,7 @@
-"""The CPU suite: `python -m benchmarks.cpu [--case REGEX] [--rounds N] [--out DIR]`.
+"""The CPU suite: `python -m benchmarks.cpu [--case REGEX] [--rounds N] [--out DIR]`, which is `fused-tp bench`.
 
-Takes under ten minutes on two cores. Nothing else should run on the machine meanwhile.
+Takes under ten minutes on two cores. Nothing else should run on the machine meanwhile. `--tune` writes the machine's
+dispatch table instead.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from fused_tp.runtime.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_matmul
 from .case import Case, select
@@ -69,7 +72,7 @@ def run(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the suite; `fused-tp bench` has them too."""
+    """The options of the suite, and those of tuning."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=_count, metavar="N", help="rounds of each case (as many as fit its time)")
     parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
@@ -80,10 +83,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("out/bench"), metavar="DIR", help="for cpu.jsonl, cpu.png (out/bench)"
     )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="write the dispatch table of this machine, which should be idle; running processes keep theirs",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="for --tune (what FUSED_TP_TABLE names, else OUT/dispatch.json)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run, print and store; 0 if all cases ran, 1 if one failed, 2 if the arguments do not fit."""
+    """Run, print and store, or tune; 0 if all went well, 1 if a case failed, 2 if the arguments do not fit."""
+    if options.tune:
+        return _tune(options)
+    if options.table is not None:
+        print("--table is for --tune; the suite runs on the table that FUSED_TP_TABLE names.", file=sys.stderr)
+        return 2
     try:
         cases = select(cpu_cases(), options.case, "--case")
     except ValueError as error:
@@ -113,6 +132,21 @@ def main(options: argparse.Namespace) -> int:
         plot(stored, picture)
         print(f"Picture: {picture}")
     return min(failed, 1)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from . import tune
+
+    if options.case or options.list or options.scale != 1.0:
+        print("--case, --list and --scale are for the suite; --tune takes --ranks, --rounds, --out.", file=sys.stderr)
+        return 2
+    path = options.table or Path(table_path() or options.out / "dispatch.json")
+    try:
+        tune.tune(path, options.ranks, options.rounds or tune.ROUNDS)
+    except (RankFailure, ValueError) as error:
+        print(f"Tuning did not get through, and {path} is as it was. {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _count(text: str) -> int:

@@ -28,7 +28,7 @@ from fused_tp.runtime.settings import environment
 
 from .case import DTYPES, Case, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
-from .ranks import RankContext, RankFailure, Ranks
+from .ranks import RankContext, Ranks
 from .runner import run_case
 
 MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
@@ -205,6 +205,3 @@ def _incumbent(measured: Measured, transport: str, world_size: int) -> str:
     k, n = (FEATURES, None) if gathers else (None, FEATURES)
     key = dispatch.DispatchKey(measured.op, measured.dtype, torch.device("cpu"), measured.rows, k, n)
     return dispatch.choose(key, world_size, transport, "cpu").schedule
-
-
-__all__ = ["RankFailure", "challenge", "retuned", "tune"]

@@ -1,7 +1,8 @@
 """`fused-tp`: finds the subcommand and hands over to its module.
 
-Each subcommand is a module `fused_tp.cli.<name>` with `add_arguments(parser)` and `main(arguments) -> int` (the exit
-code). Only the one asked for is imported: `fused-tp --help` answers at once and needs no optional dependency.
+Each subcommand is a module `fused_tp.cli.<name>`, or benchmarks.cpu, with `add_arguments(parser)` and
+`main(arguments) -> int` (the exit code). Only the one asked for is imported: `fused-tp --help` answers at once and
+needs no optional dependency.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from fused_tp.cli import shipped_module
 from fused_tp.runtime.errors import FusedTPError
 
 COMMANDS = {
@@ -77,7 +79,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
         if name == chosen:
-            module = importlib.import_module(f"fused_tp.cli.{name}")
+            try:
+                where = f"fused_tp.cli.{name}"
+                module = shipped_module("benchmarks", "cpu") if name == "bench" else importlib.import_module(where)
+            except FileNotFoundError as error:
+                subparser.error(str(error))
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.main)
     return parser
