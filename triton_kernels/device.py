@@ -16,7 +16,6 @@ from .language import INTERPRETED
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and Triton's names of them
 # The same, fp32 by how it is multiplied: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
 KINDS = ("bf16", "fp16", "tf32", "ieee")
-PRECISIONS = ("ieee", "tf32")
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 
@@ -40,15 +39,6 @@ def sms_of(device: torch.device) -> int:
 def shared_bytes_of(device: torch.device) -> int:
     """Shared memory that a program may have on a GPU."""
     return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
-
-
-def check_current(device: torch.device) -> None:
-    """Raises ValueError where `device` is a GPU other than the one that kernels are launched on."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"x is on {device}, and kernels are launched on cuda:{torch.cuda.current_device()}, the current device; "
-            "call this inside of torch.cuda.device(x.device)."
-        )
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

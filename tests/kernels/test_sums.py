@@ -109,32 +109,13 @@ def test_launches_depend_on_what_all_ranks_know():
     for kx, kw, tma in ((16, 40, True), (17, 40, False)):
         products = [(torch.empty(2, 70, k).bfloat16()[0], torch.empty(2, 48, k).bfloat16()[0]) for k in (kx, kw)]
         assert plan_loads(products, large).tma == tma
-    for wrong, how in {
-        "dtype must be": {"dtype": torch.float64},
-        "precision must be": {"precision": "fp8"},
-        "arch must be": {"arch": 70},
-        "sm_margin must leave": {"sm_margin": 132},
-    }.items():
-        with pytest.raises(ValueError, match=wrong):
-            launch_for(**{"dtype": torch.bfloat16, "m": 8, "n": 8, "world_size": 2, "arch": 90, "sms": 132} | how)
+    with pytest.raises(ValueError, match="sm_margin must leave"):
+        launch_for(torch.bfloat16, 8, 8, 2, arch=90, sms=132, sm_margin=132)
 
 
 @interpreted(1)
-def test_bad_input_is_refused_before_anything_runs(group):
+def test_a_workspace_that_is_too_small_is_refused(group):
     workspace = workspace_of(group)
-    x, w = torch.zeros(8, 4), torch.zeros(6, 4)
-
-    def refused(message, x=x, w=w, products=None, **how):
-        with pytest.raises(ValueError, match=message):
-            launched("two_shot", products or [(x, w)], workspace, **how)
-
-    refused(r"x must be \[M, K\] and weight \[N, K\]; got \(8, 4\) and \(6, 3\)", w=torch.zeros(6, 3))
-    refused(r"both bf16, fp16 or fp32; got torch.float64 and torch.float64", x=x.double(), w=w.double())
-    refused(r"bias must be \(6,\); got \(8,\)", bias=torch.zeros(8))
-    refused(r"residual must be torch.float32 on cpu as x is; got torch.float16", residual=torch.zeros(8, 6).half())
-    refused(r"residual must have its rows in one piece; its strides are \(1, 8\)", residual=torch.zeros(6, 8).t())
-    refused(r"products must be 1 to 4 pairs \(x, weight\); got 5", products=[(x, w)] * 5)
-    refused(r"products must have one M, N and dtype; .* products\[1\] \(7, 4\) by", products=[(x, w), (x[:7], w)])
-    refused(r"products\[1\]\[0\] must be \[M, K\] and products\[1\]\[1\]", products=[(x, w), (x, w[:, :3])])
-    refused(r"Make it larger", x=torch.zeros(40_000, 4))
+    with pytest.raises(ValueError, match="Make it larger"):
+        launched("two_shot", [(torch.zeros(40_000, 4), torch.zeros(6, 4))], workspace)
     assert int(workspace.state[0]) == 0

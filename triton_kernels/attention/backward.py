@@ -48,8 +48,7 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check,
-    check_like,
+    check_rows,
     config_for,
     heads_of,
     launch_tiles,
@@ -273,14 +272,8 @@ def flash_backward(
 
     The other arguments and errors are those of `forward.flash_forward`.
     """
-    check(q, k, v, step, terms, precision)
-    values, per_row = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    if grad_out.shape != values or grad_out.dtype != q.dtype:
-        raise ValueError(f"grad_out must be {list(values)} in {q.dtype}; got {list(grad_out.shape)}, {grad_out.dtype}.")
     grad_out, lse, sums = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, lse, sums))
-    check_like(q, {"grad_out": (grad_out, values)}, sums=False)
-    given = {"lse": (lse, per_row), "sums": (sums, per_row), "dq": (dq, q.shape), "dk": (dk, k.shape)}
-    check_like(q, {**given, "dv": (dv, v.shape), "d_slopes": (d_slopes, q.shape[2:3])})
+    check_rows(q=q, k=k, v=v, grad_out=grad_out)
     if q.numel() == 0 or k.numel() == 0:
         return
     on = step.on(q.device)

@@ -29,7 +29,7 @@ from ..language import rounded
 from .blocks import Score, Seen
 from .configs import AttentionConfig, decode_config, padded
 from .forward import finished, fold, no_keys
-from .launch import Terms, check_tensors, constants, heads_of
+from .launch import Terms, check_rows, constants, heads_of
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging them costs more than it saves
@@ -181,11 +181,9 @@ def flash_decode(
         config: tiles, in place of the shipped ones.
 
     Raises:
-        ValueError: q, k, v or terms are not as above; says what. Nothing has run then.
+        ValueError: rows are too far apart, see `launch.check_rows`.
     """
-    check_tensors(q, k, v, terms, paged=pages is not None)
-    if terms.dropout is not None and terms.dropout.p > 0:
-        raise ValueError("Decoding drops nothing; give terms without dropout, and train with flash_attention.")
+    check_rows(q=q, k=k, v=v)
     batch, new, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
     found = q.new_empty((batch, new, heads, v_head_dim + 1), dtype=torch.float32)

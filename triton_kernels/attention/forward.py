@@ -58,9 +58,7 @@ from .blocks import (
 from .configs import AttentionConfig
 from .launch import (
     Terms,
-    check,
-    check_like,
-    check_per_head,
+    check_rows,
     config_for,
     dense,
     heads_of,
@@ -230,17 +228,8 @@ def flash_forward(
         config: tiles, in place of the shipped ones.
 
     Raises:
-        ValueError: something is not as above; says what. Nothing has run then.
+        ValueError: rows are too far apart, see `launch.check_rows`.
     """
-    check(q, k, v, step, terms, precision)
-    weighted, highest, total = state
-    per_row = (q.shape[0], q.shape[2], q.shape[1])
-    given = {"weighted": (weighted, (*q.shape[:3], v.shape[3])), "highest": (highest, per_row)}
-    check_like(q, {**given, "total": (total, per_row)})
-    if highest.stride() != total.stride():
-        raise ValueError(
-            f"highest and total must have the same strides; they have {highest.stride()} and {total.stride()}."
-        )
     results = {"state": StateArguments(*map(heads_of, state))}
     _launch(q, k, v, step, terms, results, precision, config, first=fresh)
 
@@ -261,8 +250,6 @@ def flash_attention(
     `sinks` [H] are scores of one more key each, whose value is 0; they count in lse. The other arguments and errors are
     those of `flash_forward`.
     """
-    check(q, k, v, step, terms, precision)
-    check_per_head("sinks", sinks, q)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     results = {"out": heads_of(out), "lse": heads_of(lse), "sinks": dense(sinks)}
@@ -283,6 +270,7 @@ def _launch(
     first: bool,
 ) -> None:
     """`results`: the state, or out, lse and sinks."""
+    check_rows(q=q, k=k, v=v)
     if q.numel() == 0:
         return
     config = config or config_for("forward", q, v, terms, precision)

@@ -1,9 +1,8 @@
-"""What a launch of an attention kernel is given, and the checks before: the host's side of blocks.py."""
+"""What a launch of an attention kernel is given: the host's side of blocks.py."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..device import (
     DTYPES,
     LEAST_SHARED_BYTES,
-    PRECISIONS,
     arch_of,
     fits_tma,
     kind_of,
@@ -24,7 +22,6 @@ from ..device import (
 from ..language import INTERPRETED
 from .blocks import Constants, Heads, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
-from .tiles import Step
 
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
 _ROW_STRIDES = 2**31 // 256  # elements; blocks have 128 rows at most, and offsets inside of them 32 bits
@@ -91,18 +88,12 @@ def kernel_arguments(
     return {**terms.arguments(), "C": c, **config.options()}
 
 
-def obstacle(
-    dtype: torch.dtype, head_dim: int, v_head_dim: int, terms: Terms, device: torch.device | None
-) -> str | None:
+def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device | None) -> str | None:
     """Why the kernels cannot compute it, or None. No device: some GPU that need not be here."""
     if dtype not in DTYPES:
         return f"the Triton kernels of attention compute in bf16, fp16 and fp32, not in {dtype}"
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
         return f"head dims go from 1 to {MAX_HEAD_DIM}; here they are {head_dim} and {v_head_dim}"
-    if not (terms.scale > 0 and math.isfinite(terms.scale)):
-        return f"scale must be a positive number; it is {terms.scale}"
-    if terms.dropout and not 0 <= terms.dropout.p < 1:
-        return f"the probability of dropout must be at least 0 and less than 1; it is {terms.dropout.p}"
     if device is None:
         return None
     if not INTERPRETED.value and device.type != "cuda":
@@ -117,75 +108,22 @@ def obstacle(
     return None
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, step: Step, terms: Terms, precision: str) -> None:
-    """Raises ValueError, in a sentence, where the kernels cannot compute it."""
-    check_tensors(q, k, v, terms, precision)
-    rows, keys = q.shape[1], k.shape[1]
-    if (rows, keys) != (step.rows, step.keys):
-        raise ValueError(f"the mask is of {step.rows} queries and {step.keys} keys; q and k have {rows} and {keys}.")
+def check_rows(**tensors: Tensor) -> None:
+    """Raises ValueError where offsets inside of a block of rows of a tensor [B, S, H, D] do not fit 32 bits.
 
-
-def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, precision: str = "ieee", *, paged: bool = False
-) -> None:
-    """`check` of all but the mask; `paged`: the rows of k and v lie in pages [pages, page_size]."""
-    why = obstacle(q.dtype, q.shape[-1], v.shape[-1], terms, q.device)
-    if why is not None:
-        raise ValueError(f"{why[0].upper()}{why[1:]}.")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be 'ieee' or 'tf32'; got {precision!r}.")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+    All else that callers give has been checked where an op was called.
+    """
+    for name, x in tensors.items():
+        if x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
             raise ValueError(
-                f"{name} must be [batch, seq, heads, head_dim] with a dense last dim; got strides {x.stride()}."
+                f"rows of {name} are {x.stride(1)} elements apart; the kernels take less than {_ROW_STRIDES}. Make it "
+                "contiguous, or compute fewer heads or batch rows at once."
             )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}; it must be {q.dtype} on {q.device}, as q is.")
-        check_rows(name, x)
-    fits = k.shape[3] == q.shape[3] and v.shape[:3] == k.shape[:3] and q.shape[2] % k.shape[2] == 0
-    if not fits or not (paged or k.shape[0] == q.shape[0]):
-        rows = "pages, page_size" if paged else "batch, keys"
-        raise ValueError(
-            f"k must be [{rows}, kv_heads, head_dim] and v [{rows}, kv_heads, any], with a number of kv_heads "
-            f"that divides that of heads; q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
-        )
-    check_per_head("slopes", terms.slopes, q)
-
-
-def check_rows(name: str, x: Tensor) -> None:
-    """Raises ValueError where offsets inside of a block of rows of x [B, S, H, D] do not fit 32 bits."""
-    if x.dim() == 4 and x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
-        raise ValueError(
-            f"rows of {name} are {x.stride(1)} elements apart; the kernels take less than {_ROW_STRIDES}. Make it "
-            "contiguous, or compute fewer heads or batch rows at once."
-        )
-
-
-def check_per_head(name: str, x: Tensor | None, q: Tensor) -> None:
-    """Raises ValueError unless x, if given, is [heads] where q is."""
-    if x is not None and (x.shape != q.shape[2:3] or x.device != q.device):
-        raise ValueError(f"{name} must be [{q.shape[2]}] on {q.device}; got {list(x.shape)} on {x.device}.")
 
 
 def dense(x: Tensor | None) -> Tensor | None:
     """As kernels read a vector of heads: fp32, one number behind the other."""
     return None if x is None else x.detach().float().contiguous()
-
-
-def check_like(q: Tensor, given: Mapping[str, tuple[Tensor | None, Sequence[int]]], *, sums: bool = True) -> None:
-    """Raises ValueError unless each tensor that is given has its shape, is where q is, and has a dense last dim; `sums`
-    are fp32."""
-    for name, (x, shape) in given.items():
-        if x is None:
-            continue
-        if list(x.shape) != list(shape) or x.device != q.device:
-            raise ValueError(f"{name} must be {list(shape)} on {q.device}; got {list(x.shape)} on {x.device}.")
-        if (sums and x.dtype != torch.float32) or (x.stride(-1) != 1 and x.shape[-1] > 1):
-            raise ValueError(
-                f"{name} must {'be fp32 with' if sums else 'have'} a dense last dim; got {x.dtype} with strides "
-                f"{x.stride()}."
-            )
-        check_rows(name, x)
 
 
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:

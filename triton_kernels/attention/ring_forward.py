@@ -38,8 +38,7 @@ from .configs import AttentionConfig
 from .forward import add_sink, finished, fold_keys, no_keys
 from .launch import (
     Terms,
-    check_per_head,
-    check_tensors,
+    check_rows,
     config_for,
     dense,
     descriptors,
@@ -181,10 +180,9 @@ def ring_forward(
         config: tiles, in place of the shipped ones.
 
     Raises:
-        ValueError: something is not as above; says what. Nothing has run then.
+        ValueError: rows are too far apart, or the workspace is too small. Nothing has run then.
     """
-    check_tensors(q, k, v, terms, precision)
-    check_per_head("sinks", sinks, q)
+    check_rows(q=q, k=k, v=v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)

@@ -191,11 +191,6 @@ def region_offset(world_size: int) -> int:
     return -(-RUNS.value * world_size * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
-def region_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
-    """The memory that a `GatherWorkspace` needs for shards of [rows_per_rank, k]; the same on all ranks."""
-    return region_offset(world_size) + rows_per_rank * k * dtype.itemsize
-
-
 class GatherWorkspace(Workspace):
     """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers, which only this one does."""
 

@@ -58,7 +58,7 @@ from ..comm.signals import flag_at, is_last, join, put, unbroken, wait
 from ..device import sms_of
 from ..language import zeros
 from .configs import GemmConfig
-from .launch import Launch, LoadPlan, check_like, check_matmul, descriptor, is_swapped, plan_loads
+from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
 from .tiles import Matrix, Sizes, add_product, store_result, tile_at
 
 # Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
@@ -211,10 +211,12 @@ def all_gather_gemm(
         direct: whether tiles are loaded from the peers' memory, see the module.
 
     Raises:
-        ValueError: something is not as above; says what. Nothing has run then.
+        ValueError: the workspace is too small, or no SM is left free. Nothing has run then.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    shards = _checked(x_shard, weights, biases, workspace, rows, rows_per_rank, gathered)
+    per_rank = -(-rows // workspace.world_size) if rows_per_rank is None else rows_per_rank
+    shards = Shards(rows, per_rank, x_shard.shape[1])
+    workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, workspace.world_size))
     ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
     used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
     direct = direct and bool(used)
@@ -265,43 +267,7 @@ def all_gather_gemm(
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
     """Bytes of the smallest `GatherWorkspace` for shards of at most [rows_per_rank, k]; the same on all ranks."""
-    return gather.region_bytes(rows_per_rank, k, dtype, world_size)
-
-
-def _checked(
-    x_shard: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    workspace: GatherWorkspace,
-    rows: int,
-    rows_per_rank: int | None,
-    gathered: bool,
-) -> Shards:
-    if not isinstance(workspace, GatherWorkspace):
-        raise ValueError(f"workspace must be a GatherWorkspace; got a {type(workspace).__name__}.")
-    if x_shard.ndim != 2 or x_shard.shape[1] == 0:
-        raise ValueError(f"x_shard must be [M_r, K] with K >= 1; got {tuple(x_shard.shape)}.")
-    if not weights and not gathered:
-        raise ValueError("weights must have at least one, unless gathered x is wanted.")
-    if len(biases) != len(weights):
-        raise ValueError(f"biases must be one for each weight, or None; got {len(biases)} for {len(weights)} weights.")
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        check_matmul(x_shard, weight, workspace, "x_shard", f"weights[{i}]")
-        check_like(f"biases[{i}]", bias, (weight.shape[0],), x_shard)
-    if not weights:
-        check_matmul(x_shard, x_shard, workspace, "x_shard", "x_shard")
-    if rows < 0:
-        raise ValueError(f"rows is M over all ranks, 0 or more; got {rows}.")
-    world = workspace.world_size
-    per_rank = -(-rows // world) if rows_per_rank is None else rows_per_rank
-    if per_rank * world < rows or per_rank < 0:
-        raise ValueError(f"rows_per_rank must be at least {-(-rows // world)} for {rows} rows; got {rows_per_rank}.")
-    shards = Shards(rows, per_rank, x_shard.shape[1])
-    _, own = shards.range(workspace.rank)
-    if x_shard.shape[0] != own:
-        raise ValueError(f"x_shard of rank {workspace.rank} must have {own} of {rows} rows; got {x_shard.shape[0]}.")
-    workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, world))
-    return shards
+    return gather.region_offset(world_size) + rows_per_rank * k * dtype.itemsize
 
 
 def matmul_launch(

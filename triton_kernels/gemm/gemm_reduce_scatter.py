@@ -28,7 +28,7 @@ from ..comm.signals import begin, end
 from ..comm.slots import put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
 from ..language import or_nan
-from .launch import Launch, check_like, check_products, operand_arguments
+from .launch import Launch, operand_arguments
 from .tiles import Matrix, add_bias, multiply_products, store_tile, tile_at
 
 OP = tl.constexpr(OPS.index("matmul_reduce_scatter"))
@@ -102,14 +102,13 @@ def gemm_reduce_scatter(
         bias: [N], added once, to the sum.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit, or a workspace that is too small.
+        ValueError: the workspace is too small.
     """
-    m, n = check_products(products, workspace)
-    x = products[0][0]
+    x, w = products[0]
+    m, n = x.shape[0], w.shape[0]
     world, rank = workspace.world_size, workspace.rank
-    rows_per_rank = _rows_per_rank(m, world, rows_per_rank)
+    rows_per_rank = -(-m // world) if rows_per_rank is None else rows_per_rank
     rows = min(max(m - rank * rows_per_rank, 0), rows_per_rank)
-    check_like("bias", bias, (n,), x)
     out = x.new_empty(rows, n)
     if m == 0 or n == 0:
         return out
@@ -132,17 +131,8 @@ def workspace_bytes(
     m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, *, rows_per_rank: int | None = None
 ) -> int:
     """Bytes of the smallest workspace for `gemm_reduce_scatter` of a result [m, n]."""
-    rows = _rows_per_rank(m, world_size, rows_per_rank)
+    rows = -(-m // world_size) if rows_per_rank is None else rows_per_rank
     return needed_bytes(world_size, _slots(rows, n, dtype, world_size, launch))
-
-
-def _rows_per_rank(m: int, world_size: int, given: int | None) -> int:
-    least = -(-m // world_size)
-    if given is None:
-        return least
-    if given < least:
-        raise ValueError(f"rows_per_rank must be at least {least} for {m} rows on {world_size} ranks; got {given}.")
-    return given
 
 
 def _slots(rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:

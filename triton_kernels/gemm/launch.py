@@ -1,4 +1,4 @@
-"""How matmuls load their operands and are launched next to a collective, and the checks before anything runs.
+"""How matmuls load their operands and are launched next to a collective. Callers have checked what they give.
 
 TMA loads blocks of a matrix whose rows (or, transposed, columns) are in one piece and begin at multiples of 16 bytes;
 anything else is loaded by pointers.
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.workspace import Workspace
-from ..device import DTYPES, PRECISIONS, check_current, kind_of, tma_descriptor
 from ..device import fits_tma as rows_fit_tma
+from ..device import kind_of, tma_descriptor
 from .configs import Constants, FusedConfig, GemmConfig, fused_configs
 from .tiles import Sizes
 
@@ -96,20 +95,11 @@ def launch_for(
         precision: of fp32: "ieee" or "tf32".
 
     Raises:
-        ValueError: a dtype, precision or number that is not as above.
+        ValueError: `sm_margin` leaves no SM.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be bf16, fp16 or fp32; got {dtype}.")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be 'ieee' or 'tf32'; got {precision!r}.")
-    if min(m, n) < 0 or world_size < 1:
-        raise ValueError(f"m and n must be 0 or more and world_size 1 or more; got {m}, {n} and {world_size}.")
     if not 0 <= sm_margin < sms:
         raise ValueError(f"sm_margin must leave at least one of the {sms} SMs; got {sm_margin}.")
     kind = kind_of(dtype, precision)
-    choices = fused_configs(arch, kind)
-    if not choices:
-        raise ValueError(f"arch must be 80, 90, 100 or, interpreted, 0; got {arch}.")
 
     def tiles(config: GemmConfig) -> int:
         # Tiles do not span the rows of two ranks, where rows belong to ranks.
@@ -124,7 +114,7 @@ def launch_for(
         rounds = -(-tiles(config) // at_once(config))
         return rounds * config.block_m * config.block_n * config.programs_per_sm / choice.speed
 
-    best = min(choices, key=time)
+    best = min(fused_configs(arch, kind), key=time)
     return Launch(
         at_once(best.pointers), best.pointers, precision if kind == precision else "ieee", tma_config=best.tma
     )
@@ -182,54 +172,3 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
     c = plan.constants(launch.precision, even_k=even_k, flatten=flatten and len(products) == 1)
     strip_rows = launch.strip_rows(config, products[0][0].element_size())
     return arguments | config.options() | {"C": c._replace(PRODUCTS=len(products), STRIP_M=strip_rows)}
-
-
-def check_products(products: Sequence[tuple[Tensor, Tensor]], workspace: Workspace) -> tuple[int, int]:
-    """(M, N) of a sum of matmuls. Raises ValueError where they are not what a kernel can multiply and add."""
-    if not 1 <= len(products) <= MAX_PRODUCTS:
-        raise ValueError(f"products must be 1 to {MAX_PRODUCTS} pairs (x, weight); got {len(products)}.")
-    first = products[0][0]
-    for i, (x, weight) in enumerate(products):
-        x_name, weight_name = ("x", "weight") if len(products) == 1 else (f"products[{i}][0]", f"products[{i}][1]")
-        check_matmul(x, weight, workspace, x_name, weight_name)
-        shape = x.shape[0], weight.shape[0]
-        if shape != (first.shape[0], products[0][1].shape[0]) or x.dtype != first.dtype:
-            raise ValueError(
-                f"products must have one M, N and dtype; products[0] is {tuple(first.shape)} by "
-                f"{tuple(products[0][1].shape)} {first.dtype}, products[{i}] {tuple(x.shape)} by "
-                f"{tuple(weight.shape)} {x.dtype}."
-            )
-    return first.shape[0], products[0][1].shape[0]
-
-
-def check_matmul(
-    x: Tensor, weight: Tensor, workspace: Workspace, x_name: str = "x", weight_name: str = "weight"
-) -> None:
-    """Raises ValueError where x [M, K] and weight [N, K] are not what a kernel multiplies, or not where it runs."""
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{x_name} must be [M, K] and {weight_name} [N, K]; got {tuple(x.shape)} and {tuple(weight.shape)}."
-        )
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise ValueError(
-            f"{x_name} and {weight_name} must be both bf16, fp16 or fp32; got {x.dtype} and {weight.dtype}."
-        )
-
-    if not x.device == weight.device == workspace.state.device:
-        raise ValueError(
-            f"{x_name}, {weight_name} and the workspace must be on one device; they are on {x.device}, "
-            f"{weight.device} and {workspace.state.device}."
-        )
-    check_current(x.device)
-
-
-def check_like(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
-    """Raises ValueError where an optional tensor has not this shape, x's dtype and device, and rows in one piece."""
-    if tensor is None:
-        return
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be {shape}; got {tuple(tensor.shape)}.")
-    if tensor.dtype != x.dtype or tensor.device != x.device:
-        raise ValueError(f"{name} must be {x.dtype} on {x.device} as x is; got {tensor.dtype} on {tensor.device}.")
-    if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ValueError(f"{name} must have its rows in one piece; its strides are {tensor.stride()}.")

@@ -27,7 +27,7 @@ def launchable(query: KernelQuery) -> Availability:
         return unavailable(f"the Triton kernels cannot be loaded ({error})")
     if not query.positive_scale:
         return unavailable("the Triton kernels of attention take a scale above 0")
-    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, kernels.Terms(1.0), here)
+    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, here)
     return AVAILABLE if reason is None else unavailable(reason)
 
 
