@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/kernels.h"
+#include "half.h"
 
 using namespace fused_tp;
 using namespace fused_tp::attention;
@@ -28,18 +29,11 @@ std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
   std::vector<char> made(count * element_size(dtype));
   for (int64_t i = 0; i < count; ++i) {
     const float value = static_cast<float>(random() % 2001) / 1000.0f - 1.0f;
-    char* at = made.data() + i * element_size(dtype);
-    if (dtype == DType::kF64) {
-      const double wide = value;
-      std::memcpy(at, &wide, sizeof wide);
-    } else if (dtype == DType::kF32) {
-      std::memcpy(at, &value, sizeof value);
-    } else if (dtype == DType::kBF16) {
-      std::memcpy(at, reinterpret_cast<const char*>(&value) + 2, 2);
-    } else {  // any finite bits of fp16
-      const uint16_t bits = static_cast<uint16_t>(random() & 0xbbffu);
-      std::memcpy(at, &bits, sizeof bits);
-    }
+    const auto put = [&](auto element) { std::memcpy(made.data() + i * sizeof element, &element, sizeof element); };
+    if (dtype == DType::kF64) put(static_cast<double>(value));
+    if (dtype == DType::kF32) put(value);
+    if (dtype == DType::kBF16) put(f32_to_bf16(value));
+    if (dtype == DType::kF16) put(f32_to_f16(value));
   }
   return made;
 }

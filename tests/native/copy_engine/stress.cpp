@@ -10,14 +10,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "../doubles/expect.h"
 #include "copy_engine/workspace.h"
 
 using namespace fused_tp::copy_engine;
@@ -30,12 +28,6 @@ constexpr size_t kWords = 600;  // of a message
 constexpr int kCalls = 24;
 constexpr double kTimeout = 0.4;       // of ranks that may not come
 constexpr double kLongTimeout = 60.0;  // of ranks that do come, on a busy machine too: one that gives up is a race
-
-void require(bool condition, const char* what) {
-  if (condition) return;
-  std::fprintf(stderr, "wrong: %s\n", what);
-  std::abort();
-}
 
 uint64_t value(int call, int rank) { return static_cast<uint64_t>(call) * 64 + rank + 1; }
 
@@ -148,7 +140,7 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
       if (graph && call == kCalls / 2) {
         for (int opened : open) end_gather(opened);
         open.clear();
-        require(library.find<int (*)(Stream)>("cuda_double_begin_capture")(stream) == 0, "capture");
+        EXPECT(library.find<int (*)(Stream)>("cuda_double_begin_capture")(stream) == 0);
       }
       if (mood.pauses && pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::duration<double>(2 * kTimeout));
       if (pace() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 2000));
@@ -172,17 +164,17 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
       free_graph(captured);
     }
     if (mood.stops_before < kCalls && mood.aborts) workspace.watchdog().abort("as the test wants");
-    require(driver->synchronize(stream, 30), "a stream that nothing lets go on");
+    EXPECT(driver->synchronize(stream, 30));
     const bool given_up = workspace.watchdog().failure() != Failure::kNone;
-    require(!(shared.all_well() && given_up), "a rank has given up for no reason");
+    EXPECT(!(shared.all_well() && given_up));
     for (int call = 0; call < enqueued; ++call) {
       const bool replayed = captured != nullptr && call >= kCalls / 2 && enqueued == kCalls;
       for (const Words* words : {replayed ? &taken[kCalls + call] : &taken[call], replayed ? &taken[call] : nullptr}) {
         if (words == nullptr) continue;
         const bool nan = std::all_of(words->begin(), words->end(), [](uint64_t word) { return word == ~uint64_t{0}; });
-        require(!nan || given_up, "NaN on a rank that has not given up");
-        for (size_t i = 0; i < words->size() && !nan; ++i)
-          require((*words)[i] == value(call, static_cast<int>(i / kWords)), "wrong bytes taken for right");
+        EXPECT(!nan || given_up);
+        for (size_t i = 0; i < words->size() && !nan; ++i)  // no wrong bytes are taken for right
+          EXPECT((*words)[i] == value(call, static_cast<int>(i / kWords)));
       }
     }
     wait_for_all(ended, world);  // nobody frees what others may still write to

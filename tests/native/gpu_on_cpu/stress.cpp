@@ -4,12 +4,11 @@
 #include <time.h>
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "../doubles/expect.h"
 #include "cuda/launchers.h"
 #include "cuda/plan.h"
 #include "dtype.h"
@@ -20,12 +19,6 @@ namespace {
 
 constexpr int64_t kWorkspaceBytes = 1 << 18;
 constexpr int64_t kMost = 3000;  // elements
-constexpr float kWrong = 1e30f;
-
-[[noreturn]] void fail(const char* what, int rank, int call) {
-  std::fprintf(stderr, "%s is wrong on rank %d in call %d\n", what, rank, call);
-  std::exit(1);
-}
 
 struct alignas(128) Line {
   char bytes[128];
@@ -44,14 +37,9 @@ struct Group {
     for (Rank& rank : ranks) addresses.push_back(reinterpret_cast<uint64_t>(rank.memory.data()));
   }
   Workspace workspace(int rank, int64_t timeout_ns) {
-    return {addresses.data(),
-            ranks[rank].state.data(),
-            ranks[rank].error.data(),
-            kWorkspaceBytes / 2,
-            timeout_ns,
-            1,
-            rank,
-            static_cast<int32_t>(addresses.size())};
+    Rank& own = ranks[rank];
+    const int32_t world = static_cast<int32_t>(addresses.size());
+    return {addresses.data(), own.state.data(), own.error.data(), kWorkspaceBytes / 2, timeout_ns, 1, rank, world};
   }
 };
 
@@ -91,33 +79,24 @@ void run_call(Group& group, int rank, int call, std::mt19937& alike) {
   float* in = reinterpret_cast<float*>(in_lines.data()) + shift;
   float* out = in_place ? in : reinterpret_cast<float*>(out_lines.data()) + shift;
   for (int64_t i = 0; i < count; ++i) in[i] = given(rank, i, call);
+  const int64_t chunk = ceil_div(count, world), first = std::min(rank * chunk, count);
   int32_t error = 0;
   if (op <= 2) {
     error = launch.all_reduce(&ws, static_cast<Algorithm>(op), in, out, count, f32, {}, blocks, nullptr);
-    for (int64_t i = 0; i < count; ++i) {
-      if (out[i] != summed(world, i, call)) fail("all_reduce", rank, call);
-    }
+    for (int64_t i = 0; i < count; ++i) EXPECT(out[i] == summed(world, i, call));
   } else if (op == 3) {
-    const int64_t chunk = ceil_div(count, world), first = std::min(rank * chunk, count);
-    const int64_t own = std::min(chunk, count - first);
     if (in_place) out = in + first;
     error = launch.reduce_scatter(&ws, in, out, count, chunk, f32, {}, blocks, nullptr);
-    for (int64_t i = 0; i < own; ++i) {
-      if (out[i] != summed(world, first + i, call)) fail("reduce_scatter", rank, call);
-    }
+    for (int64_t i = first; i < std::min(first + chunk, count); ++i) EXPECT(out[i - first] == summed(world, i, call));
   } else if (op == 4) {
-    const int64_t chunk = ceil_div(count, world), first = std::min(rank * chunk, count);
     error = launch.all_gather(&ws, in + first, out, count * 4, chunk * 4, blocks, nullptr);
-    for (int64_t i = 0; i < count; ++i) {
-      if (out[i] != given(static_cast<int>(i / chunk), i, call)) fail("all_gather", rank, call);
-    }
+    for (int64_t i = 0; i < count; ++i) EXPECT(out[i] == given(static_cast<int>(i / chunk), i, call));
   } else if (op == 5) {
     const int64_t part = count / world;
     const AllToAllLayout layout{1, 1, part * 4, part * 4, 0, 0, part * 4, 0, 0};
     error = launch.all_to_all(&ws, in, out, &layout, blocks, nullptr);
-    for (int64_t i = 0; i < part * world; ++i) {
-      if (out[i] != given(static_cast<int>(i / part), rank * part + i % part, call)) fail("all_to_all", rank, call);
-    }
+    for (int64_t i = 0; i < part * world; ++i)
+      EXPECT(out[i] == given(static_cast<int>(i / part), rank * part + i % part, call));
   } else if (op == 6) {
     const int64_t columns = 1 + count / 7, rows = count / columns;
     std::vector<float> weight(columns, 1.0f), residual(rows * columns, 1.0f);
@@ -128,18 +107,17 @@ void run_call(Group& group, int rank, int call, std::mt19937& alike) {
       double squares = 0;
       for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
         const float h = 1.0f + summed(world, i, call);
-        if (residual[i] != h) fail("new_residual", rank, call);
+        EXPECT(residual[i] == h);
         squares += h * h;
       }
       const double inverse = 1 / std::sqrt(squares / static_cast<double>(columns) + 1e-6);
-      for (int64_t i = row * columns; i < (row + 1) * columns; ++i) {
-        if (std::fabs(out[i] - residual[i] * inverse) > 1e-5) fail("normed", rank, call);
-      }
+      for (int64_t i = row * columns; i < (row + 1) * columns; ++i)
+        EXPECT(std::fabs(out[i] - residual[i] * inverse) <= 1e-5);
     }
   } else {
     error = launch.barrier(&ws, nullptr);
   }
-  if (error) fail("the error number", rank, call);
+  EXPECT(error == 0);
 }
 
 void many_calls(int world, int calls, unsigned seed) {
@@ -148,9 +126,7 @@ void many_calls(int world, int calls, unsigned seed) {
     std::mt19937 alike(seed);
     for (int call = 1; call <= calls; ++call) run_call(group, rank, call, alike);
     // A rank alone adds up without a call of the protocol.
-    if ((world > 1 && group.ranks[rank].state[kEpoch] != calls) || group.ranks[rank].error[kErrorSet]) {
-      fail("the number of calls", rank, calls);
-    }
+    EXPECT((world == 1 || group.ranks[rank].state[kEpoch] == calls) && !group.ranks[rank].error[kErrorSet]);
   });
 }
 
@@ -162,20 +138,17 @@ void missed_calls(int world) {
     const int32_t bf16 = static_cast<int32_t>(fused_tp::DType::kBF16);
     const int64_t count = 100;
     std::vector<uint16_t> in(count), out(count);
-    if (fused_tp_launchers()->barrier(&ws, nullptr)) fail("the barrier", rank, 1);
+    EXPECT(fused_tp_launchers()->barrier(&ws, nullptr) == 0);
     if (rank == world - 1) return;
     ws.timeout_ns = 20'000'000;
     for (int call = 2; call < 5; ++call) {
       const auto algorithm = static_cast<Algorithm>(call % 3);
-      if (fused_tp_launchers()->all_reduce(&ws, algorithm, in.data(), out.data(), count, bf16, {}, 2, nullptr)) {
-        fail("the error number", rank, call);
-      }
-      for (uint16_t bits : out) {
-        if (bits != 0xffff) fail("what did not arrive", rank, call);
-      }
+      const auto all_reduce = fused_tp_launchers()->all_reduce;
+      EXPECT(all_reduce(&ws, algorithm, in.data(), out.data(), count, bf16, {}, 2, nullptr) == 0);
+      for (uint16_t bits : out) EXPECT(bits == 0xffff);
     }
     const auto& error = group.ranks[rank].error;
-    if (!error[kErrorSet] || error[kErrorCall] != 2 || error[kErrorRank] != rank) fail("the error record", rank, 2);
+    EXPECT(error[kErrorSet] && error[kErrorCall] == 2 && error[kErrorRank] == rank);
   });
 }
 
