@@ -15,7 +15,6 @@ import torch
 from benchmarks.local_ranks import LocalGroup
 from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
-from fused_tp.transport.workspace import rounded
 from tests.native.doubles.libraries import gpu_double
 from tests.native_build import build_program, output_of, prebuild, require_sanitizer, use_driver
 
@@ -120,13 +119,6 @@ def driver() -> Iterator[None]:
     use_driver(None)
 
 
-def test_there_are_none_on_a_cpu() -> None:
-    assert copy_engine_available(CPU).reason in (
-        "copy engines are those of NVIDIA GPUs; this is cpu",
-        "this installation has no native core",
-    )
-
-
 @NEEDS_CORE
 def test_a_driver_that_cannot_be_loaded_is_a_reason(tmp_path: Path) -> None:
     use_driver(tmp_path / "libcuda.so")
@@ -134,16 +126,6 @@ def test_a_driver_that_cannot_be_loaded_is_a_reason(tmp_path: Path) -> None:
         assert "the CUDA driver could not be loaded" in copy_engine_available(CPU).reason
     finally:
         use_driver(None)
-
-
-@NEEDS_CORE
-def test_a_group_of_one(driver: Any) -> None:
-    engine = CopyEngine(LocalGroup(1).rank(0))
-    shard = torch.arange(5.0)
-    with engine.call("all_gather", gather_bytes=shard.nbytes) as call:
-        call.gather(shard, [shard])
-        call.finish(shard)
-    assert torch.equal(shard, torch.arange(5.0))
 
 
 @NEEDS_CORE
@@ -195,8 +177,3 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
         raise ZeroDivisionError
     del call, inner
     assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
-
-
-def test_sizes_are_rounded() -> None:
-    sizes = [(0, 1 << 16), ((1 << 20) + 1, 2 << 20), ((32 << 20) + 1, 48 << 20)]
-    assert all(rounded(nbytes, 1 << 16, 16 << 20) == size for nbytes, size in sizes)

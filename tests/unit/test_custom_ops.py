@@ -57,33 +57,6 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op.overload, args)
 
 
-@pytest.mark.parametrize(("op", "args"), SAMPLES, ids=[op.name for op, _ in SAMPLES])
-def test_both_doors_lead_to_the_same(op: Any, args: tuple[Any, ...]) -> None:
-    """The eager shortcut and the torch.library op: same outputs, same gradients, to the bit."""
-    results = []
-    for door, group in ((op, None), (op.overload, "")):
-        copies = [_copy(arg) for arg in args[:-1]]
-        out = door(*copies, group)
-        outputs = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if t.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-        leaves = [t for arg in copies for t in (arg if isinstance(arg, list) else [arg]) if _is_leaf(t)]
-        results.append([*outputs, *(t.grad for t in leaves)])
-    assert len(results[0]) == len(results[1])
-    for ours, torchs in zip(*results, strict=True):
-        assert torch.equal(ours, torchs)
-
-
-def _is_leaf(t: Any) -> bool:
-    return isinstance(t, torch.Tensor) and t.requires_grad
-
-
-def _copy(arg: Any) -> Any:
-    if isinstance(arg, list):
-        return [_copy(one) for one in arg]
-    return arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
-
-
 @pytest.mark.parametrize(
     "module", [all_gather_matmul, matmul_reduce_scatter, column_parallel_matmul], ids=lambda module: module.__name__
 )

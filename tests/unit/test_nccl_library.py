@@ -1,16 +1,20 @@
-"""The libraries that are bound at run time, the real NCCL and the doubles; deadlines and communicators in C++."""
+"""The libraries that are bound at run time, the real NCCL and the doubles; deadlines and communicators in C++; whether
+a group can have a communicator, and why not: the same answer on all ranks, from what they tell."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from fused_tp.transport.nccl import Facts, judged, own_facts
 from tests.native.doubles import libraries
-from tests.native_build import build_program, output_of, require_sanitizer
+from tests.native_build import build_program, output_of, require_sanitizer, use_nccl
 
 _core = pytest.importorskip("fused_tp._core", reason="needs the native core")
 
@@ -91,3 +95,38 @@ def test_deadlines_without_clocks_or_threads() -> None:
 def test_watchdog_communicators_and_pipelines_have_no_races() -> None:
     """Ranks are threads of one process, so that ThreadSanitizer sees all of them."""
     assert libraries.run_races() == "no race"
+
+
+def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
+    return Facts(("pid:[1]", 1), gpu, version, "", problem)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([facts("a"), facts("b")], ""),
+        ([facts(version=22907), facts(version=22903)], ""),
+        ([facts(), facts()], ""),  # those that may share a GPU do not say which they have
+        ([facts("a"), facts(problem="no driver")], "rank 1: no driver"),
+        ([facts("a"), facts("a")], "several of its ranks share a GPU"),
+        ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
+    ],
+)
+def test_whether_ranks_can(told: list[Facts], said: str) -> None:
+    found = judged(told)
+    assert bool(found) == (not said) and said in found.reason
+
+
+def test_what_a_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a library that is not there, and of an environment that makes NCCL block."""
+    rank: Any = SimpleNamespace(rank=0)  # all of a group that it looks at
+    cpu = torch.device("cpu")
+    try:
+        use_nccl(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
+        assert str(tmp_path) in own_facts(rank, cpu).problem
+        use_nccl(libraries.gpu_double(), libraries.gpu_double())
+        for value, refused in (("1", True), ("0", False), ("", False)):
+            monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
+            assert own_facts(rank, cpu).problem.startswith("NCCL_COMM_BLOCKING is set") == refused
+    finally:
+        use_nccl(None)

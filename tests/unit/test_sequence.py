@@ -16,18 +16,6 @@ from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_se
 from tests.reference import seeded
 from tests.workers import on_ranks, run_ranks
 
-LAYOUTS = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-
-
-@LAYOUTS
-def test_one_rank_holds_everything(layout: str) -> None:
-    assert sequence_positions(5, group=None, layout=layout).tolist() == [0, 1, 2, 3, 4]
-    x = seeded(2, 5)
-    mine = shard_sequence(x, -1, group=None, layout=layout)
-    assert torch.equal(mine, x) and mine.data_ptr() != x.data_ptr()
-    assert torch.equal(unshard_sequence(mine, 1, group=None, layout=layout), x)
-
-
 # Among them some that gloo does not move (bool, int16, uint16, float8) or shared memory does not (complex, float8).
 DTYPES = (
     torch.float32,
@@ -110,12 +98,6 @@ def test_packed_sequences_compile_in_one_graph(group: dist.ProcessGroup) -> None
     whole.sum().backward()
     wanted[0].sum().backward()
     assert x.grad is not None and x_compiled.grad is not None and torch.equal(x_compiled.grad, x.grad)
-
-
-@on_ranks(3)
-def test_equal_shards_need_no_seq_len(group: dist.ProcessGroup) -> None:
-    whole = unshard_sequence(shard_sequence(torch.arange(9), 0, group=group), 0, group=group)
-    assert whole.tolist() == list(range(9))
 
 
 @pytest.mark.parametrize("shm", ["0", "1"])
