@@ -13,9 +13,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <map>
 #include <random>
 #include <string>
+#include <string_view>
 #include <unordered_set>
 #include <vector>
 
@@ -34,7 +35,6 @@ struct Action {
 };
 
 constexpr uint8_t kTorn = 0xFE, kWrong = 0xFF;
-constexpr int kMostCalls = 8;
 
 std::string fault;
 int world, calls, givers;
@@ -80,19 +80,18 @@ void add(int rank, int stream, const Steps& steps, const Layout& layout) {
       added.push_back({Action::kCopied, rank, 0, 0, from, to});
     }
   }
-  auto erase_first = [&](auto&& which) {
-    const auto found = std::find_if(added.begin(), added.end(), which);
-    if (found != added.end()) added.erase(found);
+  // Faults by which a write is left out: whether it is the sender's, and of which value.
+  static const std::map<std::string, std::pair<bool, int>> left_out = {
+      {"token not taken", {true, 0}}, {"ready not cleared", {false, 0}}, {"not given back", {false, 1}}};
+  const auto writes = [](int value) {
+    return [value](const Action& a) { return a.kind == Action::kWrite && a.value == value; };
   };
-  if (fault == "token not taken" && stream == 1)
-    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 0; });
-  if (fault == "ready not cleared" && stream != 1)
-    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 0; });
-  if (fault == "not given back" && stream != 1)
-    erase_first([](const Action& a) { return a.kind == Action::kWrite && a.value == 1; });
+  if (const auto found = left_out.find(fault); found != left_out.end() && found->second.first == (stream == 1)) {
+    const auto at = std::find_if(added.begin(), added.end(), writes(found->second.second));
+    if (at != added.end()) added.erase(at);
+  }
   if (fault == "told before copied" && stream == 1 && !added.empty()) {
-    const auto told = std::find_if(added.begin(), added.end(),
-                                   [](const Action& a) { return a.kind == Action::kWrite && a.value == 1; });
+    const auto told = std::find_if(added.begin(), added.end(), writes(1));
     const auto copy = std::find_if(added.begin(), added.end(), [](const Action& a) { return a.kind == Action::kCopy; });
     std::rotate(copy, told, told + 1);
   }
@@ -181,106 +180,89 @@ void build() {
 // What a rank that has given up does next.
 enum Rescue : uint8_t { kHealthy, kClosing, kRescuing = 100, kShut, kFilled };
 
+constexpr int kMostRanks = 4, kMostCalls = 8, kMostStreams = kMostRanks * (kMostRanks + 1), kMostEvents = 64;
+constexpr int kMostWords = Layout(kMostRanks, 0, 0).words();
+constexpr int kMostCells = kMostRanks * (kChannels * (1 + kMostRanks) + kMostCalls * (kMostRanks + 1)) + kMostCalls;
+
+// Bytes alone, which are compared as such.
 struct State {
-  std::vector<uint8_t> bytes;
-  // words | cells | positions | what copies and sums have begun with | events | progress | rescue | filled | fillers
-  static int words, cells, positions, begun, happened, progress, rescue, aim, filled, given, size;
-  static void plan() {
-    const int streams = world * streams_of_rank();
-    const int most_events = *std::max_element(events.begin(), events.end());
-    int at = 0;
-    auto take = [&](int count) { return (at += count) - count; };
-    words = take(world * Layout(world, 0, 0).words());
-    cells = take(world * cells_of_rank() + calls);
-    positions = take(streams);
-    begun = take(streams * 4);
-    happened = take(world * most_events);
-    progress = take(world);
-    rescue = take(world);
-    aim = take(world);
-    filled = take(world * calls);
-    given = take(1);
-    size = at;
-  }
-  uint8_t& at(int i) { return bytes[i]; }
-  uint8_t& word(int rank, int number) { return bytes[words + rank * Layout(world, 0, 0).words() + number]; }
-  uint8_t& cell(int number) { return bytes[cells + number]; }
+  uint8_t words[kMostRanks][kMostWords];
+  uint8_t cells[kMostCells];
+  uint8_t positions[kMostStreams];
+  uint8_t begun[kMostStreams][kMostRanks];  // what copies and sums have begun with
+  uint8_t happened[kMostRanks][kMostEvents];
+  uint8_t progress[kMostRanks], rescue[kMostRanks], aim[kMostRanks];
+  uint8_t filled[kMostRanks][kMostCalls];
+  uint8_t given;
 };
-int State::words, State::cells, State::positions, State::begun, State::happened, State::progress, State::rescue,
-    State::aim, State::filled, State::given, State::size;
 
 State first() {
-  State state;
-  state.bytes.assign(State::size, 0);
+  State state{};
   const Layout layout(world, 256, 256);
   for (int rank = 0; rank < world; ++rank)
     for (int word = 0; word < layout.words(); ++word)
-      state.word(rank, word) = static_cast<uint8_t>(layout.first_value(word));
-  for (int call = 0; call < calls; ++call) state.cell(source_cell(call)) = static_cast<uint8_t>(call + 1);
+      state.words[rank][word] = static_cast<uint8_t>(layout.first_value(word));
+  for (int call = 0; call < calls; ++call) state.cells[source_cell(call)] = static_cast<uint8_t>(call + 1);
   return state;
 }
 
 // Empty, or what is wrong.
 std::string wrong;
 
-int event_at(int rank, int event) {
-  return State::happened + rank * *std::max_element(events.begin(), events.end()) + event;
-}
-
 // Does the next action of a stream, if it can be done.
 bool advance(State& s, int stream) {
   const auto& program = programs[stream];
-  uint8_t& position = s.at(State::positions + stream);
+  uint8_t& position = s.positions[stream];
   if (position == program.size()) return false;
   const Action& a = program[position];
   const int rank = a.kind == Action::kWrite ? stream / streams_of_rank() : a.rank;
-  uint8_t* begun = &s.at(State::begun + stream * 4);
+  uint8_t* begun = s.begun[stream];
   switch (a.kind) {
     case Action::kWait:
-      if (s.word(a.rank, a.word) != 1) return false;
+      if (s.words[a.rank][a.word] != 1) return false;
       break;
     case Action::kWrite:
-      s.word(a.rank, a.word) = static_cast<uint8_t>(a.value);
+      s.words[a.rank][a.word] = static_cast<uint8_t>(a.value);
       break;
     case Action::kCopy:
-      begun[0] = s.cell(a.from);
-      s.cell(a.to) = kTorn;
+      begun[0] = s.cells[a.from];
+      s.cells[a.to] = kTorn;
       break;
     case Action::kCopied:
-      s.cell(a.to) = s.cell(a.from) == begun[0] && begun[0] != kTorn ? begun[0] : kWrong;
+      s.cells[a.to] = s.cells[a.from] == begun[0] && begun[0] != kTorn ? begun[0] : kWrong;
       begun[0] = 0;
       break;
     case Action::kSay:
-      s.at(State::progress + rank) = static_cast<uint8_t>(a.value);
+      s.progress[rank] = static_cast<uint8_t>(a.value);
       break;
     case Action::kRecord:
-      s.at(event_at(rank, a.word)) = 1;
+      s.happened[rank][a.word] = 1;
       break;
     case Action::kWaitEvent:
-      if (!s.at(event_at(rank, a.word))) return false;
+      if (!s.happened[rank][a.word]) return false;
       break;
     case Action::kSum:
-      for (int peer = 0; peer < world; ++peer) begun[peer] = s.cell(slot_cell(rank, a.word, peer));
+      for (int peer = 0; peer < world; ++peer) begun[peer] = s.cells[slot_cell(rank, a.word, peer)];
       break;
     case Action::kSummed: {
       bool right = true;
       for (int peer = 0; peer < world; ++peer) {
-        const uint8_t now = s.cell(slot_cell(rank, a.word, peer));
+        const uint8_t now = s.cells[slot_cell(rank, a.word, peer)];
         right = right && (peer == rank || (now == a.value + 1 && begun[peer] == now));
         begun[peer] = 0;
       }
-      s.cell(sum_cell(rank, a.value)) = right ? static_cast<uint8_t>(a.value + 1) : kWrong;
+      s.cells[sum_cell(rank, a.value)] = right ? static_cast<uint8_t>(a.value + 1) : kWrong;
       break;
     }
     case Action::kDeliver: {
       bool right = true;
       if (!is_gather(a.value)) {
-        right = s.cell(sum_cell(rank, a.value)) == a.value + 1;
+        right = s.cells[sum_cell(rank, a.value)] == a.value + 1;
       } else {
         for (int peer = 0; peer < world; ++peer)
-          right = right && (peer == rank || s.cell(shard_cell(rank, a.value, peer)) == a.value + 1);
+          right = right && (peer == rank || s.cells[shard_cell(rank, a.value, peer)] == a.value + 1);
       }
-      if (!right && !s.at(State::filled + rank * calls + a.value))
+      if (!right && !s.filled[rank][a.value])
         wrong = "rank " + std::to_string(rank) + " takes wrong bytes for right in call " + std::to_string(a.value);
       break;
     }
@@ -294,79 +276,71 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
   const Layout layout(world, 256, 256);
   const Protocol protocol(layout, rank);
   State s = state;
-  const uint8_t phase = s.at(State::rescue + rank);
+  const uint8_t phase = s.rescue[rank];
   if (phase == kHealthy) {
-    const bool told = s.word(rank, 0) > 1 || s.word(rank, 1) > 1;
-    if (!told && s.at(State::given) >= givers) return;
-    if (!told) ++s.at(State::given);
-    s.at(State::rescue + rank) = fault == "gates left open" ? kRescuing : kClosing;
+    const bool told = s.words[rank][0] > 1 || s.words[rank][1] > 1;
+    if (!told && s.given >= givers) return;
+    if (!told) ++s.given;
+    s.rescue[rank] = fault == "gates left open" ? kRescuing : kClosing;
     return next.push_back(s);
   }
   if (phase < kRescuing) {
     Steps steps;
     protocol.close_all_gates(steps);
     const Step& step = steps[phase - kClosing];
-    s.word(step.rank, step.word) = static_cast<uint8_t>(step.value);
-    s.at(State::rescue + rank) = phase - kClosing + 1 == static_cast<int>(steps.size()) ? kRescuing : phase + 1;
+    s.words[step.rank][step.word] = static_cast<uint8_t>(step.value);
+    s.rescue[rank] = phase - kClosing + 1 == static_cast<int>(steps.size()) ? kRescuing : phase + 1;
     return next.push_back(s);
   }
-  uint8_t& aim = s.at(State::aim + rank);
+  uint8_t& aim = s.aim[rank];
   if (phase == kShut || phase == kFilled) {
     const int which = aim % 8 == 1 ? 0 : 1;
     if (phase == kShut) {
-      if (which == 0) s.at(State::filled + rank * calls + aim / 8) = 1;
-      s.at(State::rescue + rank) = kFilled;
+      if (which == 0) s.filled[rank][aim / 8] = 1;
+      s.rescue[rank] = kFilled;
     } else {
-      s.word(rank, layout.gate(which)) = kOpen;
-      s.at(State::rescue + rank) = kRescuing;
+      s.words[rank][layout.gate(which)] = kOpen;
+      s.rescue[rank] = kRescuing;
       aim = 0;
     }
     return next.push_back(s);
   }
   // One flag that a stream waits for.
   for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream) {
-    const uint8_t position = s.at(State::positions + stream);
+    const uint8_t position = s.positions[stream];
     if (position == programs[stream].size()) continue;
     const Action& a = programs[stream][position];
-    if (a.kind != Action::kWait || a.word < layout.first_flag() || s.word(rank, a.word) == 1) continue;
+    if (a.kind != Action::kWait || a.word < layout.first_flag() || s.words[rank][a.word] == 1) continue;
     State forced = s;
-    forced.word(rank, a.word) = 1;
+    forced.words[rank][a.word] = 1;
     next.push_back(forced);
   }
   // A call at a gate that is not open.
-  const uint8_t progress = s.at(State::progress + rank);
+  const uint8_t progress = s.progress[rank];
   const int which = progress % 8 == 1 ? 0 : 1;
-  if (progress % 2 == 1 && (s.word(rank, which) != 1 || (which == 0 && s.word(rank, 1) == 1))) {
+  if (progress % 2 == 1 && (s.words[rank][which] != 1 || (which == 0 && s.words[rank][1] == 1))) {
     aim = progress;
-    if (fault != "one gate") s.word(rank, layout.gate(1 - which)) = static_cast<uint8_t>(closed_by(rank));
-    s.at(State::rescue + rank) = kShut;
+    if (fault != "one gate") s.words[rank][layout.gate(1 - which)] = static_cast<uint8_t>(closed_by(rank));
+    s.rescue[rank] = kShut;
     next.push_back(s);
   }
 }
 
-bool finished(State& s) {
+void check_end(const State& s) {
   for (int stream = 0; stream < world * streams_of_rank(); ++stream)
-    if (s.at(State::positions + stream) != programs[stream].size()) return false;
-  return true;
-}
-
-void check_end(State& s) {
-  if (!finished(s)) {
-    wrong = "streams that nothing lets go on";
-    return;
-  }
-  if (s.at(State::given) > 0) return;
-  State before = first();
+    if (s.positions[stream] != programs[stream].size()) wrong = "streams that nothing lets go on";
+  if (s.given > 0 || !wrong.empty()) return;
+  const State before = first();
   for (int rank = 0; rank < world; ++rank)
     for (int word = 0; word < Layout(world, 0, 0).words(); ++word)
-      if (s.word(rank, word) != before.word(rank, word)) wrong = "words that are not what they were before";
+      if (s.words[rank][word] != before.words[rank][word]) wrong = "words that are not what they were before";
 }
 
 std::vector<State> successors(const State& state) {
   std::vector<State> next;
   for (int stream = 0; stream < world * streams_of_rank(); ++stream) {
     const auto& program = programs[stream];
-    const uint8_t position = state.bytes[State::positions + stream];
+    const uint8_t position = state.positions[stream];
     if (position == program.size()) continue;
     State s = state;
     if (!advance(s, stream)) continue;
@@ -374,29 +348,23 @@ std::vector<State> successors(const State& state) {
     // What nobody else can see needs no order: it happens at once, alone.
     const Action::Kind kind = program[position].kind;
     if (kind == Action::kRecord || kind == Action::kWaitEvent || kind == Action::kDeliver) return {s};
-    next.push_back(std::move(s));
+    next.push_back(s);
   }
   for (int rank = 0; rank < world; ++rank) rescues(state, rank, next);
   return next;
 }
 
-struct Hash {
-  size_t operator()(const std::string& text) const { return std::hash<std::string>()(text); }
-};
-
 long all_orders() {
-  std::unordered_set<std::string> seen;
+  std::unordered_set<size_t> seen;  // hashes
   std::vector<State> stack{first()};
   while (!stack.empty() && wrong.empty()) {
-    const State state = std::move(stack.back());
+    const State state = stack.back();
     stack.pop_back();
     std::vector<State> next = successors(state);
-    if (wrong.empty() && next.empty()) {
-      State end = state;
-      check_end(end);
-    }
-    for (State& s : next)
-      if (seen.emplace(s.bytes.begin(), s.bytes.end()).second) stack.push_back(std::move(s));
+    if (wrong.empty() && next.empty()) check_end(state);
+    for (const State& s : next)
+      if (seen.insert(std::hash<std::string_view>()({reinterpret_cast<const char*>(&s), sizeof s})).second)
+        stack.push_back(s);
   }
   return static_cast<long>(seen.size());
 }
@@ -421,11 +389,11 @@ long random_walks(int walks) {
         int mover = 0;
         for (int rank = 0; rank < world; ++rank)
           for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream)
-            if (chosen.at(State::positions + stream) != state.at(State::positions + stream)) mover = rank;
+            if (chosen.positions[stream] != state.positions[stream]) mover = rank;
         if (std::generate_canonical<double, 20>(chance) < pace[mover]) break;
         chosen = next[chance() % next.size()];
       }
-      state = std::move(chosen);
+      state = chosen;
       ++steps;
     }
   }
@@ -442,9 +410,8 @@ int main(int count, char** arguments) {
   givers = std::atoi(arguments[3]);
   fault = arguments[4];
   const int walks = std::atoi(arguments[5]);
-  if (world < 1 || world > 4 || calls > kMostCalls) return 2;
+  if (world < 1 || world > kMostRanks || calls > kMostCalls) return 2;
   build();
-  State::plan();
   const long explored = walks == 0 ? all_orders() : random_walks(walks);
   std::printf("%ld %s\n", explored, wrong.c_str());
   return wrong.empty() ? 0 : 1;
