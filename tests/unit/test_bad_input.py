@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from fused_tp.ops import collectives
 
 X, W, B, R, NW = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5), torch.ones(3, 5), torch.ones(5)
 LOGITS, TARGET = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+
+
+Refusal = tuple[Callable[[], Any], type[Exception], str]
 
 
 def with_defaults(op: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
@@ -36,7 +40,7 @@ mm_norm = with_defaults(fused_tp.matmul_all_reduce_rms_norm, x=X, weight=W, resi
 ce = with_defaults(fused_tp.vocab_parallel_cross_entropy, logits_shard=LOGITS, target=TARGET)
 
 
-def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
     """What every op with x, weight and bias refuses."""
     return [
         (lambda: op([1.0]), TypeError, f"{x} must be a Tensor, not list."),
@@ -54,7 +58,7 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[tuple[Callable[[], Any]
     ]
 
 
-def bias_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def bias_cases(op: Callable[..., Any]) -> list[Refusal]:
     return [
         (lambda: op(bias=torch.ones(4)), ValueError, "bias has shape (4,); it must be (5,), one for each row of"),
         (lambda: op(bias=B.half()), TypeError, "bias has dtype torch.float16, but"),
@@ -62,7 +66,7 @@ def bias_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exc
     ]
 
 
-def list_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def list_cases(op: Callable[..., Any]) -> list[Refusal]:
     return [
         (lambda: op(weight=[]), ValueError, "weight is an empty list; pass at least one weight."),
         (lambda: op(weight=[W, W.t()]), ValueError, "weight[1] has shape (4, 5); it must be [out, 4]"),
@@ -72,7 +76,7 @@ def list_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exc
     ]
 
 
-def dim_cases(op: Callable[..., Any], dim: str, x: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+def dim_cases(op: Callable[..., Any], dim: str, x: str) -> list[Refusal]:
     return [
         (
             lambda: op(**{dim: 1}),
@@ -87,7 +91,7 @@ def dim_cases(op: Callable[..., Any], dim: str, x: str) -> list[tuple[Callable[[
     ]
 
 
-CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+CASES: list[Refusal] = [
     *linear_cases(ag, "x_shard"),
     *bias_cases(ag),
     *list_cases(ag),
@@ -138,46 +142,40 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-def gather_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
-    return [
-        (lambda: op(1, 0, group=None), TypeError, "x_shard must be a Tensor, not int."),
-        (lambda: op(X.long(), 0, group=None), TypeError, "x_shard has dtype torch.int64"),
-        (lambda: op(X[0, 0], 0, group=None), ValueError, "x_shard has shape (); it needs at least 1 dims."),
-        (lambda: op(X, 2, group=None), ValueError, "dim=2 is out of range for x_shard of shape (3, 4)."),
-        (lambda: op(X, None, group=None), TypeError, "dim must be an int, not NoneType."),
-        (lambda: op(X, 0, group=None, gather_size=4), ValueError, "gather_size=4 cut over 1 ranks"),
-        (lambda: op(X, 0, group=1), TypeError, "group must be a ProcessGroup"),
+def collective_cases(op: Callable[..., Any], x: str, *dim: int) -> list[Refusal]:
+    """`dim`: 0 where the op has one."""
+    alone = partial(op, group=None)
+    cases: list[Refusal] = [
+        (lambda: alone(1, *dim), TypeError, f"{x} must be a Tensor, not int."),
+        (lambda: alone(X.long(), *dim), TypeError, f"{x} has dtype torch.int64"),
+        (lambda: alone(X.bool(), *dim), TypeError, f"{x} has dtype torch.bool"),
+        (lambda: alone(X.to(torch.complex64), *dim), TypeError, f"{x} has dtype torch.complex64"),
+        (lambda: op(X, *dim, group=1), TypeError, "group must be a ProcessGroup"),
+        (lambda: op(X, *dim), TypeError, "missing 1 required keyword-only argument: 'group'"),
     ]
-
-
-def scatter_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
-    return [
-        (lambda: op(1, 0, group=None), TypeError, "x must be a Tensor, not int."),
-        (lambda: op(X.bool(), 0, group=None), TypeError, "x has dtype torch.bool"),
-        (lambda: op(X[0, 0], 0, group=None), ValueError, "x has shape (); it needs at least 1 dims."),
-        (lambda: op(X, -3, group=None), ValueError, "dim=-3 is out of range for x of shape (3, 4)."),
-        (lambda: op(X, 0.0, group=None), TypeError, "dim must be an int, not float."),
-        (lambda: op(X, 0, group=1), TypeError, "group must be a ProcessGroup"),
+    of_dim: list[Refusal] = [
+        (lambda: alone(X[0, 0], 0), ValueError, f"{x} has shape (); it needs at least 1 dims."),
+        (lambda: alone(X, 2), ValueError, f"dim=2 is out of range for {x} of shape (3, 4)."),
+        (lambda: alone(X, -3), ValueError, f"dim=-3 is out of range for {x} of shape (3, 4)."),
+        (lambda: alone(X, None), TypeError, "dim must be an int, not NoneType."),
+        (lambda: alone(X, 0.0), TypeError, "dim must be an int, not float."),
     ]
-
-
-def reduce_cases(op: Callable[..., Any]) -> list[tuple[Callable[[], Any], type[Exception], str]]:
-    return [
-        (lambda: op(None, group=None), TypeError, "x must be a Tensor, not NoneType."),
-        (lambda: op("x", group=None), TypeError, "x must be a Tensor, not str."),
-        (lambda: op(X.int(), group=None), TypeError, "x has dtype torch.int32"),
-        (lambda: op(X.to(torch.complex64), group=None), TypeError, "x has dtype torch.complex64"),
-        (lambda: op(X, group="world"), TypeError, "group must be a ProcessGroup"),
-        (lambda: op(X), TypeError, "missing 1 required keyword-only argument: 'group'"),
-    ]
+    return cases + of_dim if dim else cases
 
 
 explain: Any = fused_tp.explain
 
 
-CASES += [*gather_cases(fused_tp.all_gather), *gather_cases(collectives.gather)]
-CASES += [*scatter_cases(fused_tp.reduce_scatter), *scatter_cases(collectives.scatter)]
-CASES += [*reduce_cases(fused_tp.all_reduce), *reduce_cases(collectives.copy_to_group)]
+for gather, scatter, reduce in (
+    (fused_tp.all_gather, fused_tp.reduce_scatter, fused_tp.all_reduce),
+    (collectives.gather, collectives.scatter, collectives.copy_to_group),
+):
+    CASES += [
+        *collective_cases(gather, "x_shard", 0),
+        *collective_cases(scatter, "x", 0),
+        *collective_cases(reduce, "x"),
+    ]
+    CASES += [(partial(gather, X, 0, group=None, gather_size=4), ValueError, "gather_size=4 cut over 1 ranks")]
 CASES += [
     (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_matmul"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),

@@ -29,14 +29,6 @@ def test_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("all_gather(x_shard [2, 64], dim=-1), bfloat16 on cpu, 4 ranks\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ring_attention", "1x64x8x32"], "ring_attention needs 3 shapes (q, k, v), got 1."),
-        (["all_reduce", "2x64", "--dim", "1"], "all_reduce has none"),
-        (["softmax", "2x64"], "op is 'softmax'; explain knows all_gather"),
-    ],
-)
-def test_questions_that_make_no_sense(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert main(["explain", *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "all_reduce", "2x64", "--dim", "1"]) == 2
+    assert "all_reduce has none" in capsys.readouterr().err

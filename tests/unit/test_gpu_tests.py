@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
 from tests.gpu import test_nccl as nccl_tests
-from tests.gpu.on_device import OnDevice, mapped, on_device, public_ops, there
+from tests.gpu.on_device import on_device, public_ops, there
 from tests.native.doubles.libraries import DOUBLES, build_doubles, gpu_double
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
@@ -101,33 +103,15 @@ def test_tensors_keep_their_strides_and_their_place() -> None:
 
 
 def test_arguments_go_and_results_come_back() -> None:
+    """And where a result is an argument, it is that tensor of the CPU."""
     seen: list[Any] = []
 
     def fn(x: torch.Tensor, several: list[Any], *, out: torch.Tensor) -> Any:
-        seen.extend([x.dtype, several[0].dtype, out is x])
+        seen.extend([x.dtype, several[0].dtype, several[1], out is x])
         return out
 
-    class Half:
-        """In the place of a device: what goes there becomes another tensor."""
-
-        type = "elsewhere"
-
-    x = torch.ones(3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.gpu.on_device.there", lambda t, device: t.double())
-        called: list[bool] = []
-        result = on_device(fn, Half(), lambda: called.append(True))(x, [x], out=x)  # a double
-    assert result is x and called == [True] and seen == [torch.float64, torch.float64, True]
-
-
-def test_what_is_not_a_tensor_stays() -> None:
-    class Target:
-        number = 3
-
-        def double(self, x: torch.Tensor, times: int) -> tuple[torch.Tensor, int]:
-            return x * times, times
-
-    proxy = OnDevice(Target(), torch.device("cpu"))
-    (y, times) = proxy.double(torch.ones(2), 2)
-    assert proxy.number == 3 and times == 2 and y.tolist() == [2.0, 2.0]
-    assert mapped(("a", [1, None]), lambda t: t) == ("a", [1, None])
+    device: Any = SimpleNamespace(type="elsewhere")  # what goes there becomes another tensor
+    x, called = torch.ones(3), mock.Mock()
+    with mock.patch("tests.gpu.on_device.there", lambda t, device: t.double()):
+        assert on_device(fn, device, called)(x, [x, 7], out=x) is x
+    assert called.called and seen == [torch.float64, torch.float64, 7, True]

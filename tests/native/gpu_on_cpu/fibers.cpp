@@ -12,9 +12,6 @@
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
 
 namespace gpu_on_cpu {
 
@@ -34,11 +31,9 @@ enum class State { kReady, kPaused, kAtBarrier, kDone };
   std::abort();
 }
 
-// What one OS thread can switch to, as the sanitizers must be told.
+// What one OS thread can switch to, as ThreadSanitizer must be told.
 struct Context {
   ucontext_t registers;
-  void* stack = nullptr;
-  size_t stack_bytes = 0;
 #if defined(__SANITIZE_THREAD__)
   void* tsan = nullptr;
 #endif
@@ -46,8 +41,8 @@ struct Context {
 
 struct Fiber : Context {
   State state = State::kDone;
+  void* stack;
   Fiber() {
-    stack_bytes = kStackBytes;
     stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) fail("no memory for the stack of a thread");
 #if defined(__SANITIZE_THREAD__)
@@ -105,7 +100,7 @@ class Block {
   UNSEEN void start(Fiber& fiber) {
     getcontext(&fiber.registers);
     fiber.registers.uc_stack.ss_sp = fiber.stack;
-    fiber.registers.uc_stack.ss_size = fiber.stack_bytes;
+    fiber.registers.uc_stack.ss_size = kStackBytes;
     fiber.registers.uc_link = nullptr;
     makecontext(&fiber.registers, &Block::main_of_fiber, 0);
     fiber.state = State::kReady;
@@ -138,28 +133,8 @@ class Block {
     if (!host_.tsan) host_.tsan = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-    void* saved;
-    __sanitizer_start_switch_fiber(&saved, to.stack, to.stack_bytes);
-#endif
     swapcontext(&from.registers, &to.registers);
-#if defined(__SANITIZE_ADDRESS__)
-    finish_switch(saved);
-#endif
   }
-
-#if defined(__SANITIZE_ADDRESS__)
-  void finish_switch(void* saved) {
-    const void* bottom;
-    size_t bytes;
-    __sanitizer_finish_switch_fiber(saved, &bottom, &bytes);
-    // Where it came from is the host's stack, unless this is the host.
-    if (!host_.stack) {
-      host_.stack = const_cast<void*>(bottom);
-      host_.stack_bytes = bytes;
-    }
-  }
-#endif
 
   // The host's variables and the block's barrier order what fibers do.
   void release() {
@@ -186,9 +161,6 @@ class Block {
 thread_local Block block;
 
 void Block::main_of_fiber() {
-#if defined(__SANITIZE_ADDRESS__)
-  block.finish_switch(nullptr);
-#endif
   block.acquire();
   (*block.kernel_)();
   block.release();
