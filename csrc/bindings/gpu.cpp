@@ -387,52 +387,25 @@ void bind_kernels(py::module_& m) {
   m.attr("DEVICE_KERNELS_ABI") = cuda::kAbiVersion;
 }
 
-// An op on data of one size. `count` and `chunk` are those of its launcher: elements where something is summed, else
-// bytes. For all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
-struct Size {
-  std::string op;
-  Algorithm algorithm;
-  int64_t count;
-  int64_t chunk;
-  int64_t element_bytes;  // 1: `count` is bytes
-
-  Size(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world)
-      : op(op), algorithm(to_algorithm(algorithm)), count(count), chunk(chunk) {
-    require(1 <= world && world <= cuda::kMaxWorldSize, "world must be 1 to 63 ranks");
-    require(count >= 0 && chunk >= 0, "count and chunk must not be negative");
-    const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
-    require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier", "op is none of the device kernels'");
-    require(op != "all_reduce_rms_norm" || chunk > 0, "chunk must be the columns of a row, one or more");
-    element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
-  }
-
-  int64_t workspace_bytes(int world, int blocks) const {
-    if (op == "barrier") return cuda::Plan{world, blocks}.workspace_bytes();
-    if (op == "all_reduce")
-      return cuda::all_reduce_plan(algorithm, count, element_bytes, world, blocks).workspace_bytes();
-    if (op != "all_reduce_rms_norm") return cuda::exchange_plan(chunk * element_bytes, world, blocks).workspace_bytes();
+// Blocks to launch for an op on data of one size, at most `most`, the same on all ranks, and the smallest workspace for
+// them. `count` and `chunk` are those of its launcher: elements where something is summed, else bytes. For
+// all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
+std::pair<int32_t, int64_t> device_plan(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype,
+                                        int world, int most) {
+  const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
+  require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier", "op is none of the device kernels'");
+  const int64_t element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
+  const int32_t blocks = cuda::suggested_blocks(count * element_bytes, most);
+  cuda::Plan plan{world, blocks};
+  if (op == "all_reduce") {
+    plan = cuda::all_reduce_plan(to_algorithm(algorithm), count, element_bytes, world, blocks);
+  } else if (op == "all_reduce_rms_norm") {
     const int64_t rows = cuda::ceil_div(count, chunk);
-    return cuda::all_reduce_rms_norm_plan(algorithm, rows, chunk, element_bytes, world, blocks).workspace_bytes();
+    plan = cuda::all_reduce_rms_norm_plan(to_algorithm(algorithm), rows, chunk, element_bytes, world, blocks);
+  } else if (op != "barrier") {
+    plan = cuda::exchange_plan(chunk * element_bytes, world, blocks);
   }
-};
-
-void bind_plans(py::module_& m) {
-  m.def(
-      "device_workspace_bytes",
-      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int blocks) {
-        require(blocks > 0, "blocks must be 1 or more");
-        return Size(op, algorithm, count, chunk, dtype, world).workspace_bytes(world, blocks);
-      },
-      "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "blocks"_a,
-      "The smallest workspace that a launch can take.");
-  m.def(
-      "device_suggested_blocks",
-      [](const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype, int world, int most) {
-        const Size size(op, algorithm, count, chunk, dtype, world);
-        return cuda::suggested_blocks(size.count * size.element_bytes, most);
-      },
-      "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "most"_a,
-      "How many blocks to launch, at most `most`. The same on all ranks.");
+  return {blocks, plan.workspace_bytes()};
 }
 
 }  // namespace
@@ -442,7 +415,8 @@ void bind_gpu(py::module_& m) {
   bind_communicator(m);
   bind_copy_engine(m);
   bind_kernels(m);
-  bind_plans(m);
+  m.def("device_plan", &device_plan, "op"_a, "algorithm"_a, "count"_a, "chunk"_a, "dtype"_a, "world"_a, "most"_a,
+        "(blocks to launch, bytes of the smallest workspace for them)");
 }
 
 }  // namespace fused_tp::bindings

@@ -8,7 +8,6 @@ namespace fused_tp::cuda {
 
 int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const void* in, void* out, int64_t count,
                           int32_t dtype, Bias bias, int32_t blocks, void* stream) {
-  if (!is_valid(workspace, blocks) || count < 0) return cudaErrorInvalidValue;
   const int world = workspace->world;
   // A single rank has no peer to send to.
   if (world == 1) return launch_sum_terms(in, 1, count, out, count, dtype, bias, stream);
@@ -17,10 +16,7 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
     using T = typename decltype(type)::type;
     constexpr int64_t kBytes = sizeof(T);
     const Plan plan = all_reduce_plan(algorithm, count, kBytes, world, blocks);
-    if (!has_room(*workspace, plan) || !is_array(in, count, kBytes) || !is_array(out, count, kBytes) ||
-        !is_valid(bias, kBytes)) {
-      return cudaErrorInvalidValue;
-    }
+    if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
     const int64_t elements = algorithm == Algorithm::kOneShot ? count : owned_elements(count, kBytes, world);
     const AllReduce job{in, out, count, ceil_div(ceil_div(elements, kPacketElements<T>), blocks), bias};
     if (algorithm == Algorithm::kMultimem) {

@@ -104,14 +104,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   end(call);
 }
 
-bool is_valid(const void* partial, const RmsNorm& norm, int64_t element_bytes) {
-  if (norm.rows < 0 || norm.columns < 0) return false;
-  const int64_t count = norm.rows * norm.columns;
-  return is_array(partial, count, element_bytes) && is_array(norm.residual, count, element_bytes) &&
-         is_array(norm.weight, norm.columns, element_bytes) && is_array(norm.new_residual, count, element_bytes) &&
-         is_array(norm.normed, count, element_bytes);
-}
-
 // Whether all rows of all arrays are whole packets.
 template <class T>
 bool is_in_packets(const void* partial, const RmsNorm& norm) {
@@ -123,13 +115,11 @@ bool is_in_packets(const void* partial, const RmsNorm& norm) {
 
 int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorithm, const void* partial,
                                    const RmsNorm* norm, int32_t dtype, int32_t blocks, void* stream) {
-  if (!is_valid(workspace, blocks) || !norm) return cudaErrorInvalidValue;
   // Each row needs its owner before it is normed, so the switch would save but one of three exchanges.
   if (algorithm == Algorithm::kMultimem) return cudaErrorNotSupported;
   const int world = workspace->world;
   return for_dtype(dtype, [&](auto type) -> int32_t {
     using T = typename decltype(type)::type;
-    if (!is_valid(partial, *norm, sizeof(T))) return cudaErrorInvalidValue;
     const Plan plan = all_reduce_rms_norm_plan(algorithm, norm->rows, norm->columns, sizeof(T), world, blocks);
     if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
     const bool one_shot = algorithm == Algorithm::kOneShot;

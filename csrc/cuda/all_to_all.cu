@@ -123,14 +123,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out, const AllToAllLayout* layout,
                           int32_t blocks, void* stream) {
-  if (!is_valid(workspace, blocks) || !layout || layout->batches < 0 || layout->rows < 0 || layout->row_bytes < 0) {
-    return cudaErrorInvalidValue;
-  }
   const int64_t part_bytes = layout->batches * layout->rows * layout->row_bytes;
   const Plan plan = exchange_plan(part_bytes, workspace->world, blocks);
-  if (!has_room(*workspace, plan) || !is_array(in, part_bytes, 1) || !is_array(out, part_bytes, 1)) {
-    return cudaErrorInvalidValue;
-  }
+  if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
   auto launch_in = [&](auto unit) -> int32_t {
     using Unit = decltype(unit);
     const AllToAll job{in, out, *layout, ceil_div(ceil_div(part_bytes, 16), blocks)};

@@ -1,4 +1,4 @@
-// What the launchers share: checks of arguments, choice of a kernel, the launch.
+// What the launchers share: choice of a kernel, the launch. The native core has checked what they are given.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,23 +14,8 @@
 
 namespace fused_tp::cuda {
 
-inline bool is_valid(const Workspace* workspace, int32_t blocks) {
-  return workspace && workspace->addresses && workspace->state && workspace->error && workspace->world >= 1 &&
-         workspace->world <= kMaxWorldSize && workspace->rank >= 0 && workspace->rank < workspace->world &&
-         workspace->timeout_ns >= 0 && workspace->half_bytes >= 0 && blocks >= 1;
-}
-
 inline bool has_room(const Workspace& workspace, const Plan& plan) {
   return plan.workspace_bytes() <= 2 * workspace.half_bytes;
-}
-
-// Memory of `count` elements: there, and at a multiple of an element.
-inline bool is_array(const void* data, int64_t count, int64_t element_bytes) {
-  return count == 0 || (data && reinterpret_cast<uintptr_t>(data) % element_bytes == 0);
-}
-
-inline bool is_valid(const Bias& bias, int64_t element_bytes) {
-  return !bias.data || (bias.columns >= 1 && is_array(bias.data, bias.columns, element_bytes));
 }
 
 // choose(type) for the type of numbers that `dtype` says: std::common_type<T>, which is only a name.

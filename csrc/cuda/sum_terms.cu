@@ -22,10 +22,6 @@ int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stri
   return for_dtype(dtype, [&](auto type) -> int32_t {
     using T = typename decltype(type)::type;
     constexpr int64_t kBytes = sizeof(T);
-    if (count < 0 || count_of_terms < 1 || !is_array(terms, count, kBytes) || !is_array(out, count, kBytes) ||
-        !is_valid(bias, kBytes)) {
-      return cudaErrorInvalidValue;
-    }
     if (count == 0) return cudaSuccess;
     // It waits for no rank, so it may have as many blocks as there is work for.
     const int64_t packets = ceil_div(count, kPacketElements<T>);

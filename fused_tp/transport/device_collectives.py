@@ -38,8 +38,6 @@ from fused_tp.transport.shm import dtype_number
 from fused_tp.transport.symm_mem import KernelMemory
 from fused_tp.transport.workspace import Workspaces
 
-MAX_WORLD_SIZE = 63  # one bit each in a word of the error record
-
 
 class DeviceCollectives(Workspaces):
     """The collectives of one group on one device. Arguments are those that the ops have checked: tensors to be summed
@@ -50,10 +48,6 @@ class DeviceCollectives(Workspaces):
     """
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
-        if memory.world_size > MAX_WORLD_SIZE:
-            raise ValueError(
-                f"The device kernels serve up to {MAX_WORLD_SIZE} ranks, and the group has {memory.world_size}."
-            )
         self._kernels = native_kernels()
         self._plans = Plans(memory)
         _preload(self._kernels, memory.device)
@@ -214,10 +208,6 @@ def _workspace_class() -> Any:
 
         def _load_begin(self) -> None:
             """All of the library is loaded: see `_preload`."""
-
-        def _check_device(self, buffer: Tensor) -> None:
-            if buffer.device.type not in ("cuda", "cpu"):
-                raise ValueError(f"buffer must be on a GPU or on the CPU; it is on {buffer.device}.")
 
         @property
         def timeout_ns(self) -> int:

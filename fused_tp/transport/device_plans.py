@@ -117,8 +117,7 @@ class Plans:
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
         core = import_module("fused_tp._core")
-        blocks = core.device_suggested_blocks(*arguments, most)
-        nbytes = core.device_workspace_bytes(*arguments, blocks)
+        blocks, nbytes = core.device_plan(*arguments, most)
         return Plan(nbytes, blocks, count, chunk, number, shape)
 
 

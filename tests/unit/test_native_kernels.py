@@ -93,7 +93,7 @@ def test_numbers_that_mean_nothing_are_refused(kernels: Any) -> None:
     with pytest.raises(ValueError, match="63 ranks"):
         _core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 64)
     with pytest.raises(ValueError, match="op is none"):
-        _core.device_workspace_bytes("gather", 0, 1, 1, 0, 2, 1)
+        _core.device_plan("gather", 0, 1, 1, 0, 2, 1)
 
 
 def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
@@ -188,28 +188,26 @@ def test_places_do_not_overlap_and_all_fits() -> None:
 def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) -> None:
     """The host lays workspaces out once, for Triton and for these kernels: they must agree on what fits."""
 
-    def one_slot_of_each_rank(nbytes: int) -> int:
-        # A rank alone sends nothing.
-        return needed_bytes(world, [(world, -(-nbytes // 128) * 128), ((blocks - 1) * world, 0)] if world > 1 else [])
+    def check(op: str, count: int, chunk: int, dtype: int, nbytes: int) -> None:
+        made, needed = _core.device_plan(op, 0, count, chunk, dtype, world, blocks)
+        slots = [(world, -(-nbytes // 128) * 128), ((made - 1) * world, 0)]
+        assert needed == needed_bytes(world, slots if world > 1 else [])  # a rank alone sends nothing
 
     count = 1000003
     chunk = -(-count // world)
     for dtype, size in ((0, 4), (1, 2)):
-        needed = one_slot_of_each_rank(count * size)
-        assert _core.device_workspace_bytes("all_reduce", 0, count, 0, dtype, world, blocks) == needed
-        needed = one_slot_of_each_rank(chunk * size)
-        assert _core.device_workspace_bytes("reduce_scatter", 0, count, chunk, dtype, world, blocks) == needed
+        check("all_reduce", count, 0, dtype, count * size)
+        check("reduce_scatter", count, chunk, dtype, chunk * size)
     for op in ("all_gather", "all_to_all"):
-        nbytes = _core.device_workspace_bytes(op, 0, world * 1000, 1000, 0, world, blocks)
-        assert nbytes == one_slot_of_each_rank(1000)
+        check(op, world * 1000, 1000, 0, 1000)
 
 
 def test_blocks_grow_with_the_bytes_up_to_what_fits() -> None:
     def blocks(count: int, most: int = 132) -> int:
-        return int(_core.device_suggested_blocks("all_reduce", 0, count, 0, 1, 8, most))
+        return int(_core.device_plan("all_reduce", 0, count, 0, 1, 8, most)[0])
 
     assert [blocks(1), blocks(8192), blocks(8193), blocks(1 << 30), blocks(1 << 30, 8)] == [1, 1, 2, 132, 8]
-    assert _core.device_suggested_blocks("all_gather", 0, 8 * 16384, 16384, 0, 8, 132) == 8
+    assert _core.device_plan("all_gather", 0, 8 * 16384, 16384, 0, 8, 132)[0] == 8
 
 
 def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import protocol
-from .protocol import BUFFER_ALIGNMENT, DATA_ALIGNMENT, FLAG_SHARE, MAX_WORLD_SIZE, OPS
+from .protocol import BUFFER_ALIGNMENT, DATA_ALIGNMENT, FLAG_SHARE, OPS
 from .streams import own_streams
 
 # Rows of tiles that a launch may count, unless more are asked for.
@@ -106,14 +106,12 @@ class Workspace:
     `signals` for what else that needs. Nothing is allocated, copied or waited for by the host per call.
 
     Raises:
-        ValueError: more than 63 ranks; a buffer that is not contiguous, not what `handle` reaches, not at a multiple of
-            64 bytes on every rank, or not on a GPU (interpreted: not on a CPU).
+        ValueError: a buffer that is not what `handle` reaches, or not at a multiple of 64 bytes on every rank.
     """
 
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = COUNTERS) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
-        self._check_device(buffer)
         offset = _checked_offset(buffer, handle)
         addresses = [address + offset for address in handle.buffer_ptrs]
         multicast = getattr(handle, "multicast_ptr", 0) or 0
@@ -135,14 +133,6 @@ class Workspace:
             self._load_begin()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
-
-    def _check_device(self, buffer: Tensor) -> None:
-        from ..language import INTERPRETED  # here, and not above: a workspace of other kernels needs no Triton
-
-        wanted = "cpu" if INTERPRETED.value else "cuda"
-        if buffer.device.type != wanted:
-            how = "interpreted (TRITON_INTERPRET=1)" if INTERPRETED.value else "compiled"
-            raise ValueError(f"buffer must be on {wanted}, as kernels are {how}; it is on {buffer.device}.")
 
     def arguments(self, timeout_ns: int | None = None) -> dict[str, Any]:
         """The arguments `ws` and `rank` of a kernel, with another deadline than the workspace's if it is given."""
@@ -231,14 +221,6 @@ class Workspace:
 
 def _checked_offset(buffer: Tensor, handle: Handle) -> int:
     """How far into `handle`'s memory `buffer` begins, in bytes, the same on all ranks; see `Workspace`."""
-    if handle.world_size > MAX_WORLD_SIZE:
-        raise ValueError(f"A workspace serves up to {MAX_WORLD_SIZE} ranks, and the group has {handle.world_size}.")
-    if len(handle.buffer_ptrs) != handle.world_size:
-        raise ValueError(
-            f"handle must reach every rank's memory; it reaches {len(handle.buffer_ptrs)} of {handle.world_size}."
-        )
-    if not buffer.is_contiguous():
-        raise ValueError(f"buffer must be contiguous; its strides are {buffer.stride()}.")
     # Torch's handle has the address of an allocation, in which tensors of a memory pool begin further in.
     offset = buffer.data_ptr() - handle.buffer_ptrs[handle.rank]
     if offset not in (0, getattr(handle, "offset", 0)):
