@@ -22,7 +22,7 @@ from torch import Tensor
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from tests.late import interrupted_after
 from tests.native.doubles import libraries
-from tests.workers import fresh_ranks, run_ranks
+from tests.workers import fresh_ranks, on_ranks
 
 pytestmark = pytest.mark.full
 
@@ -90,7 +90,8 @@ def names_left() -> list[str]:
 # ---- ops -------------------------------------------------------------------------------------------------------
 
 
-def order_of_ops(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_order_of_ops(group: dist.ProcessGroup) -> None:
     """An op begins after what its stream holds, and not before."""
     one = Communicator(group)
     stream, other, word = libraries.Stream(), libraries.Stream(), torch.zeros(1, dtype=torch.int64)
@@ -106,7 +107,8 @@ def order_of_ops(group: dist.ProcessGroup) -> None:
     assert out.eq(5).all()
 
 
-def bad_arguments(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_bad_arguments(group: dist.ProcessGroup) -> None:
     driver, library = libraries.load_doubles()
     one = Communicator(group)
     x = torch.zeros(4)
@@ -123,15 +125,11 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
         one.check_works()
 
 
-@pytest.mark.parametrize("case", [order_of_ops, bad_arguments])
-def test_ops(case: Callable[[dist.ProcessGroup], None]) -> None:
-    run_ranks(2, case)
-
-
 # ---- failing ---------------------------------------------------------------------------------------------------
 
 
-def stalled(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_stalled(group: dist.ProcessGroup) -> None:
     """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
     one = Communicator(group, timeout=0.5)
     one.check_works()
@@ -155,7 +153,8 @@ def stalled(group: dist.ProcessGroup) -> None:
     assert names_left() == []
 
 
-def slow_computation(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_slow_computation(group: dist.ProcessGroup) -> None:
     """Time that an op spends behind this rank's own computation does not count."""
     one = Communicator(group, timeout=0.4)
     stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
@@ -169,7 +168,8 @@ def slow_computation(group: dist.ProcessGroup) -> None:
     assert torch.equal(out, one.gathered())
 
 
-def missing_at_init(group: dist.ProcessGroup) -> None:
+@on_ranks(3)
+def test_missing_at_init(group: dist.ProcessGroup) -> None:
     if dist.get_rank(group) == 1:
         shared_id(group)
     else:
@@ -181,7 +181,8 @@ def missing_at_init(group: dist.ProcessGroup) -> None:
     assert names_left() == []
 
 
-def interrupted(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_interrupted(group: dist.ProcessGroup) -> None:
     """Ctrl-C ends joining, synchronizing and closing."""
     if dist.get_rank(group) == 1:
         shared_id(group)
@@ -200,7 +201,8 @@ def interrupted(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def reported_errors(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_reported_errors(group: dist.ProcessGroup) -> None:
     """NCCL says in the background that something is wrong, while an op waits."""
     for code, error in ((6, PeerLostError), (2, PeerLostError), (3, FusedTPError)):
         one = Communicator(group)
@@ -215,7 +217,8 @@ def reported_errors(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
 
 
-def stuck_launch(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_stuck_launch(group: dist.ProcessGroup) -> None:
     """NCCL gets no further than ncclInProgress, as when it cannot connect."""
     one = Communicator(group, timeout=0.5)
     libraries.double_knobs().nccl_double_stall_launches(1)
@@ -227,7 +230,8 @@ def stuck_launch(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def driver_failure(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_driver_failure(group: dist.ProcessGroup) -> None:
     one = Communicator(group)
     libraries.double_knobs().cuda_double_fail(b"cuEventRecord", 700)
     _, sentence = seconds_until(FusedTPError, one.check_works)
@@ -242,7 +246,8 @@ def driver_failure(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def unbegun_op(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_unbegun_op(group: dist.ProcessGroup) -> None:
     """A failure leaves alone the output of an op that is behind a computation, which may still read that memory."""
     one = Communicator(group)
     if one.rank == 0:
@@ -261,7 +266,8 @@ def unbegun_op(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def left_to_itself(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_left_to_itself(group: dist.ProcessGroup) -> None:
     """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
     one = Communicator(group, timeout=120)
     if one.rank == 0:
@@ -272,7 +278,8 @@ def left_to_itself(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def open_nccl_group(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_open_nccl_group(group: dist.ProcessGroup) -> None:
     """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
     one = Communicator(group)
     one.check_works()
@@ -283,25 +290,6 @@ def open_nccl_group(group: dist.ProcessGroup) -> None:
         libraries.double_knobs().ncclGroupEnd()
     assert "all_gather (call 2) on rank" in sentence and "inside of an open ncclGroupStart" in sentence
     dist.barrier(group)
-
-
-FAILURES = [
-    stalled,
-    slow_computation,
-    missing_at_init,
-    interrupted,
-    reported_errors,
-    stuck_launch,
-    driver_failure,
-    unbegun_op,
-    left_to_itself,
-    open_nccl_group,
-]
-
-
-@pytest.mark.parametrize("case", FAILURES)
-def test_failures(case: Callable[[dist.ProcessGroup], None]) -> None:
-    run_ranks(3 if case in (stalled, missing_at_init) else 2, case)
 
 
 def aborted(group: dist.ProcessGroup) -> None:
@@ -355,7 +343,8 @@ def captured(stream: int, joined: int) -> Iterator[list[Any]]:
     graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream, joined)))
 
 
-def graph_of_ops(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_graph_of_ops(group: dist.ProcessGroup) -> None:
     """Ops in a graph have deadlines too."""
     knobs = libraries.double_knobs()
     one = Communicator(group, timeout=0.5)
@@ -392,7 +381,8 @@ def graph_of_ops(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
 
 
-def capture_of_another_thread(group: dist.ProcessGroup) -> None:
+@on_ranks(2)
+def test_capture_of_another_thread(group: dist.ProcessGroup) -> None:
     """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
     one = Communicator(group)
     one.check_works()
@@ -407,8 +397,3 @@ def capture_of_another_thread(group: dist.ProcessGroup) -> None:
     assert torch.equal(out, one.gathered())
     one.check_works()
     dist.barrier(group)
-
-
-@pytest.mark.parametrize("case", [graph_of_ops, capture_of_another_thread])
-def test_graphs(case: Callable[[dist.ProcessGroup], None]) -> None:
-    run_ranks(2, case)

@@ -1,4 +1,4 @@
-"""Partitions, settings, the dispatch table, tracing and the group of one."""
+"""Partitions, settings, the dispatch table and what explains it, and the group of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fused_tp
-from fused_tp.ops.explain import explain_for
+from fused_tp.cli.main import main
+from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import group_by_name, resolve_group
@@ -156,3 +157,29 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
     assert f"  forward: pipelined over torch.distributed, because dispatch table {tmp_path}/table.json, rule" in str(
         answer
     )
+
+
+def test_help_of_explain_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert all([op, *", ".join(names).split()] in listed for op, names in tensor_arguments().items())
+
+
+def test_explain_of_ring_attention_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = ["1x64x8x32", "1x64x2x32", "1x64x2x32"]
+    assert main(["explain", "ring_attention", *shapes, "--transport", "gloo", "--ranks", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ring_attention(q [1, 64, 8, 32], k [1, 64, 2, 32], v [1, 64, 2, 32]), bfloat16 on cpu")
+    assert lines[1].startswith("  forward: plain over gloo, because dispatch table")
+    assert lines[3].startswith("  each step: native-cpu, because")
+
+
+def test_explain_of_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "all_gather", "2x64", "--dim", "-1", "--ranks", "4"]) == 0
+    assert capsys.readouterr().out.startswith("all_gather(x_shard [2, 64], dim=-1), bfloat16 on cpu, 4 ranks\n")
+
+
+def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "all_reduce", "2x64", "--dim", "1"]) == 2
+    assert "all_reduce has none" in capsys.readouterr().err
