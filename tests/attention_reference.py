@@ -151,18 +151,18 @@ def one_step(mask: AttentionMask) -> Step:
 
 
 def forward(
-    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, queries: Tokens | None = None,
-    keys: Sequence[Tokens] = (),
+    kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, *, keys: Sequence[Tokens] = ()
 ) -> SoftmaxState:  # fmt: skip
-    """The state of these queries after a step for each of `keys`; of all after one step where they are left out."""
-    queries, q = queries or everything(mask)[0], x.q if queries is None else x.q[:, queries.indices]
-    state = SoftmaxState.empty(q, x.v.shape[-1])
-    for tokens in keys or [everything(mask)[1]]:
+    """The state of all queries after a step for each of `keys`; after one step where they are left out."""
+    queries, all_keys = everything(mask)
+    state = SoftmaxState.empty(x.q, x.v.shape[-1])
+    for tokens in keys or [all_keys]:
         step = make_step(mask, queries, tokens)
         if not step.empty:
-            k, v = (t[:, tokens.indices][:, step.k_start : step.k_stop] for t in (x.k, x.v))
+            k, v = (t[:, tokens.indices] if keys else t for t in (x.k, x.v))
+            k, v = (t[:, step.k_start : step.k_stop] for t in (k, v))
             part = state.rows(step.q_start, step.q_stop)
-            kernel.forward(step, scores, q[:, step.q_start : step.q_stop], k, v, part)
+            kernel.forward(step, scores, x.q[:, step.q_start : step.q_stop], k, v, part)
     return state
 
 
@@ -180,7 +180,8 @@ def backward(
         if step.empty:
             continue
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
-        k, v, dk, dv = (t[:, indices] for t in (x.k, x.v, found.dk, found.dv))
+        k, v = (t[:, indices] if keys else t for t in (x.k, x.v))
+        dk, dv = (t[:, indices] for t in (found.dk, found.dv))
         saved = Saved(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
         slopes = found.d_slopes if scores.alibi_slopes is not None else None
         kernel.backward(step, scores, saved.part(rows, seen), Sums(found.dq, dk, dv, slopes).part(rows, seen))

@@ -128,31 +128,6 @@ def test_bad_arguments(group: dist.ProcessGroup) -> None:
 # ---- failing ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(3)
-def test_stalled(group: dist.ProcessGroup) -> None:
-    """Rank 0 does not come. The others raise in time, and all go on with a new communicator."""
-    one = Communicator(group, timeout=0.5)
-    one.check_works()
-    if one.rank != 0:
-        x, out = one.outputs()
-        ticket = one.all_gather(x, out, libraries.Stream().handle)
-        took, sentence = seconds_until(CollectiveTimeoutError, lambda: one.wait(ticket))
-        assert 0.3 < took < 1.3, took
-        assert sentence.startswith(f"all_gather (call 2) on rank {one.rank} of {one.size} has waited ")
-        assert one.core.failure == sentence
-        for call in (one.check_works, lambda: one.core.wait(ticket, DEFAULT_STREAM), one.core.check):
-            took, again = seconds_until(CollectiveTimeoutError, call)
-            assert again == sentence and took < 0.5
-        assert out.isnan().all()
-        one.synchronize()  # its stream goes on
-    dist.barrier(group)
-    one.core.abort("the others have")  # where it has not failed yet; where it has, this changes nothing
-    one.core.close()
-    Communicator(group).check_works()
-    dist.barrier(group)
-    assert names_left() == []
-
-
 @on_ranks(2)
 def test_slow_computation(group: dist.ProcessGroup) -> None:
     """Time that an op spends behind this rank's own computation does not count."""
