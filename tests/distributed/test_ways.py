@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -48,6 +48,12 @@ def test_forced_schedules_are_refused_with_the_reason() -> None:
         f"FUSED_TP_SCHEDULE names schedule 'fastest'; there are {', '.join(SCHEDULES)}.",
     ]
     assert run_ranks(4, asked_for, env={"FUSED_TP_SHM": "0"}) == [wanted] * 4
+
+
+def test_more_ranks_than_an_error_record_has_bits_for() -> None:
+    for name in ("fused_kernel", "two_shot", "copy_engine"):
+        found = SCHEDULES[name].available(Mock(size=64), torch.device("cuda"))
+        assert not found and "serve up to 63 ranks, and the group has 64" in found.reason
 
 
 def named_by_a_table(group: Any) -> str:
