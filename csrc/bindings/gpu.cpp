@@ -83,12 +83,8 @@ void bind_driver(py::module_& m) {
   py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", "The CUDA driver, bound at run time.")
       .def(py::init([](const std::string& path) { return std::const_pointer_cast<Driver>(Driver::open(path)); }),
            "path"_a = "libcuda.so.1", NoGil(), "RuntimeError where there is no driver, or one older than CUDA 12.0.")
-      .def(
-          "has_stream_memory_ops",
-          [](const Driver& driver, int device) {
-            return driver.attribute(driver::Attribute::kStreamMemoryOps64, device) != 0;
-          },
-          "device"_a, "Whether the device's streams can write and wait for 64-bit words.")
+      .def("has_stream_memory_ops", &Driver::has_stream_memory_ops, "device"_a,
+           "Whether the device's streams can write and wait for 64-bit words.")
       .def("synchronize", &synchronize, "device"_a, "stream"_a, "seconds"_a, NoGil(),
            "Whether everything in the stream has ended, after at most that many seconds.");
 }
@@ -223,8 +219,7 @@ void bind_copy_engine(py::module_& m) {
                      "rank must be one of those that addresses is for");
              require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
              auto driver = Driver::open(library);
-             require(driver->attribute(driver::Attribute::kStreamMemoryOps64, device) == 1,
-                     "this device's streams cannot wait for a word of memory");
+             require(driver->has_stream_memory_ops(device), "this device's streams cannot wait for a word of memory");
              return std::make_unique<Workspace>(std::move(driver), device, rank,
                                                 std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
                                                 gather_bytes, scatter_bytes);

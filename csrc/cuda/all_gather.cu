@@ -6,7 +6,6 @@
 // namesakes. Slots, not `out` itself, since peers reach only the workspace. `in` may be this rank's part of out.
 #include "copy.cuh"
 #include "launch.cuh"
-#include "ops.h"
 
 namespace fused_tp::cuda {
 

@@ -2,7 +2,6 @@
 #include "all_reduce_one_shot.cuh"
 #include "all_reduce_two_shot.cuh"
 #include "launch.cuh"
-#include "ops.h"
 
 namespace fused_tp::cuda {
 

@@ -3,7 +3,6 @@
 // One shot: every row by every rank, one exchange, as in all_reduce_one_shot.cuh. Two shot: each row by its owner, who
 // writes both results to all, two exchanges, as in all_reduce_two_shot.cuh. These files say what orders what.
 #include "launch.cuh"
-#include "ops.h"
 #include "rms_norm.cuh"
 
 namespace fused_tp::cuda {

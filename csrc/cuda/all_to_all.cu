@@ -7,7 +7,6 @@
 // barrier in `wait`).
 #include "copy.cuh"
 #include "launch.cuh"
-#include "ops.h"
 
 namespace fused_tp::cuda {
 

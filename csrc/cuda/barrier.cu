@@ -1,6 +1,5 @@
 // Ends once all ranks have launched it.
 #include "launch.cuh"
-#include "ops.h"
 #include "signals.cuh"
 
 namespace fused_tp::cuda {

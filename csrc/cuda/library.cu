@@ -1,5 +1,4 @@
 #include "launch.cuh"
-#include "ops.h"
 
 namespace fused_tp::cuda {
 

@@ -3,7 +3,6 @@
 // scatter.cuh says what moves and what orders it. out may be this rank's part of `in`: a block writes what it alone has
 // read, before (the barrier in `wait`).
 #include "launch.cuh"
-#include "ops.h"
 #include "scatter.cuh"
 
 namespace fused_tp::cuda {

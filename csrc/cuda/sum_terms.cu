@@ -1,6 +1,5 @@
 // out_i = round(terms_0,i + terms_1,i + ... [+ bias]), of terms in this GPU's memory. out may be one of the terms.
 #include "launch.cuh"
-#include "ops.h"
 #include "sum.cuh"
 
 namespace fused_tp::cuda {

@@ -23,6 +23,7 @@ constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr unsigned kWaitUntilEqual = 1;
+constexpr int kHasStreamMemoryOps = 122;
 constexpr int kOldestDriver = 12000;
 
 // name, version in the symbol, parameters

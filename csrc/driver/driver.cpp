@@ -15,6 +15,9 @@ namespace fused_tp::driver {
 
 using Clock = std::chrono::steady_clock;
 
+// The driver's function, checked; in methods of Driver.
+#define FUSED_TP_CALL(name, ...) check(functions_->name(__VA_ARGS__), #name)
+
 template <typename Function>
 static void bind(void* library, const std::string& path, const char* symbol, Function& function) {
   void* found = ::dlsym(library, symbol);
@@ -42,12 +45,15 @@ Driver::Driver(const std::string& path) : path_(path), forks_(count_forks()), fu
 #define FUSED_TP_BIND(name, symbol, parameters) bind(library_, path_, #symbol, functions_->name);
   FUSED_TP_DRIVER_FUNCTIONS(FUSED_TP_BIND)
 #undef FUSED_TP_BIND
-  check(functions_->cuInit(0), "cuInit");
-  if (version() < kOldestDriver)
-    throw DriverError("the CUDA driver is of version " + std::to_string(version() / 1000) + "." +
-                          std::to_string(version() % 1000 / 10) + ", 12.0 or later is needed",
+  int version = 0, devices = 0;
+  FUSED_TP_CALL(cuInit, 0);
+  FUSED_TP_CALL(cuDriverGetVersion, &version);
+  if (version < kOldestDriver)
+    throw DriverError("the CUDA driver is of version " + std::to_string(version / 1000) + "." +
+                          std::to_string(version % 1000 / 10) + ", 12.0 or later is needed",
                       -1);
-  contexts_.resize(static_cast<size_t>(device_count()), nullptr);
+  FUSED_TP_CALL(cuDeviceGetCount, &devices);
+  contexts_.resize(static_cast<size_t>(devices), nullptr);
 }
 
 Driver::~Driver() = default;
@@ -61,12 +67,6 @@ Driver::Device::~Device() {
   driver_.functions_->cuCtxPopCurrent(&context);
 }
 
-Driver::IgnoringCaptures::IgnoringCaptures(const Driver& driver) : driver_(driver), before_(kCaptureModeRelaxed) {
-  driver.check(driver.functions_->cuThreadExchangeStreamCaptureMode(&before_), "cuThreadExchangeStreamCaptureMode");
-}
-
-Driver::IgnoringCaptures::~IgnoringCaptures() { driver_.functions_->cuThreadExchangeStreamCaptureMode(&before_); }
-
 Context Driver::primary_context(int device) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (device < 0 || static_cast<size_t>(device) >= contexts_.size())
@@ -75,8 +75,8 @@ Context Driver::primary_context(int device) const {
   Context& context = contexts_[static_cast<size_t>(device)];
   if (context == nullptr) {
     int handle = 0;
-    check(functions_->cuDeviceGet(&handle, device), "cuDeviceGet");
-    check(functions_->cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+    FUSED_TP_CALL(cuDeviceGet, &handle, device);
+    FUSED_TP_CALL(cuDevicePrimaryCtxRetain, &context, handle);
   }
   return context;
 }
@@ -93,35 +93,22 @@ void Driver::check(int code, const char* call) const {
   if (code != kSuccess) throw DriverError(std::string(call) + " failed with " + describe(code), code);
 }
 
-int Driver::version() const {
-  int version = 0;
-  check(functions_->cuDriverGetVersion(&version), "cuDriverGetVersion");
-  return version;
-}
-
-int Driver::device_count() const {
-  int count = 0;
-  check(functions_->cuDeviceGetCount(&count), "cuDeviceGetCount");
-  return count;
-}
-
-int Driver::attribute(Attribute attribute, int device) const {
+bool Driver::has_stream_memory_ops(int device) const {
   int handle = 0;
   int value = 0;
-  check(functions_->cuDeviceGet(&handle, device), "cuDeviceGet");
-  check(functions_->cuDeviceGetAttribute(&value, static_cast<int>(attribute), handle), "cuDeviceGetAttribute");
-  return value;
+  FUSED_TP_CALL(cuDeviceGet, &handle, device);
+  FUSED_TP_CALL(cuDeviceGetAttribute, &value, kHasStreamMemoryOps, handle);
+  return value != 0;
 }
-
-// The driver's function, checked.
-#define FUSED_TP_CALL(name, ...) check(functions_->name(__VA_ARGS__), #name)
 
 void Driver::record(Event event, Stream stream) const { FUSED_TP_CALL(cuEventRecord, event, stream); }
 
 template <typename Handle>
 bool Driver::ready(int (*query)(Handle), Handle handle, const char* call) const {
-  const IgnoringCaptures ignoring(*this);
+  int mode = kCaptureModeRelaxed;  // else it would end a capture of another thread
+  FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
   const int code = query(handle);
+  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // what it was
   if (code != kErrorNotReady) check(code, call);
   return code != kErrorNotReady;
 }
@@ -166,7 +153,7 @@ bool Driver::synchronize(Stream stream, double seconds) const {
 
 void Driver::ignore_captures() const {
   int mode = kCaptureModeRelaxed;
-  check(functions_->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+  FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
 }
 
 template <typename Handle>

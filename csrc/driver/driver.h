@@ -33,11 +33,6 @@ struct DriverError : std::runtime_error {
   int code;  // a CUresult
 };
 
-// CUdevice_attribute, those that are asked for here.
-enum class Attribute : int {
-  kStreamMemoryOps64 = 122,  // 64-bit write and wait value
-};
-
 class Driver {
  public:
   // Loads the library and initialises the driver; the same path gives the same object again. Throws DriverError where
@@ -60,22 +55,8 @@ class Driver {
     const Driver& driver_;
   };
 
-  // As long as it lives this thread may make any call while another thread captures a CUDA graph.
-  class IgnoringCaptures {
-   public:
-    explicit IgnoringCaptures(const Driver& driver);
-    ~IgnoringCaptures();
-    IgnoringCaptures(const IgnoringCaptures&) = delete;
-    IgnoringCaptures& operator=(const IgnoringCaptures&) = delete;
-
-   private:
-    const Driver& driver_;
-    int before_;
-  };
-
-  int version() const;  // 12040 for CUDA 12.4
-  int device_count() const;
-  int attribute(Attribute attribute, int device) const;
+  // Whether the device's streams can write and wait for 64-bit words.
+  bool has_stream_memory_ops(int device) const;
   // The error's name and what the driver says about it.
   std::string describe(int code) const;
 
