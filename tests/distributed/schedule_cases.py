@@ -1,46 +1,157 @@
-"""What every schedule must give, asked of the schedule itself: its numbers, its bits, any size, calls in a row."""
+"""Schedules of every transport: how ops come to run on them, and what each must give, asked of the schedule itself.
+
+Those of GPUs run on tensors of the CPU, over the CPU build of the device kernels and doubles of NCCL and of CUDA.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.local_ranks import LocalSymmetricMemory
+from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules import registry
+from fused_tp.schedules import copy_engine, nccl_pipeline, pipelined, registry, shared_memory
 from fused_tp.schedules.base import GatherMatmul, Schedule
+from fused_tp.transport import torch_dist
 from fused_tp.transport.base import sum_in_rank_order
+from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from tests.native.doubles.libraries import DOUBLES, build_doubles, double_knobs, doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded
-
-# [B, M, K] and N: one element, odd sizes, shards that are empty, no features, no rows, no columns.
-SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3), (1, 0, 3, 2), (1, 5, 4, 0)]
-
+from tests.workers import body_of, run_ranks
 
 CPU = torch.device("cpu")
+NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+SCHEDULES = ["plain", "pipelined", pytest.param("one_sided", marks=NEEDS_CORE)]
+# Each once as it is and once with its size limits so low that small tensors go the long way.
+VARIANTS = [
+    *("plain", "plain-chunked", "pipelined", "pipelined-chunked"),
+    *(pytest.param(name, marks=NEEDS_CORE) for name in ("one_sided", "one_sided-chunked")),
+]
+ALGORITHMS = ("one_shot", "two_shot", "multimem")  # of device kernels
+LIMITS: list[tuple[Any, str]] = [
+    (pipelined, "CHUNK_BYTES"),
+    (copy_engine, "CHUNK_BYTES"),
+    (nccl_pipeline, "CHUNK_BYTES"),
+    (nccl_pipeline, "ONE_SHOT_BYTES"),
+    (torch_dist, "ONE_SHOT_BYTES"),
+    (shared_memory, "_DIRECT_BYTES"),
+]
 
 
 @contextmanager
-def forced(group: Any, schedule: Schedule) -> Iterator[None]:
-    """The public ops of `group` run on this schedule, where it supports them."""
-    described = resolve_group(group)
-    made, selected = registry._MADE[described], registry._SELECTED[described]
-    selected.clear()
-    made[schedule.name, CPU, None] = schedule
+def low_limits() -> Iterator[None]:
+    """Chunks of 64 bytes, and two-step sums from 64 bytes on."""
+    with ExitStack() as patches:
+        for module, name in LIMITS:
+            patches.enter_context(mock.patch.object(module, name, 64))
+        yield
+
+
+@contextmanager
+def multicast() -> Iterator[None]:
+    """Memory as if behind an NVLink switch: the CPU build does for `multimem` what the switch would."""
+    with (
+        mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 1, create=True),
+        mock.patch.object(LocalSymmetricMemory, "multicast_ptr", 1),
+    ):
+        yield
+
+
+def _double_of(schedule: str) -> str:
+    return "two_shot" if schedule in ALGORITHMS else schedule
+
+
+@contextmanager
+def schedule_on(group: Any, name: str) -> Iterator[Any]:
+    """A new schedule of that name, as dispatch makes it; the public ops of `group` run on it where it supports them."""
+    described, spec = resolve_group(group), registry.SCHEDULES[name]
+    with doubles(_double_of(name)), multicast():
+        available = spec.available(described, CPU)
+        assert available or name == "multimem", available.reason  # whose switch `multicast` stands for
+        schedule = spec.make(described, CPU, None)
+        made, selected = registry._MADE[described], registry._SELECTED[described]
+        selected.clear()
+        made[name, CPU, None] = schedule
+        try:
+            with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=name):
+                key = DispatchKey("matmul_all_reduce", torch.float32, CPU, 4, None, 4)
+                assert described.size == 1 or registry.select_schedule(key, described) is schedule
+                yield schedule
+        finally:
+            del made[name, CPU, None]
+            selected.clear()
+
+
+def run_variant(variant: str, world_size: int, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
+    """`run_ranks` with a schedule of CPUs or GPUs, whose limits are low where the variant ends in "-chunked"."""
+    schedule, _, chunked = variant.partition("-")
+    build_doubles(_double_of(schedule))
+    env = {"FUSED_TP_SCHEDULE": schedule}
+    return run_ranks(world_size, _run, schedule, bool(chunked), fn, args, env=env, **keywords)
+
+
+def _run(group: Any, schedule: str, chunked: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with ExitStack() as around:
+        if chunked:
+            around.enter_context(low_limits())
+        if schedule in (*ALGORITHMS, *DOUBLES):
+            around.enter_context(schedule_on(group, schedule))
+        return fn(group, *args)
+
+
+def ranks_on(
+    name: str, world_size: int, fn: Callable[..., Any], *args: Any, run: Callable[..., Any] = run_ranks, **how: Any
+) -> list[Any]:
+    """`run_ranks` of `fn(group, *args)` with the doubles that this schedule needs."""
+    build_doubles(_double_of(name))
+    return run(world_size, _with_doubles, name, fn, args, **how)
+
+
+def _with_doubles(group: Any, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with doubles(_double_of(name)), multicast():
+        return body_of(fn)(group, *args)
+
+
+@contextmanager
+def stalled_until(schedule: Any, multiplied: int) -> Iterator[None]:
+    """Nothing moves before that many matmuls of the module have run: who waits for a movement before waits in vain."""
+    streams, product, done = double_knobs(), schedule.sum_of_products, 0
+
+    def counting(*args: Any, **keywords: Any) -> Tensor:
+        nonlocal done
+        y = product(*args, **keywords)
+        done += 1
+        if done == multiplied:
+            streams.cuda_double_stall(0)
+        return y
+
+    streams.cuda_double_stall(1)
     try:
-        with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule.name):
+        with mock.patch.object(schedule, "sum_of_products", counting):
             yield
     finally:
-        del made[schedule.name, CPU, None]
-        selected.clear()
+        streams.cuda_double_stall(0)
+    assert done >= multiplied
+
+
+# -- what a schedule must give -----------------------------------------------------------------------------------------
+
+# [B, M, K] and N: one element, odd sizes, shards that are empty, no features, no rows, no columns.
+SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3), (1, 0, 3, 2), (1, 5, 4, 0)]
+CHUNKS = (None, 1, 2, 3, 5, 16)
 
 
 def step(schedule: Schedule, op: str) -> Tensor:
@@ -63,25 +174,25 @@ def own(schedule: Schedule, t: Tensor, dim: int) -> Tensor:
     return t.narrow(dim, start, stop - start).contiguous()
 
 
-def every_method(schedule: Any, dtype: torch.dtype, chunks: Sequence[int | None] = (), *, exact: bool = True) -> None:
-    """Every method on every dim; with each number of `chunks`, where the schedule can be told one.
+@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
+def every_method(schedule: Any, dtype: torch.dtype, *, exact: bool = True) -> None:
+    """Every method on every dim; with each number of CHUNKS, where the schedule can be told one.
 
     Products are compared with fp64; sums with those in rank order to the bit, which makes them alike on all ranks.
 
     Args:
         exact: False where sums are not in rank order, or rounded on the way, and only need be alike on all ranks.
     """
-    for number, sizes in enumerate(SIZES):
+    in_chunks = hasattr(schedule, "chunks")
+    for sizes in SIZES:
         check = partial(same_sum, schedule, exact)
         movements(schedule, check, dtype, *sizes)
-        for count in chunks or (None,):
-            if chunks:
+        for count in CHUNKS if in_chunks else (None,):
+            if in_chunks:
                 schedule.chunks = count
             called: list[str] = []
             matmuls(schedule, check, called.append, dtype, *sizes)
-            assert called == ["scatter", "scatter", "reduce"], f"sizes {number}"
-    if chunks:
-        schedule.chunks = None
+            assert called == ["scatter", "scatter", "reduce"], f"sizes {sizes}"
 
 
 def same_sum(schedule: Schedule, exact: bool, actual: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
@@ -115,14 +226,7 @@ def movements(schedule: Schedule, check: Check, dtype: torch.dtype, b: int, m: i
 
 
 def matmuls(
-    schedule: Schedule,
-    check: Check,
-    called: Callable[[str], None],
-    dtype: torch.dtype,
-    b: int,
-    m: int,
-    k: int,
-    n: int,
+    schedule: Schedule, check: Check, called: Callable[[str], None], dtype: torch.dtype, b: int, m: int, k: int, n: int
 ) -> None:
     world, rank = schedule.world_size, schedule.rank
     x, bias = seeded(b, m, k, dtype=dtype, seed=1), seeded(n, dtype=dtype, seed=5)
@@ -155,6 +259,7 @@ def matmuls(
     check(schedule.all_gather(scattered, gather_dim=1, gather_size=m).wait(), terms, bias)
 
 
+@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
 def at_random(schedule: Any, seed: int, calls: int, dtype: torch.dtype = torch.float64) -> None:
     """The same calls in the same order on all ranks, each rank at its own pace; gathers begun and ended later."""
     script, pace = random.Random(seed), random.Random(seed + 1 + schedule.rank)
@@ -183,4 +288,3 @@ def at_random(schedule: Any, seed: int, calls: int, dtype: torch.dtype = torch.f
             near(y, schedule.world_size * (x @ w.t()))
     for moving, wanted in pending:
         assert torch.equal(moving.wait(), wanted)
-    schedule.chunks = None

@@ -27,11 +27,8 @@ from fused_tp.schedules import copy_engine
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.registry import SCHEDULES
-from fused_tp.transport.copy_engine import CopyEngine
 from fused_tp.transport.symm_mem import GroupMemory
-from tests.distributed import test_tp_ops as cases
-from tests.distributed.double_tools import ranks_on, stalled_until
-from tests.distributed.schedule_cases import CPU, at_random, every_method, forced, own, step
+from tests.distributed.schedule_cases import CPU, own, ranks_on, stalled_until, step
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import double_knobs
 from tests.reference import seeded
@@ -62,47 +59,6 @@ def group_of(schedule: CopyEngineSchedule) -> Any:
     memory = schedule.engine._memory
     assert isinstance(memory, GroupMemory)
     return memory.group.process_group
-
-
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
-def numbers(schedule: CopyEngineSchedule, dtype: str) -> None:
-    every_method(schedule, getattr(torch, dtype), chunks=(None, 2, 3))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "float64"), (4, "float16")]
-)
-def test_every_method(world_size: int, dtype: str) -> None:
-    ranks(world_size, numbers, dtype)
-
-
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
-@on_ranks(lambda world_size: world_size, run=ranks)
-def test_forward_and_gradients_of_the_public_ops(schedule: CopyEngineSchedule, world_size: int, dtype: str) -> None:
-    with forced(group_of(schedule), schedule), mock.patch.object(copy_engine, "CHUNK_BYTES", 64):
-        cases.all_cases(group_of(schedule), dtype, strided=world_size == 2)
-
-
-# ---- calls behind each other ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_calls_at_a_random_pace_in_growing_workspaces(world_size: int) -> None:
-    ranks(world_size, at_random, 3, 60)
-
-
-@on_ranks(2, run=ranks)
-def test_two_groups_at_once(schedule: CopyEngineSchedule) -> None:
-    """Calls of two groups, as far as copy engines know, one inside of the other."""
-    other = CopyEngineSchedule(CopyEngine(schedule.engine._memory), schedule._plain)
-    for number in range(10):
-        x, w = seeded(9, 4, dtype=torch.float32, seed=number), seeded(5, 4, dtype=torch.float32, seed=1)
-        moving = schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=9)
-        y = other.matmul_all_reduce([(x, w)], None)
-        torch.testing.assert_close(y, schedule.world_size * (x @ w.t()))
-        assert torch.equal(moving.wait(), x)
 
 
 # ---- overlap -------------------------------------------------------------------------------------------------------

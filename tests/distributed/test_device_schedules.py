@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,24 +20,18 @@ from torch import Tensor
 
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
+from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.schedules.device import DeviceSchedule
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import NORMED_ALGORITHMS
-from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
+from fused_tp.transport.torch_dist import torch_dist
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
-from tests.distributed.double_tools import (
-    ALGORITHMS,
-    collectives_of,
-    device_ranks,
-    forced,
-    multicast,
-    rank_and_size,
-    summed,
-)
-from tests.distributed.schedule_cases import at_random, every_method
+from tests.distributed.schedule_cases import ALGORITHMS, CPU, multicast, ranks_on, schedule_on
 from tests.native_build import cpu_device_library, use_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 from tests.workers import fresh_ranks, on_ranks
@@ -52,6 +47,27 @@ def no_library_stays() -> Iterator[None]:
     """Ranks that are threads have set one in this very process."""
     yield
     use_library(None)
+
+
+device_ranks = partial(ranks_on, "two_shot")
+
+
+def collectives_of(group: Any) -> DeviceCollectives:
+    """New ones, whatever the group had before."""
+    described = resolve_group(group)
+    memory = group_memory(described, CPU)
+    assert not isinstance(memory, Availability), memory
+    return DeviceCollectives(memory, torch_dist(described, "cpu"))
+
+
+def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """The very bits that a sum over ranks must have: float32, in rank order, rounded once."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(terms[0].dtype)
 
 
 def same_bits(actual: Tensor, wanted: Tensor) -> None:
@@ -176,19 +192,13 @@ def test_nothing_to_do_and_scalars(group: Any) -> None:
     assert scalar.shape == () and scalar.item() == 1.5 * device.world_size
 
 
-# -- calls in a row, groups at once -----------------------------------------------------------------------------------
-
-
-@on_ranks(3, run=device_ranks)
-def test_many_calls_at_a_random_pace_in_growing_workspaces(group: Any) -> None:
-    with forced(group, "two_shot") as schedule:
-        at_random(schedule, 5, 60, torch.float32)
+# -- groups at once -------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4, run=device_ranks)
 def test_two_groups_at_once(group: Any) -> None:
     """Two groups of the same ranks, each called by a thread of its own."""
-    rank, world_size = rank_and_size(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     assert group is not dist.group.WORLD  # which has the same ranks
     failed: list[BaseException] = []
 
@@ -213,23 +223,6 @@ def test_two_groups_at_once(group: Any) -> None:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def on_schedule(group: Any, algorithm: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with forced(group, algorithm):
-        return fn(group, *args)
-
-
-def scheduled(world_size: int, algorithm: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return device_ranks(world_size, on_schedule, algorithm, fn, args)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "world_size", "dtype_name"),
-    [("one_shot", 2, "bfloat16"), ("two_shot", 3, "float32"), ("multimem", 4, "float16"), ("two_shot", 2, "float64")],
-)
-def test_forward_and_gradients(algorithm: str, world_size: int, dtype_name: str) -> None:
-    scheduled(world_size, algorithm, cases.all_cases, dtype_name, dtype_name in ("bfloat16", "float64"))
-
-
 @on_ranks(2, run=device_ranks)
 def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
     taken: list[str] = []  # the kernels that ran for each op
@@ -241,7 +234,7 @@ def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
 
     x, w = seeded(6, 4), seeded(4, 4)
     norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
-    with mock.patch.object(Workspaces, "use", use), forced(group, "two_shot"):
+    with mock.patch.object(Workspaces, "use", use), schedule_on(group, "two_shot"):
         for op, more in (
             ("all_gather_matmul", {}),
             ("matmul_reduce_scatter", {}),
@@ -262,20 +255,6 @@ def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
         *("matmul_all_reduce_rms_norm:", "all_reduce_rms_norm"),
         "all_reduce_rms_norm",
     ]
-
-
-@on_ranks(lambda world_size: world_size, run=device_ranks)
-@pytest.mark.parametrize(
-    ("world_size", "algorithm", "dtype"),
-    [
-        *((1, "two_shot", "float32"), (2, "two_shot", "bfloat16")),
-        *((2, "one_shot", "float32"), (3, "one_shot", "float64"), (4, "one_shot", "float16")),
-        *((3, "multimem", "float16"), (4, "multimem", "bfloat16")),
-    ],
-)
-def test_every_method(group: Any, world_size: int, algorithm: str, dtype: str) -> None:
-    with forced(group, algorithm) as schedule:
-        every_method(schedule, getattr(torch, dtype), exact=algorithm != "multimem")  # whose switch rounds the sum
 
 
 def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> None:
@@ -305,7 +284,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(group: Any) -> Non
 
 @on_ranks(2, run=device_ranks)
 def test_ranks_that_disagree_are_told_where_they_are_asked_to_check(group: Any) -> None:
-    with forced(group, "one_shot"), mock.patch.dict(os.environ, {"FUSED_TP_CHECK": "1"}):
+    with schedule_on(group, "one_shot"), mock.patch.dict(os.environ, {"FUSED_TP_CHECK": "1"}):
         fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
         with pytest.raises(RankMismatchError) as raised:
             fused_tp.matmul_all_reduce(torch.ones(2 + group.rank(), 3), torch.ones(4, 3), group=group)
@@ -319,7 +298,7 @@ X = torch.ones(40, 24)
 
 def kernels_fail(group: Any) -> tuple[str, str]:
     """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
-    with forced(group, "two_shot") as schedule:
+    with schedule_on(group, "two_shot") as schedule:
         schedule.all_reduce(X)
         transport, outside = schedule.fallback.transport, torch.ones(4)
         if dist.get_rank(group) == 0:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_tp
 from fused_tp.ops import collectives
-from tests.distributed.schedule_variants import SCHEDULES, run_variant
+from tests.distributed.schedule_cases import SCHEDULES, run_variant
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -12,15 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline, registry
+from fused_tp.schedules import nccl_pipeline
 from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
-from tests.distributed.double_tools import nccl_ranks, public_ops_use, stalled_until, transport_of
-from tests.distributed.schedule_cases import at_random, every_method, step
-from tests.distributed.test_tp_ops import all_cases, own_part
+from fused_tp.transport.nccl import NcclDist, nccl_dist
+from tests.distributed.schedule_cases import CPU, ranks_on, stalled_until, step
+from tests.distributed.test_tp_ops import own_part
 from tests.faults import failure_of
 from tests.native.doubles.libraries import Stream, double_knobs, load_doubles
 from tests.reference import seeded
@@ -32,48 +32,15 @@ pytestmark = [
 ]
 
 
-# -- the public ops ----------------------------------------------------------------------------------------------------
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+nccl_ranks = partial(ranks_on, "nccl_pipeline")
 
 
-def _selected(group: Any) -> Any:
-    key = DispatchKey("matmul_all_reduce", torch.float32, torch.device("cpu"), 4, None, 4)
-    return registry.select_schedule(key, resolve_group(group))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype_name", "chunks", "one_shot_bytes"),
-    [
-        (2, "float64", 1, 0),
-        (2, "bfloat16", 3, 0),
-        (3, "float64", 2, 0),
-        (3, "float32", 5, 0),
-        (4, "float64", None, 128 * 1024),
-        (4, "bfloat16", 4, 0),
-        (4, "float16", 2, 0),
-    ],
-)
-@on_ranks(lambda world_size: world_size, run=nccl_ranks)
-def test_forward_and_gradients(
-    group: Any, world_size: int, dtype_name: str, chunks: int | None, one_shot_bytes: int
-) -> None:
-    with public_ops_use(group, chunks, one_shot_bytes):
-        assert isinstance(_selected(group), NcclPipeline)
-        all_cases(group, dtype_name, strided=dtype_name != "float64")
-
-
-# -- the schedule ------------------------------------------------------------------------------------------------------
-
-
-@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def schedule_case(group: Any, dtype: str) -> None:
-    every_method(NcclPipeline(transport_of(group)), getattr(torch, dtype), chunks=(1, 2, 3, 5, 16))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, "float64"), (2, "float32"), (3, "bfloat16"), (4, "float16"), (4, "float64")]
-)
-def test_every_method_in_every_number_of_chunks(world_size: int, dtype: str) -> None:
-    nccl_ranks(world_size, schedule_case, dtype)
+def transport_of(group: Any) -> NcclDist:
+    found = nccl_dist(resolve_group(group), CPU)
+    assert isinstance(found, NcclDist), found
+    return found
 
 
 def test_chunks_suit_the_size() -> None:
@@ -84,38 +51,9 @@ def test_chunks_suit_the_size() -> None:
         NcclPipeline(transport, 0)
 
 
-@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def many_calls_case(group: Any) -> None:
-    at_random(NcclPipeline(transport_of(group)), 7, 60)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_calls_in_a_row(world_size: int) -> None:
-    nccl_ranks(world_size, many_calls_case)
-
-
-@on_ranks(4, run=nccl_ranks)
-def test_two_groups_at_once(group: Any) -> None:
-    """All ranks as one group and as two pairs: ops of both are under way at once, and finished the other way round."""
-    rank = dist.get_rank(group)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = pairs[rank // 2]
-    whole, half = NcclPipeline(transport_of(group), 2), NcclPipeline(transport_of(pair), 3)
-    for call in range(5):
-        terms = [seeded(6, 8, dtype=torch.float64, seed=10 * call + r) for r in range(4)]
-        first = whole.all_gather(terms[rank], gather_dim=0, gather_size=None)
-        second = half.all_gather(terms[rank], gather_dim=1, gather_size=None)
-        y = half.matmul_all_reduce([(terms[rank], torch.eye(8, dtype=torch.float64))], None)
-        mine = [terms[r] for r in ((0, 1), (2, 3))[rank // 2]]
-        assert torch.equal(second.wait(), torch.cat(mine, 1))
-        assert torch.equal(first.wait(), torch.cat(terms, 0))
-        torch.testing.assert_close(y, mine[0] + mine[1])
-
-
-def movements_case(group: Any) -> None:
+def movements_case(transport: Any) -> None:
     """What a transport has besides: shift, all_to_all with sizes that differ, the maximum."""
-    transport = transport_of(group)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = transport.world_size, transport.rank
     blocks = [[seeded((3 * s + 2 * d) % 5, 3, seed=10 * s + d) for d in range(world_size)] for s in range(world_size)]
     sizes = [[len(block) for block in row] for row in blocks]
     moved = transport.all_to_all(
@@ -130,9 +68,9 @@ def movements_case(group: Any) -> None:
         assert torch.equal(arriving.wait(), torch.full((rank, 2), float(source)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_movements(world_size: int) -> None:
-    nccl_ranks(world_size, movements_case)
+@on_ranks(2, 3, 4, run=nccl_ranks)
+def test_movements(group: Any) -> None:
+    movements_case(transport_of(group))
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.runtime.partition import shard_range
-from tests.distributed.schedule_variants import SCHEDULES, VARIANTS, run_variant
+from tests.distributed.schedule_cases import NEEDS_CORE, SCHEDULES, VARIANTS, run_variant
 from tests.reference import assert_within_dtype_error, gradients64, matmul64, refuses, rms_norm64, seeded
 from tests.workers import on_ranks, run_ranks
 
@@ -198,6 +198,21 @@ def all_cases(group: Any, dtype_name: str, strided: bool) -> None:
 def test_forward_and_gradients(variant: str, world_size: int, dtype_name: str) -> None:
     strided = dtype_name in ("float32", "bfloat16")
     run_variant(variant, world_size, all_cases, dtype_name, strided)
+
+
+# Schedules of GPUs, over doubles; tests/kernels has those of the fused kernels.
+ON_DOUBLES = [
+    *(("one_shot", 2, "bfloat16"), ("two_shot", 3, "float32"), ("multimem", 4, "float16"), ("two_shot", 2, "float64")),
+    *(("copy_engine-chunked", 2, "float32"), ("copy_engine-chunked", 3, "bfloat16"), ("nccl_pipeline", 4, "float64")),
+    *(("nccl_pipeline-chunked", *one) for one in ((2, "bfloat16"), (3, "float64"), (3, "float32"), (4, "float16"))),
+]
+
+
+@pytest.mark.full
+@NEEDS_CORE
+@pytest.mark.parametrize(("schedule", "world_size", "dtype_name"), ON_DOUBLES)
+def test_forward_and_gradients_on_doubles(schedule: str, world_size: int, dtype_name: str) -> None:
+    run_variant(schedule, world_size, all_cases, dtype_name, world_size == 2 or dtype_name == "float16")
 
 
 @pytest.mark.parametrize("dtype_name", DTYPES)

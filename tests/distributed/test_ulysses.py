@@ -30,7 +30,7 @@ from tests.attention_cases import (
     run,
     sent,
 )
-from tests.distributed.double_tools import device_ranks, forced, nccl_ranks, public_ops_use
+from tests.distributed.schedule_cases import run_variant
 from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
 
@@ -141,36 +141,28 @@ def test_compile_and_activation_checkpointing(
 # -- NCCL and the device kernel, in their CPU builds ------------------------------------------------------------------
 
 
-def over_nccl(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
-    with public_ops_use(group, None):
-        return results_of(group, cases, ulysses_attention)
-
-
 @pytest.mark.full
-def test_nccl() -> None:
-    cases = [case(13, causal=True, batch=2, kv_heads=1, dtype=torch.bfloat16, grad_lse=True), case(16)]
-    compare_with_messages(nccl_ranks(2, over_nccl, cases), cases)
-
-
-def compare_with_messages(results: list[list[list[Tensor | None]]], cases: list[Case]) -> None:
-    """The same bits as torch.distributed brings."""
+@pytest.mark.parametrize(
+    ("schedule", "cases"),
+    [
+        (
+            "nccl_pipeline",
+            [case(13, causal=True, batch=2, kv_heads=1, dtype=torch.bfloat16, grad_lse=True), case(16)],
+        ),
+        (
+            "two_shot",
+            [
+                case(16, causal=True, layout="contiguous", batch=2),
+                case(16, causal=True, batch=2, grad_lse=True),  # to be sorted on arrival
+                case(16, causal=True, kv_heads=1),  # a key head for two ranks goes by messages
+                case(15, causal=True, dtype=torch.float64),  # and so does all that is not even
+            ],
+        ),
+    ],
+)
+def test_same_bits_as_by_messages(schedule: str, cases: list[Case]) -> None:
+    results = run_variant(schedule, 2, results_of, cases, ulysses_attention)
     assert_same_bits(results, run_ranks(2, results_of, cases, ulysses_attention, env=ROUTES["pipelined"]))
-
-
-def on_device(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:
-    with forced(group, "two_shot"):
-        return results_of(group, cases, ulysses_attention)
-
-
-@pytest.mark.full
-def test_device_kernel() -> None:
-    cases = [
-        case(16, causal=True, layout="contiguous", batch=2),
-        case(16, causal=True, batch=2, grad_lse=True),  # to be sorted on arrival
-        case(16, causal=True, kv_heads=1),  # a key head for two ranks goes by messages
-        case(15, causal=True, dtype=torch.float64),  # and so does all that is not even
-    ]
-    compare_with_messages(device_ranks(2, on_device, cases), cases)
 
 
 # -- a ring around it -------------------------------------------------------------------------------------------------

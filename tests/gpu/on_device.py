@@ -6,7 +6,6 @@ the device is the CPU nothing moves: that is how these tests themselves are trie
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -228,28 +227,4 @@ def in_graph(group: Any, schedule: Any, device: torch.device, raise_failure: Cal
         check(graph.replay, seed)
         if seed % 2:
             check(work, seed)
-
-
-def graph_case(group: Any, prepare: Callable[..., Any], kind: str, libraries: Any) -> str:
-    """'' or why not; `prepare(group, kind, libraries)`: (schedule, device, what raises its failures), or why not."""
-    made = prepare(group, kind, libraries)
-    if isinstance(made, str):
-        return made
-    schedule, device, raise_failure = made
-    in_graph(group, schedule, device, raise_failure)
     dist.barrier(group)
-    return ""
-
-
-def public_ops(group: Any, kind: str, schedule: str, dtype_name: str) -> str:
-    """'' or why not; forward and all gradients of the public ops on one schedule."""
-    from tests.distributed import test_tp_ops as ops
-
-    device = device_of(dist.get_rank(group), kind)
-    reason = why_not(group, schedule, device)
-    if reason is not None:
-        return reason
-    with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE=schedule), public_ops_on(device):
-        ops.all_cases(group, dtype_name, False)
-    dist.barrier(group)
-    return ""

@@ -27,7 +27,7 @@ from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.symm_mem import group_memory
 from tests.distributed import test_device_schedules as checks
 from tests.gpu.on_device import Graph, OnDevice, device_of, environment, unwrapped, why_not
-from tests.native_build import use_library
+from tests.native_build import cpu_device_library, use_library
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -202,11 +202,9 @@ def test_graphs_and_calls_between_replays(world_size: int) -> None:
     run_local(world_size, in_graph, 8, device="cuda")
 
 
-def on_another_stream(group: Any, kind: str, library: str | None) -> str:
+def on_another_stream(group: Any, kind: str) -> str:
     """Forward and backward run on one stream and are then captured on another, which has no side stream yet."""
     device = device_of(dist.get_rank(group), kind)
-    if library is not None:
-        use_library(library)
     reason = why_not(group, "two_shot", device)
     if reason is not None:
         return reason
@@ -231,7 +229,7 @@ def on_another_stream(group: Any, kind: str, library: str | None) -> str:
 
 def test_forward_and_backward_are_captured_on_another_stream() -> None:
     env = environment(2)
-    unwrapped(fresh_ranks(2, on_another_stream, "cuda", None, timeout=300, env=env))
+    unwrapped(fresh_ranks(2, on_another_stream, "cuda", timeout=300, env=env))
 
 
 def without_last(rank: LocalRank) -> str:
@@ -278,7 +276,7 @@ def test_a_rank_that_stays_away(world_size: int) -> None:
     not (torch.cuda.is_available() and torch.cuda.device_count() > 1), reason="multicast reaches several GPUs"
 )
 def test_multimem() -> None:
-    outcomes = fresh_ranks(torch.cuda.device_count(), by_the_switch, "cuda", None, timeout=300)
+    outcomes = fresh_ranks(torch.cuda.device_count(), by_the_switch, "cuda", timeout=300)
     results = unwrapped(outcomes)
     assert all(result == results[0] for result in results)
 
@@ -295,18 +293,18 @@ def test_one_gpu_has_no_multicast() -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def group_collectives(group: Any, kind: str, library: str | None) -> Any:
+def group_collectives(group: Any, kind: str) -> Any:
     """The collectives of this process, which take tensors of the CPU; or why there are none."""
     device = device_of(dist.get_rank(group), kind)
-    if library is not None:
-        use_library(library)
+    if kind == "cpu":
+        use_library(cpu_device_library())
     memory = group_memory(resolve_group(group), device)
     return memory.reason if isinstance(memory, Availability) else collectives_on(device, DeviceCollectives(memory))
 
 
-def in_process(group: Any, kind: str, library: str | None, dtype_name: str) -> str | list[bytes]:
+def in_process(group: Any, kind: str, dtype_name: str) -> str | list[bytes]:
     """What all ranks must have the same bits of; or why they cannot run it."""
-    device = group_collectives(group, kind, library)
+    device = group_collectives(group, kind)
     if isinstance(device, str):
         return device
     with mock.patch.object(checks, "ALGORITHMS", ALGORITHMS):
@@ -319,9 +317,9 @@ def in_bytes(results: list[Tensor]) -> list[bytes]:
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
 
 
-def by_the_switch(group: Any, kind: str, library: str | None) -> str | list[bytes]:
+def by_the_switch(group: Any, kind: str) -> str | list[bytes]:
     """The switch adds in an order of its own: near the exact sum, and the same bits on all ranks."""
-    device = group_collectives(group, kind, library)
+    device = group_collectives(group, kind)
     if isinstance(device, str):
         return device
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -343,5 +341,5 @@ def by_the_switch(group: Any, kind: str, library: str | None) -> str | list[byte
 @pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "bfloat16"), (2, "float32"), (4, "float16")])
 def test_processes(world_size: int, dtype_name: str) -> None:
     env = environment(world_size)
-    results = unwrapped(fresh_ranks(world_size, in_process, "cuda", None, dtype_name, timeout=300, env=env))
+    results = unwrapped(fresh_ranks(world_size, in_process, "cuda", dtype_name, timeout=300, env=env))
     assert all(result == results[0] for result in results)

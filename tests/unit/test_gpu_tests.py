@@ -13,12 +13,11 @@ import torch
 
 from benchmarks.local_ranks import run_local
 from tests.distributed import test_device_schedules as checks
-from tests.gpu import test_copy_engine as engine_tests
 from tests.gpu import test_device_collectives as collectives
 from tests.gpu import test_failures as failure_tests
-from tests.gpu import test_nccl as nccl_tests
-from tests.gpu.on_device import on_device, public_ops, there
-from tests.native.doubles.libraries import DOUBLES, build_doubles, gpu_double
+from tests.gpu import test_schedules as schedule_tests
+from tests.gpu.on_device import on_device, there
+from tests.native.doubles.libraries import DOUBLES, build_doubles
 from tests.native_build import cpu_device_library, use_library
 from tests.workers import fresh_ranks, run_ranks
 
@@ -43,8 +42,8 @@ def test_large(library: str) -> None:
 
 
 def test_public_ops() -> None:
-    assert run_ranks(2, public_ops, "cpu", "plain", "float32") == ["", ""]
-    reasons = run_ranks(2, public_ops, "cpu", "two_shot", "float32")
+    assert run_ranks(2, schedule_tests.public_ops, "cpu", "plain", "float32") == ["", ""]
+    reasons = run_ranks(2, schedule_tests.public_ops, "cpu", "two_shot", "float32")
     assert reasons == ["two_shot is for cuda, not cpu"] * 2
 
 
@@ -62,32 +61,35 @@ TESTS: dict[str, tuple[Any, ...]] = {
     "threads in graphs": (collectives.test_graphs_and_calls_between_replays, 3),
     "a thread that stays away": (collectives.test_a_rank_that_stays_away, 2),
     "processes": (collectives.test_processes, 2, "float16"),
-    "NCCL, movements": (nccl_tests.test_pipelines, 2, "movements_case", ()),
-    "NCCL, many calls": (nccl_tests.test_pipelines, 2, "many_calls_case", ()),
-    "NCCL, methods": (nccl_tests.test_pipelines, 2, "schedule_case", ("bfloat16",)),
-    "NCCL, graphs": (nccl_tests.test_graphs_and_calls_between_replays, 3),
-    "copy engine, methods": (engine_tests.test_every_method, 2, "bfloat16"),
-    "copy engine, many calls": (engine_tests.test_many_calls_at_a_random_pace, 2),
-    "copy engine, graphs": (engine_tests.test_graphs_and_calls_between_replays, 3),
-    "copy engine, a rank that is late": (engine_tests.test_a_rank_that_is_late_ends_the_call_on_all,),
 }
+ON_SCHEDULES: list[tuple[Any, ...]] = [
+    (schedule_tests.test_movements_of_nccl, 2),
+    (schedule_tests.test_a_rank_that_is_late_to_copy_engines_ends_the_call_on_all,),
+    *((schedule_tests.test_every_method, name, 2, torch.bfloat16) for name in ("nccl_pipeline", "copy_engine")),
+    *((schedule_tests.test_many_calls_at_a_random_pace, name, 2) for name in ("nccl_pipeline", "copy_engine")),
+    *((schedule_tests.test_graphs_and_calls_between_replays, name, 3) for name in ("nccl_pipeline", "copy_engine")),
+]
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_on_doubles(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests for GPUs, with the CPU build of the kernels and the doubles in the place of the GPUs."""
+def test_on_threads_and_processes(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests for GPUs, with the CPU build of the kernels in the place of the GPUs."""
     test, *args = TESTS[name]
-    double = str(gpu_double())  # of NCCL and of the CUDA driver
-    libraries = {"NCCL": (double, double), "copy engine": double}.get(name.split(",")[0], library)
 
-    def ranks(world_size: int, fn: Any, *args: Any, env: object, timeout: float, **more: Any) -> Any:
-        here = ["cpu" if one == "cuda" else libraries if one is None else one for one in args]
-        return fresh_ranks(world_size, fn, *here, timeout=120, env={"FUSED_TP_TIMEOUT": "30"}, **more)
+    def ranks(world_size: int, fn: Any, *args: Any, env: object, timeout: float) -> Any:
+        here = ["cpu" if one == "cuda" else one for one in args]
+        return fresh_ranks(world_size, fn, *here, timeout=120, env={"FUSED_TP_TIMEOUT": "30"})
 
-    for module in (collectives, nccl_tests, engine_tests):
-        monkeypatch.setattr(module, "fresh_ranks", ranks)
+    monkeypatch.setattr(collectives, "fresh_ranks", ranks)
     monkeypatch.setattr(collectives, "run_local", lambda *args, device: run_local(*args))
     test(*args)
+
+
+@pytest.mark.parametrize("case", ON_SCHEDULES)
+def test_on_doubles(case: tuple[Any, ...]) -> None:
+    test, *args = case
+    build_doubles("nccl_pipeline")  # the same library as for copy engines
+    test(*args, kind="cpu")
 
 
 # -- what takes checks of the CPU to a device; "meta" stands for one ---------------------------------------------------
