@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import fused_tp
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence
-from fused_tp.runtime.partition import shard_range
 from tests import faults, shm_soak
 from tests.attention_reference import dense_attention, dense_mask
-from tests.reference import assert_within_dtype_error, gradients64, matmul64, rms_norm64, seeded
+from tests.distributed import test_tp_ops as cases
+from tests.reference import assert_within_dtype_error, seeded
 from tests.workers import Outcome, fresh_ranks
 
 CALLS = 300
@@ -44,55 +42,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
 
 
-def own(t: Tensor | None, dim: int, group: Any) -> Tensor:
-    assert t is not None
-    start, stop = shard_range(t.shape[dim], dist.get_world_size(group), dist.get_rank(group))
-    return t.narrow(dim, start, stop - start).contiguous().requires_grad_(t.is_floating_point())
-
-
-def inputs(rng: random.Random) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
-    """x [M, K], weight [N, K], the output's gradient [M, N]."""
+def shape_and_dtype(rng: random.Random) -> tuple[cases.Shape, torch.dtype]:
     m, k, n = (rng.choice((1, rng.randint(2, 33), rng.randint(34, 300))) for _ in range(3))
-    dtype = rng.choice(DTYPES)
-    seed = rng.randrange(1 << 30)
-    return (
-        seeded(m, k, dtype=dtype, seed=seed),
-        seeded(n, k, dtype=dtype, seed=seed + 1, scale=k**-0.5),
-        seeded(m, n, dtype=dtype, seed=seed + 2),
-        dtype,
-    )
-
-
-def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, terms: int) -> None:
-    assert actual is not None and wanted is not None, f"{name} is missing"
-    assert_within_dtype_error(actual.detach(), wanted, dtype, reduced_over=max(1, terms), roundings=2, name=name)
+    return (rng.randint(1, 2), m, k, n), rng.choice(DTYPES)
 
 
 def product(group: Any, rng: random.Random) -> None:
-    x, w, d, dtype = inputs(rng)
-    name, x_dim, y_dim = rng.choice(
-        (("all_gather_matmul", 0, 1), ("matmul_reduce_scatter", 1, 0), ("matmul_all_reduce", 1, None))
-    )
-    y64, (dx64, dw64) = gradients64(matmul64, (x, w), d)
-    x_shard, w_shard = own(x, x_dim, group), own(w, 1 - int(x_dim == 0), group)
-    more = {"gather_size": x.shape[0]} if x_dim == 0 else {}
-    y = getattr(fused_tp, name)(x_shard, w_shard, group=group, **more)
-    y.backward(d if y_dim is None else own(d, y_dim, group).detach())
-    check(name, y, y64 if y_dim is None else own(y64, y_dim, group), dtype, x.shape[1])
-    check("its dx", x_shard.grad, own(dx64, x_dim, group), dtype, w.shape[0])
-    check("its dw", w_shard.grad, own(dw64, 1 - int(x_dim == 0), group), dtype, x.shape[0])
+    cases.matmul_case(group, rng.choice(list(cases.MATMULS)), *shape_and_dtype(rng))
 
 
 def normed_matmul(group: Any, rng: random.Random) -> None:
-    x, w, residual, dtype = inputs(rng)
-    norm_weight = seeded(w.shape[0], dtype=dtype, seed=rng.randrange(1 << 30))
-    x_shard, w_shard = own(x, 1, group), own(w, 1, group)
-    normed, new_residual = fused_tp.matmul_all_reduce_rms_norm(
-        x_shard, w_shard, residual, norm_weight, 1e-5, group=group
-    )
-    check("new_residual", new_residual, matmul64(x, w) + residual.double(), dtype, x.shape[1])
-    # The norm of what was rounded: its error is that of one op, not of two.
-    check("normed", normed, rms_norm64(new_residual.detach(), norm_weight, 1e-5), dtype, w.shape[0])
+    cases.rms_norm_case(group, *shape_and_dtype(rng))
 
 
 def attention(group: Any, rng: random.Random) -> None:
@@ -104,16 +64,11 @@ def attention(group: Any, rng: random.Random) -> None:
     out64 = dense_attention(q, k, v, *dense_mask(seq, seq, causal=causal))[0]
     shards = [shard_sequence(t, 1, group=group, layout=layout) for t in (q, k, v)]
     out = ring_attention(*shards, group=group, causal=causal, layout=layout, seq_len=seq)
-    check("ring_attention", out, shard_sequence(out64, 1, group=group, layout=layout), dtype, head_dim + seq)
+    wanted = shard_sequence(out64, 1, group=group, layout=layout)
+    assert_within_dtype_error(out, wanted, dtype, reduced_over=head_dim + seq, roundings=2, name="ring_attention")
 
 
-CASES: tuple[Callable[[Any, random.Random], None], ...] = (
-    product,
-    product,
-    product,
-    normed_matmul,
-    attention,
-)
+CASES: tuple[Callable[[Any, random.Random], None], ...] = (product, product, product, normed_matmul, attention)
 
 
 def soak_rank(group: Any, seed: int, calls: int, kill_at: int | None) -> int:

@@ -113,21 +113,25 @@ def run_ranks(
     *args: Any,
     timeout: float = 120,
     env: Mapping[str, str | None] | None = None,
+    interpreted: bool = False,
 ) -> list[Any]:
     """Calls `fn(group, *args)` on ranks 0..world_size-1 of the pool and returns the results in rank order.
 
     `fn` is a module-level function; arguments and results travel by pickle. `env` is set inside the workers for the
     call and restored afterwards (None removes a variable). The first rank to raise is re-raised here, with the
     tracebacks of all ranks as its cause. Raises RanksFailed when a rank dies, RanksTimedOut past `timeout` seconds.
+    `interpreted`: on a pool of their own, whose ranks interpret Triton kernels (tests.kernels.ranks).
     """
     if not 1 <= world_size <= POOL_SIZE:
         raise ValueError(f"world_size must be 1 to {POOL_SIZE}, got {world_size}; use fresh_ranks for more ranks")
-    pool = _pool()
+    if interpreted not in _pools:
+        _pools[interpreted] = _Workers(POOL_SIZE, env={"TRITON_INTERPRET": "1"} if interpreted else None, pool=True)
+    pool = _pools[interpreted]
     try:
         outcomes = pool.call(world_size, fn, args, timeout, env)
         pool.end_call(world_size, failed=any(outcome.error is not None for outcome in outcomes))
     except (RanksFailed, KeyboardInterrupt):
-        stop_pool()
+        stop_pool(interpreted)
         raise
     _raise_first_error(outcomes)
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
@@ -214,23 +218,17 @@ def device_mesh(group: dist.ProcessGroup, dim_name: str = "tp") -> dist.device_m
     return dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dim_name,))
 
 
-def stop_pool() -> None:
-    """Ends the pool's processes, if there are any; the next run_ranks starts new ones."""
-    global _the_pool
-    if _the_pool is not None:
-        _the_pool.kill()
-        _the_pool = None
+_pools: dict[bool, _Workers] = {}  # by whether they interpret
 
 
-_the_pool: _Workers | None = None
+def stop_pool(*which: bool) -> None:
+    """Ends the processes of the pools, or of this one; the next run_ranks starts new ones."""
+    for interpreted in which or list(_pools):
+        if (pool := _pools.pop(interpreted, None)) is not None:
+            pool.kill()
 
 
-def _pool() -> _Workers:
-    global _the_pool
-    if _the_pool is None:
-        _the_pool = _Workers(POOL_SIZE, pool=True)
-        atexit.register(stop_pool)
-    return _the_pool
+atexit.register(stop_pool)
 
 
 def _raise_first_error(outcomes: Sequence[Outcome]) -> None:
@@ -450,6 +448,10 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int, pool: int)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipe_fd)
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+        from tests.kernels.ranks import quicken
+
+        quicken()
     groups: dict[int, Any] = {}
     ours: set[dist.ProcessGroup] = set()  # `groups` and the default group
 

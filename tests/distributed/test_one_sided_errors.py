@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,24 +67,26 @@ def test_a_rank_that_cannot_copy_in(op: str, world_size: int) -> None:
 
 
 def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
-    """Rank 1 raises before its keys are readable; rank 0, which sees none of them, ends the call all the same."""
+    """Rank 1 raises in step 0, before or after its keys are readable; a call of rank 0 that has all its keys ends."""
     rank, q, said = dist.get_rank(world), torch.ones(1, 4, 2, 4), []
-    for settled in (False, True):
+    for settled, causal in itertools.product((False, True), repeat=2):
         group = dist.new_group([0, 1])
 
-        def run(group: Any = group) -> None:
-            fused_tp.ring_attention(q, q, q, group=group, causal=True, layout="contiguous")
+        def run(group: Any = group, causal: bool = causal) -> None:
+            fused_tp.ring_attention(q, q, q, group=group, causal=causal, layout="contiguous")
 
         run()
+        begun = time.perf_counter()
         if rank == 1:
             where = mock.patch.object(ShmTransport, "settled", settled)
             broken = mock.patch.object(ring.Forward, "attend", side_effect=MemoryError("no room for scores"))
             with where, broken, pytest.raises(MemoryError):
                 run()
-        else:
+        elif causal or settled:
             run()
         with pytest.raises(FusedTPError) as error:
             run()
+        assert time.perf_counter() - begun < SOON
         said.append(str(error.value))
         dist.destroy_process_group(group)
     return said

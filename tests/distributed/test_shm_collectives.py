@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.shm import ShmTransport
 from tests.distributed.shm_tools import (
     FLOATS,
     INTEGERS,
@@ -32,7 +31,6 @@ from tests.workers import fresh_ranks, on_ranks, run_ranks
 
 ONE_SHOT_BYTES = 32 * 1024  # csrc/shm/collectives.cpp
 CHUNK_BYTES = 256 * 1024
-NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 WORLD_SIZES = [1, 2, 3, 4]
 
 
@@ -188,27 +186,6 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         found[name] = bits
     assert "plain" in found
     assert len(set(found.values())) == 1, found
-
-
-@on_ranks(4)
-def test_overlapping_groups(group: Any) -> None:
-    """{0, 1, 2} and {1, 2, 3} of four ranks at once, and the world: what they share is processes, never memory."""
-    rank = dist.get_rank(group)
-    world = transport_of(group)
-    with own_group([0, 1, 2]) as low, own_group([1, 2, 3]) as high:
-        transports = {tuple(ranks_of(one)): transport_of(one) for one in (low, high) if one is not NOT_A_MEMBER}
-        use_all(world, transports, rank)
-
-
-def use_all(world: ShmTransport, transports: dict[tuple[int, ...], ShmTransport], rank: int) -> None:
-    for i in range(30):
-        count = (i * 7919) % 50_000
-        for members, transport in transports.items():
-            out = transport.all_reduce(values(count, torch.float32, rank, i))
-            wanted = summed([values(count, torch.float32, r, i) for r in members])
-            assert_same_bits(out, wanted, f"{members}, round {i}")
-        out = world.all_reduce(torch.full((5,), float(rank)))
-        assert_same_bits(out, torch.full((5,), 6.0), f"world, round {i}")
 
 
 def many_groups_case(group: Any, rounds: int) -> tuple[dict[str, int], dict[str, int]]:

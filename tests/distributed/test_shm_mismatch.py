@@ -3,63 +3,55 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from fused_tp.runtime.errors import FusedTPError, RankMismatchError
+from fused_tp.runtime.errors import RankMismatchError
 from tests.distributed.shm_tools import new_tag, own_transport
-from tests.workers import run_ranks
+from tests.workers import error_of, run_ranks
 
-KINDS = [
-    "shape",
-    "shape_of_equal_size",
-    "part_of",
-    "dtype",
-    "op",
-    "order",
-    "parts",
-    "all_to_all",
-    "empty",
-    "begin",
-]
+X = torch.ones(40, 6)
 
 
-def call(transport: Any, kind: str, differs: bool) -> None:
-    x = torch.ones(40, 6)
-    odd = int(differs)
-    size = transport.world_size
-    parts = [40 - 10 * (size - 1), *[10] * (size - 1)]
-    if kind == "shape":
-        transport.all_reduce(torch.ones(20_000 + odd))  # the others' two shots against one more
-    elif kind == "shape_of_equal_size":
-        transport.all_reduce(x.view(6, 40) if differs else x)
-    elif kind == "part_of":
-        transport.all_reduce(x, called="matmul_all_reduce" if differs else "all_reduce")
-    elif kind == "dtype":
-        transport.all_reduce(x.double() if differs else x)
-    elif kind == "op":
-        transport.barrier() if differs else transport.all_reduce(x)
-    elif kind == "order":
-        first, second = (lambda: transport.barrier()), (lambda: transport.all_reduce(x))
-        for step in (second, first) if differs else (first, second):
-            step()
-    elif kind == "parts":  # of equal total
-        transport.reduce_scatter(x, parts[::-1] if differs else parts)
-    elif kind == "all_to_all":  # the last rank sends one row less to rank 0 than that expects
-        send = [2] * size
-        send[0] -= odd
-        transport.all_to_all(x[: sum(send)], send, [2] * size)
-    elif kind == "empty":
-        empty = x[:0] if differs else x
-        transport.all_reduce_rms_norm(empty, empty, x[0], 1e-5)
-    elif kind == "begin":
-        with transport.begin("mine", (3, 4 + odd), torch.float32, 48) as workspace:
-            workspace.signal(1)
-            workspace.wait_all(1)
-    else:
-        raise AssertionError(kind)
+def swapped(transport: Any, odd: bool) -> None:
+    calls = [transport.barrier, lambda: transport.all_reduce(X)]
+    for call in reversed(calls) if odd else calls:
+        call()
+
+
+def parts(transport: Any, odd: bool) -> None:
+    """Of equal total."""
+    sizes = [40 - 10 * (transport.world_size - 1), *[10] * (transport.world_size - 1)]
+    transport.reduce_scatter(X, sizes[::-1] if odd else sizes)
+
+
+def all_to_all(transport: Any, odd: bool) -> None:
+    """The last rank sends one row less to rank 0 than that expects."""
+    send = [2 - odd, *[2] * (transport.world_size - 1)]
+    transport.all_to_all(X[: sum(send)], send, [2] * transport.world_size)
+
+
+def begin(transport: Any, odd: bool) -> None:
+    with transport.begin("mine", (3, 4 + odd), torch.float32, 48) as workspace:
+        workspace.signal(1)
+        workspace.wait_all(1)
+
+
+KINDS: dict[str, Callable[[Any, bool], object]] = {
+    "shape": lambda one, odd: one.all_reduce(torch.ones(20_000 + odd)),  # the others' two shots against one more
+    "shape_of_equal_size": lambda one, odd: one.all_reduce(X.view(6, 40) if odd else X),
+    "part_of": lambda one, odd: one.all_reduce(X, called="matmul_all_reduce" if odd else "all_reduce"),
+    "dtype": lambda one, odd: one.all_reduce(X.double() if odd else X),
+    "op": lambda one, odd: one.barrier() if odd else one.all_reduce(X),
+    "order": swapped,
+    "parts": parts,
+    "all_to_all": all_to_all,
+    "empty": lambda one, odd: one.all_reduce_rms_norm(*[X[:0] if odd else X] * 2, X[0], 1e-5),
+    "begin": begin,
+}
 
 
 def disagree(group: Any, tag: str) -> dict[str, str]:
@@ -71,16 +63,12 @@ def disagree(group: Any, tag: str) -> dict[str, str]:
         for kind in KINDS:
             if last == late:
                 time.sleep(0.02)
-            try:
-                call(transport, kind, differs=last)
-                said[kind] = "nothing"
-            except FusedTPError as error:
-                said[kind] = f"{type(error).__name__}: {error}"
-            kept = said[kind]
-            assert kept.startswith("RankMismatchError"), f"{kind} on rank {transport.rank}: {kept}"
+            error = error_of(KINDS[kind], transport, last)
+            assert isinstance(error, RankMismatchError), f"{kind} on rank {transport.rank}: {error}"
+            said[kind] = str(error)
             if kind == "order":  # the other half of the swapped pair
                 with pytest.raises(RankMismatchError):
-                    transport.barrier() if last else transport.all_reduce(torch.ones(40, 6))
+                    transport.barrier() if last else transport.all_reduce(X)
             total = transport.all_reduce(torch.ones(20_000))
             assert total.eq(transport.world_size).all(), f"after {kind}"
     return said

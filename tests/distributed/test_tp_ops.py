@@ -18,6 +18,7 @@ from tests.reference import assert_within_dtype_error, gradients64, matmul64, re
 from tests.workers import on_ranks, run_ranks
 
 # [B, M, K, N]: ones, primes, fewer than ranks (empty shards), multiples of nothing, and one that divides evenly.
+Shape = tuple[int, int, int, int]
 SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24)]
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
@@ -37,7 +38,7 @@ def leaf(t: Tensor, strided: bool = False) -> Tensor:
     return own.requires_grad_()
 
 
-def problem(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [B, M, K], weight [N, K], bias [N] and the output's gradient [B, M, N], the same on every rank."""
     b, m, k, n = shape
     return (
@@ -84,33 +85,32 @@ MATMULS = {
 }
 
 
-def matmul_cases(group: Any, dtype_name: str, strided: bool) -> None:
-    dtype = getattr(torch, dtype_name)
+def matmul_case(group: Any, op: str, shape: Shape, dtype: torch.dtype, strided: bool = False) -> None:
+    run, *cuts = MATMULS[op]
+    *whole, d = problem(shape, dtype)
+    wanted, grads = gradients64(matmul64, whole, d)
+    rows, k, n = shape[0] * shape[1], shape[2], shape[3]
 
     def own(t: Tensor | None, cut: Any, dim: int) -> Tensor | None:
         return t if cut is None else own_part(t, dim if cut == "tokens" else cut, group)
 
-    for (op, (run, *cuts)), shape in itertools.product(MATMULS.items(), SHAPES):
-        whole, d = problem(shape, dtype)[:3], problem(shape, dtype)[3]
-        wanted, grads = gradients64(matmul64, whole, d)
-        rows, k, n = shape[0] * shape[1], shape[2], shape[3]
-        for dim in (0, -2) if "tokens" in cuts else (0,):
-            leaves = []
-            for t, cut in zip(whole, cuts, strict=False):
-                part = own(t, cut, dim)
-                assert part is not None
-                leaves.append(leaf(part, strided))
-            y = run(*leaves, dim, shape[1] if dim else shape[0], group)
-            if op == "all_gather_matmul":
-                y, gathered = y
-                assert torch.equal(gathered, whole[0])
-            y.backward(own(d, cuts[3], dim))
-            check(f"{op} {shape} y", y, own(wanted, cuts[3], dim), dtype, k)
-            for name, t, grad, cut, over in zip("xwb", leaves, grads, cuts, (n, rows, rows), strict=False):
-                check(f"{op} {shape} d{name}", t.grad, own(grad, cut, dim), dtype, over)
-        if op == "matmul_all_reduce":
-            vector = fused_tp.matmul_all_reduce(leaves[0][0, 0], leaves[1], group=group)
-            check(f"{shape} one row", vector, wanted[0, 0] - whole[2].double(), dtype, k)
+    for dim in (0, -2) if "tokens" in cuts else (0,):
+        leaves = []
+        for t, cut in zip(whole, cuts, strict=False):
+            part = own(t, cut, dim)
+            assert part is not None
+            leaves.append(leaf(part, strided))
+        y = run(*leaves, dim, shape[1] if dim else shape[0], group)
+        if op == "all_gather_matmul":
+            y, gathered = y
+            assert torch.equal(gathered, whole[0])
+        y.backward(own(d, cuts[3], dim))
+        check(f"{op} {shape} y", y, own(wanted, cuts[3], dim), dtype, k)
+        for name, t, grad, cut, over in zip("xwb", leaves, grads, cuts, (n, rows, rows), strict=False):
+            check(f"{op} {shape} d{name}", t.grad, own(grad, cut, dim), dtype, over)
+    if op == "matmul_all_reduce":
+        vector = fused_tp.matmul_all_reduce(leaves[0][0, 0], leaves[1], group=group)
+        check(f"{shape} one row", vector, wanted[0, 0] - whole[2].double(), dtype, k)
 
 
 def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -> None:
@@ -145,47 +145,48 @@ def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -
     check("db[0]", bs_own[0].grad, own_part(ds[0].double().sum((0, 1)), 0, group), dtype, 14)
 
 
-def rms_norm_case(group: Any, dtype_name: str, strided: bool) -> None:
+def rms_norm_case(group: Any, shape: Shape, dtype: torch.dtype, strided: bool = False) -> None:
     """Both RMS norm ops. new_residual is compared first; the norm of it is what the rounded new_residual gives."""
-    dtype = getattr(torch, dtype_name)
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for shape in SHAPES:
-        b, m, _, n = shape
-        x, w, _, _ = problem(shape, dtype)
-        residual, weight = seeded(b, m, n, dtype=dtype, seed=5), seeded(n, dtype=dtype, seed=6)
-        d_normed, d_stream = seeded(b, m, n, dtype=dtype, seed=7), seeded(b, m, n, dtype=dtype, seed=8)
-        partials = [seeded(b, m, n, dtype=dtype, seed=40 + r) for r in range(world_size)]
-        total = torch.stack([p.double() for p in partials]).sum(0)
-        for fused in (False, True):
-            h, norm_weight = leaf(residual, strided), leaf(weight)
-            if fused:
-                x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
-                normed, stream = fused_tp.matmul_all_reduce_rms_norm(x_own, w_own, h, norm_weight, 1e-6, group=group)
-                stream64 = residual.double() + matmul64(x, w)
-            else:
-                partial = leaf(partials[rank], strided)
-                normed, stream = fused_tp.all_reduce_rms_norm(partial, h, norm_weight, 1e-6, group=group)
-                stream64 = residual.double() + total
-            torch.autograd.backward([normed, stream], [d_normed, d_stream])
-            s = stream.detach()
-            normed64, (dh, dweight) = gradients64(lambda h, w: rms_norm64(h, w, 1e-6), (s, weight), d_normed)
-            assert dh is not None
-            dh = dh + d_stream.double()
-            check(f"{shape} new_residual", stream, stream64, dtype, shape[2])
-            check(f"{shape} normed", normed, normed64, dtype, n)
-            check(f"{shape} d residual", h.grad, dh, dtype, n)
-            check(f"{shape} d norm_weight", norm_weight.grad, dweight, dtype, b * m)
-            if fused:
-                dx, dw = dh @ w.double(), dh.flatten(0, 1).t() @ x.double().flatten(0, 1)
-                check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
-                check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, b * m)
-            else:
-                check(f"{shape} d partial", partial.grad, dh, dtype, n)
+    b, m, _, n = shape
+    x, w, _, _ = problem(shape, dtype)
+    residual, weight = seeded(b, m, n, dtype=dtype, seed=5), seeded(n, dtype=dtype, seed=6)
+    d_normed, d_stream = seeded(b, m, n, dtype=dtype, seed=7), seeded(b, m, n, dtype=dtype, seed=8)
+    partials = [seeded(b, m, n, dtype=dtype, seed=40 + r) for r in range(world_size)]
+    total = torch.stack([p.double() for p in partials]).sum(0)
+    for fused in (False, True):
+        h, norm_weight = leaf(residual, strided), leaf(weight)
+        if fused:
+            x_own, w_own = leaf(own_part(x, -1, group), strided), leaf(own_part(w, 1, group), strided)
+            normed, stream = fused_tp.matmul_all_reduce_rms_norm(x_own, w_own, h, norm_weight, 1e-6, group=group)
+            stream64 = residual.double() + matmul64(x, w)
+        else:
+            partial = leaf(partials[rank], strided)
+            normed, stream = fused_tp.all_reduce_rms_norm(partial, h, norm_weight, 1e-6, group=group)
+            stream64 = residual.double() + total
+        torch.autograd.backward([normed, stream], [d_normed, d_stream])
+        s = stream.detach()
+        normed64, (dh, dweight) = gradients64(lambda h, w: rms_norm64(h, w, 1e-6), (s, weight), d_normed)
+        assert dh is not None
+        dh = dh + d_stream.double()
+        check(f"{shape} new_residual", stream, stream64, dtype, shape[2])
+        check(f"{shape} normed", normed, normed64, dtype, n)
+        check(f"{shape} d residual", h.grad, dh, dtype, n)
+        check(f"{shape} d norm_weight", norm_weight.grad, dweight, dtype, b * m)
+        if fused:
+            dx, dw = dh @ w.double(), dh.flatten(0, 1).t() @ x.double().flatten(0, 1)
+            check(f"{shape} dx", x_own.grad, own_part(dx, -1, group), dtype, n)
+            check(f"{shape} dw", w_own.grad, own_part(dw, 1, group), dtype, b * m)
+        else:
+            check(f"{shape} d partial", partial.grad, dh, dtype, n)
 
 
 def all_cases(group: Any, dtype_name: str, strided: bool) -> None:
-    matmul_cases(group, dtype_name, strided)
-    rms_norm_case(group, dtype_name, strided)
+    dtype = getattr(torch, dtype_name)
+    for op, shape in itertools.product(MATMULS, SHAPES):
+        matmul_case(group, op, shape, dtype, strided)
+    for shape in SHAPES:
+        rms_norm_case(group, shape, dtype, strided)
     several_weights_case(group, dtype_name, sequence_parallel=True)
     several_weights_case(group, dtype_name, sequence_parallel=False)
 

@@ -1,18 +1,18 @@
 """Kernels on several ranks: processes over CPU shared memory, each of which interprets its kernels.
 
 Triton decides at import whether a process interprets kernels or compiles them, its own library included. So these
-ranks are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; those of `run_ranks`
-and the test process never see the variable.
+ranks are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; other ranks and the
+test process never see the variable.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +24,7 @@ from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import workers
 
-_pool: workers._Workers | None = None
-
-
-def interpreted_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """`tests.workers.run_ranks`, on ranks that interpret Triton kernels."""
-    global _pool
-    if _pool is None:
-        _pool = workers._Workers(workers.POOL_SIZE, env={"TRITON_INTERPRET": "1"}, pool=True)
-        _pool.call(workers.POOL_SIZE, quicken, (), workers.START_SECONDS, None)
-        atexit.register(stop)
-    try:
-        outcomes = _pool.call(world_size, fn, args, timeout, None)
-        workers._raise_first_error(outcomes)
-    except BaseException:
-        stop()
-        raise
-    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+interpreted_ranks = partial(workers.run_ranks, interpreted=True, timeout=60)
 
 
 def interpreted(*world_sizes: int | Callable[..., int], **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -48,7 +32,7 @@ def interpreted(*world_sizes: int | Callable[..., int], **options: Any) -> Calla
     return workers.on_ranks(*world_sizes, run=interpreted_ranks, **options)
 
 
-def quicken(_group: object = None) -> None:
+def quicken() -> None:
     """Makes this process, which interprets kernels and never compiles one, interpret them in a third of the time.
 
     Triton searches all of triton.language, at every call of a @jit function, those inside of kernels too, for what to
@@ -70,13 +54,6 @@ def quicken(_group: object = None) -> None:
     interpreter._patch_lang = search_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-
-
-def stop() -> None:
-    global _pool
-    if _pool is not None:
-        _pool.kill()
-        _pool = None
 
 
 def workspace_of(group: dist.ProcessGroup, nbytes: int = 1 << 20, timeout_seconds: float = 20.0) -> Workspace:

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.symm_mem import allocate_cpu
+from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch
 from tests.gpu.test_fused_kernels import (
@@ -69,19 +70,23 @@ def workspaces(group: Any, asked: list[Asked], calls: list[Call], timeout_second
     return [found[kind] for kind in kinds]
 
 
-def in_a_row(group: Any, asked: list[Asked], late_rank: int) -> None:
+def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0) -> None:
     """Calls with nothing between them, `late_rank` slow at random points; afterwards, as that keeps ranks in step, they
     are checked."""
     with small_chunks():
         calls = [made(group, one, seed) for seed, one in enumerate(asked)]
         used = workspaces(group, asked, calls)
+        # Gathers look at the numbers of the calls before.
+        first = {workspace: first_call * (type(workspace) is Workspace) for workspace in used}
+        for workspace, number in first.items():
+            workspace.state[0] = number
         results = []
         for seed, (call, workspace) in enumerate(zip(calls, used, strict=True)):
             with delays(seed, on=group.rank() == late_rank):
                 results.append(call.launch(workspace))
-    for workspace in set(used):
+    for workspace in first:
         assert workspace.expired() is None and not workspace.state[16:].any()
-        assert int(workspace.state[0]) == sum(other is workspace for other in used)
+        assert int(workspace.state[0]) == first[workspace] + sum(other is workspace for other in used)
     for one, call, tensors in zip(asked, calls, results, strict=True):
         call.check(tensors, str(one))
         assert not call.everywhere or all(same_everywhere(group, tensor) for tensor in tensors), one
@@ -101,7 +106,8 @@ TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate(
 def test_every_op_at_every_size(world_size: int, late_rank: int) -> None:
     asked = [(op, *one) for one in SHAPES for op in OPS]
     interpreted_ranks(world_size, in_a_row, asked, -1, timeout=200)
-    interpreted_ranks(world_size, in_a_row, TURNS, late_rank, timeout=200)
+    # Numbers of calls pass 32 bits.
+    interpreted_ranks(world_size, in_a_row, TURNS, late_rank, 2**32 - 5, timeout=200)
 
 
 def without(group: Any, missing: int) -> list[Any]:

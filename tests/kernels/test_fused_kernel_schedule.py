@@ -112,16 +112,6 @@ def many_weights(group: Any) -> None:
     torch.testing.assert_close(x_shard.grad, cases.own_part(wanted, 0, group))
 
 
-def growing(group: Any) -> None:
-    """Small, large, small: the workspace grows."""
-    with mock.patch.dict(os.environ, FORCED):
-        for rows in (1, 700, 2):
-            x = seeded(rows, 4, dtype=torch.float32, seed=rows)
-            w = seeded(300, 4, dtype=torch.float32, seed=2)
-            y = fused_tp.matmul_all_reduce(x, w, group=group)
-            torch.testing.assert_close(y, group.size() * x @ w.t(), rtol=1e-5, atol=1e-5)
-
-
 def explained(group: Any) -> None:
     shapes = (4, 8), (6, 8)
     with mock.patch.dict(os.environ, FORCED):
@@ -134,7 +124,7 @@ def explained(group: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("of", [used, checked_and_strided, main_grad, many_weights, growing, explained])
+@pytest.mark.parametrize("of", [used, checked_and_strided, main_grad, many_weights, explained])
 def test_ops(of: Callable[[Any], None]) -> None:
     interpreted_ranks(2, of)
 
@@ -158,18 +148,6 @@ def test_stopped_or_killed_rank_is_noticed() -> None:
     faults.check_stopped_then_killed(
         fresh_ranks(3, faults.stopped_then_killed, "fused_kernel", faults.MATMULS, 0.02, **how)
     )
-
-
-def refused(group: Any) -> str:
-    with mock.patch.dict(os.environ, FORCED), pytest.raises(ValueError) as raised:
-        fused_tp.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2), group=group)
-    return str(raised.value)
-
-
-@pytest.mark.full
-def test_on_a_cpu_that_does_not_interpret_it_is_refused() -> None:
-    for sentence in run_ranks(2, refused):
-        assert "Schedule 'fused_kernel' cannot serve this group" in sentence and "TRITON_INTERPRET=1" in sentence
 
 
 def from_table(group: Any) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""Signals between ranks, interpreted, W processes over CPU shared memory."""
+"""Signals between ranks, interpreted, W processes over CPU shared memory: who gives up, and what memory must be like.
+
+That flags bring their data, call after call, is in test_calls.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_tp.triton_kernels.comm.signals import begin, begin_kernel, end, is_last, put, wait
+from fused_tp.triton_kernels.comm.signals import begin, begin_kernel, end, put, wait
 from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
 from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
-from tests.kernels.ranks import delays, interpreted, interpreted_ranks, workspace_of
+from tests.kernels.ranks import interpreted, interpreted_ranks, workspace_of
 
 OP = tl.constexpr(1)
 TILE = 16  # elements along each side
@@ -55,63 +58,6 @@ def ring(workspace, x):
     (offset,) = workspace.layout([(tiles, TILE**2 * 4)])
     ring_kernel[(tiles,)](x, out, **workspace.arguments(), offset=offset, WORLD=workspace.world_size)
     return out
-
-
-def ring_calls(group, calls, first_call):
-    workspace = workspace_of(group)
-    workspace.state[0] = first_call
-    rank, world = group.rank(), group.size()
-    for call in range(calls):
-        tiles = 1 + call % 3
-        x = torch.full((tiles, TILE, TILE), 1000.0 * call + rank)
-        with delays(seed=rank * calls + call):
-            out = ring(workspace, x)
-        assert torch.equal(out, torch.full_like(x, 1000.0 * call + (rank - 1) % world)), call
-    assert workspace.expired() is None
-    assert workspace.state[:2].tolist() == [first_call + calls, 0]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_flag_brings_its_tile_call_after_call(world_size):
-    interpreted_ranks(world_size, ring_calls, 20, 0)
-
-
-@interpreted(2)
-def test_data_of_earlier_launches_are_not_taken_for_flags(group):
-    """Launches with few flags leave data that read as large int64 where launches with more flags might look."""
-    workspace = workspace_of(group)
-    rank, world = group.rank(), group.size()
-    for call in range(8):
-        tiles = 30 if call % 4 >= 2 else 1  # each half is used by small and large launches in turn
-        x = torch.full((tiles, TILE, TILE), 1000.0 * call + rank)
-        with delays(seed=call, on=rank == call % world, chance=0.5, seconds=0.005):
-            out = ring(workspace, x)
-        assert torch.equal(out, torch.full_like(x, 1000.0 * call + (rank - 1) % world)), call
-    assert workspace.expired() is None
-
-
-@pytest.mark.full
-def test_call_numbers_pass_32_bits():
-    interpreted_ranks(2, ring_calls, 4, 2**32 - 2)
-
-
-def late_to_barrier(group):
-    workspace = workspace_of(group)
-    times = []
-    for late in range(group.size()):
-        if group.rank() == late:
-            time.sleep(0.1)  # the others would have left by then
-        arrived = time.monotonic()
-        barrier(workspace)
-        times.append((arrived, time.monotonic()))
-    assert workspace.expired() is None
-    return times
-
-
-def test_nobody_leaves_a_barrier_before_all_have_come():
-    by_rank = interpreted_ranks(3, late_to_barrier)
-    for of_one_barrier in zip(*by_rank, strict=True):
-        assert max(arrived for arrived, _ in of_one_barrier) <= min(left for _, left in of_one_barrier)
 
 
 @triton.jit
@@ -165,26 +111,6 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
         "rank 0 gave up, since it raised an error or waited for a rank that did not come in time"
     )
     assert time.monotonic() - begun < 15
-
-
-@triton.jit
-def count_kernel(out_ptr, ws, rank, WORLD: tl.constexpr):
-    call = begin(ws, rank, WORLD)
-    tl.store(out_ptr + tl.program_id(0), is_last(call, 2, tl.num_programs(0)).to(tl.int32))
-    end(call, WORLD, OP)
-
-
-def count(group):
-    workspace = workspace_of(group)
-    for programs in (3, 1, 4):
-        out = torch.full((programs,), -1, dtype=torch.int32)
-        count_kernel[(programs,)](out, **workspace.arguments(), WORLD=group.size())
-        assert out.sum() == 1
-    assert not workspace.state[16:].any()
-
-
-def test_one_program_is_the_last_and_the_counter_is_left_at_zero():
-    interpreted_ranks(2, count)
 
 
 @interpreted(2)
