@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_tp.triton_kernels.comm.signals import begin, begin_kernel, end, put, wait
+from fused_tp.triton_kernels.comm.signals import begin, begin_kernel, end, is_last, put, wait
 from fused_tp.triton_kernels.comm.slots import slot_pointers, store_slot
 from fused_tp.triton_kernels.comm.workspace import Expired, Workspace, WorkspaceArguments, flag_bytes, needed_bytes
 from tests.kernels.ranks import interpreted, interpreted_ranks, workspace_of
@@ -111,6 +111,23 @@ def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
         "rank 0 gave up, since it raised an error or waited for a rank that did not come in time"
     )
     assert time.monotonic() - begun < 15
+
+
+@triton.jit
+def count_kernel(out_ptr, ws, rank, WORLD: tl.constexpr):
+    call = begin(ws, rank, WORLD)
+    tl.store(out_ptr + tl.program_id(0), is_last(call, 2, tl.num_programs(0)).to(tl.int32))
+    end(call, WORLD, OP)
+
+
+@interpreted(2)
+def test_one_program_is_the_last_and_the_counter_is_left_at_zero(group):
+    workspace = workspace_of(group)
+    for programs in (3, 1, 4):
+        out = torch.full((programs,), -1, dtype=torch.int32)
+        count_kernel[(programs,)](out, **workspace.arguments(), WORLD=group.size())
+        assert out.sum() == 1
+    assert not workspace.state[16:].any()
 
 
 @interpreted(2)
