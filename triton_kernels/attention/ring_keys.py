@@ -26,7 +26,6 @@ the record when it ends (`signals.unbroken`), and writes NaN.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -298,18 +297,14 @@ class KeysPuller(CopyChains):
         return kinds
 
     def pull(self, staged: torch.cuda.Event | None, groups: range) -> None:
-        """Puts the chunks of these groups into the side streams, behind `staged`; the current stream goes on once they
-        are there. None: now, on the CPU."""
-        if staged is None:
-            self.run(self._pulls(groups, self._sources))
-            return
-        count = len(self.streams)
-        self.begin(staged, [self._pulls(groups, self._sources[index::count]) for index in range(count)])
-        self.end()
-
-    def _pulls(self, groups: range, sources: Sequence[int]) -> list[_Pull]:
+        """Pulls the chunks of these groups, as `start` says."""
         chunks = self.layout.chunks
-        return [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
+
+        def chain(i: int, count: int) -> list[_Pull]:
+            sources = self._sources[i::count]
+            return [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
+
+        self.start(staged, chain)
 
     def copy(self, what: _Pull) -> None:
         layout = self.layout

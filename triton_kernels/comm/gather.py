@@ -39,9 +39,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -266,18 +265,26 @@ class CopyChains(ABC):
     @abstractmethod
     def copy(self, what: Any) -> None: ...
 
-    def begin(self, staged: torch.cuda.Event, chains: Sequence[Sequence[Any]]) -> None:
-        """Puts one chain into each side stream, behind `staged`."""
-        for stream, chain in zip(self.streams, chains, strict=True):
+    def start(
+        self,
+        staged: torch.cuda.Event | None,
+        chain: Callable[[int, int], Sequence[Any]],
+        last: Callable[[], None] | None = None,
+    ) -> None:
+        """Puts `chain(i, count)` into side stream i, behind `staged`, and `last` behind one of them; the current stream
+        goes on once everything has been copied. None: on a CPU, where all is copied now, as one chain."""
+        if staged is None:
+            self.run(chain(0, 1))
+        for i, stream in enumerate(self.streams):
+            assert staged is not None
             stream.wait_event(staged)
             with torch.cuda.stream(stream):
-                self.run(chain)
-
-    def end(self) -> None:
-        """The current stream goes on once everything has been copied."""
-        current = torch.cuda.current_stream(self.workspace.buffer.device)
+                self.run(chain(i, len(self.streams)))
+        if last is not None:
+            with torch.cuda.stream(self.streams[-1]) if self.streams else contextlib.nullcontext():
+                last()
         for stream in self.streams:
-            current.wait_stream(stream)
+            torch.cuda.current_stream(self.workspace.buffer.device).wait_stream(stream)
 
     def run(self, chain: Sequence[Any]) -> None:
         """On the current stream, or, interpreted, now."""
@@ -295,8 +302,6 @@ class Puller(CopyChains):
 
     Sources are spread over the side streams in order of distance, so no two ranks read from the same peer first. Where
     `gathered` is kept, its own rows are copied last, behind all that somebody waits for.
-
-    On a CPU there are no streams: everything is pulled at once, in the order in which shards become ready.
     """
 
     def __init__(self, gathered: Tensor, keep: bool, shards: Shards, workspace: GatherWorkspace) -> None:
@@ -320,51 +325,16 @@ class Puller(CopyChains):
         return relay_kernel, (1,), arguments | self.workspace.arguments()
 
     def pull(self, staged: torch.cuda.Event | None) -> None:
-        """Puts all of it into the side streams, behind `staged`; the current stream goes on once it is there."""
-        peers = self._peers()
-        if staged is None:
-            self._pull_now(peers)
-            return
-        self.begin(staged, [peers[index :: len(self.streams)] for index in range(len(self.streams))])
-        if self.keep:
-            with self._last_stream():
-                self.copy(self.workspace.rank)
-        self.end()
-
-    def _pull_now(self, pending: list[int]) -> None:
-        while pending:
-            source = self._first_ready(pending)
-            pending.remove(source)
-            self.run([source])
-        if self.keep:
-            self.copy(self.workspace.rank)
-
-    def _last_stream(self) -> Any:
-        """A side stream; with one rank, and so without any, the current one."""
-        return torch.cuda.stream(self.streams[-1]) if self.streams else contextlib.nullcontext()
-
-    def _peers(self) -> list[int]:
+        """Pulls all of it, as `start` says."""
         rank, world = self.workspace.rank, self.workspace.world_size
-        return [(rank + distance) % world for distance in range(1, world)]
+        peers = [(rank + distance) % world for distance in range(1, world)]
+        self.start(staged, lambda i, count: peers[i::count], (lambda: self.copy(rank)) if self.keep else None)
 
     def copy(self, what: int) -> None:
         first, rows = self.shards.range(what)
         if rows:
             theirs = self.workspace.region(what, rows, self.shards.k, self.gathered.dtype)
             self.gathered[first : first + rows].copy_(theirs, non_blocking=True)
-
-    def _first_ready(self, pending: list[int]) -> int:
-        """A source whose flag is up; after a while any, and its relay waits on, bounded by the deadline."""
-        workspace = self.workspace
-        words = workspace.buffer.view(torch.uint8)[: region_offset(workspace.world_size)].view(torch.int64)
-        epoch = int(workspace.state[EPOCH.value])
-        until = time.monotonic() + min(0.05, workspace.timeout_ns / 4e9)
-        while time.monotonic() < until:
-            for source in pending:
-                if int(words[READY.value * workspace.world_size + source]) >= epoch:
-                    return source
-            time.sleep(20e-6)
-        return pending[0]
 
 
 def runs_at_once(x: Tensor) -> bool:
