@@ -21,76 +21,42 @@ COUNTS = [
 ]
 
 
-def offsets(counts: list[int]) -> list[int]:
-    return [0, *itertools.accumulate(counts)][:-1]
+def check(make: Make, counts: list[int], chunks: int) -> None:
+    """Every row of a gather comes once, from its owner, and every term of a scatter to its owner once.
 
-
-def plans(make: Make, counts: list[int], chunks: int) -> list[Plan]:
-    return [make(tuple(counts), rank, chunks) for rank in range(len(counts))]
-
-
-def check_gather(counts: list[int], chunks: int) -> None:
-    """Every row comes once, from its owner."""
-    made = plans(gather_plan, counts, chunks)
+    No two ranks send to the same one at a time.
+    """
+    world, gathers, offsets = len(counts), make is gather_plan, [0, *itertools.accumulate(counts)]
+    made = [make(tuple(counts), rank, chunks) for rank in range(world)]
+    exchanges, pieces = len(made[0].exchanges), made[0].pieces
+    assert all(len(plan.exchanges) == exchanges and plan.pieces == pieces for plan in made)
+    assert exchanges <= max(chunks, 1) and (exchanges >= 1 or world == 1)
     for rank, plan in enumerate(made):
-        have = set(range(offsets(counts)[rank], offsets(counts)[rank] + counts[rank]))
-        for i in range(len(plan.exchanges)):
-            for peer, start, rows in plan.exchanges[i].receives:
-                # What it gets is what the peer sends it in its exchange of the same number.
+        have = {(rank, row) for row in range(counts[rank])}
+        for i, exchange in enumerate(plan.exchanges):
+            for peer, start, rows in exchange.receives:
+                # What it gets is what the peer sends it in its exchange of the same number. Whole tensors are what a
+                # gather receives and what a scatter sends.
+                first = start - offsets[peer] if gathers else start
                 sent = [(at, n) for to, at, n in made[peer].exchanges[i].sends if to == rank]
-                assert sent == [(start - offsets(counts)[peer], rows)]
-                new = set(range(start, start + rows))
-                assert rows > 0 and not new & have
+                assert sent == [(first if gathers else offsets[rank] + first, rows)]
+                new = {(peer, row) for row in range(first, first + rows)}
+                assert peer != rank and rows > 0 and not new & have
                 have |= new
-        assert have == set(range(sum(counts)))
-
-
-def check_scatter(counts: list[int], chunks: int) -> None:
-    """Every term comes to its owner once."""
-    made = plans(scatter_plan, counts, chunks)
-    for rank, plan in enumerate(made):
-        have: set[tuple[int, int]] = {(rank, row) for row in range(counts[rank])}
-        complete = 0
-        for i in range(len(plan.exchanges)):
-            for peer, start, rows in plan.exchanges[i].receives:
-                sent = [(at, n) for to, at, n in made[peer].exchanges[i].sends if to == rank]
-                assert sent == [(offsets(counts)[rank] + start, rows)]
-                new = {(peer, row) for row in range(start, start + rows)}
-                assert rows > 0 and not new & have
-                have |= new
-            if (i + 1) % (len(plan.exchanges) // plan.pieces) == 0:  # one more piece of the own rows is complete
-                complete += 1
-                length = -(-counts[rank] // plan.pieces)
-                wanted = range(min(complete * length, counts[rank]))
-                assert all((peer, row) in have for peer in range(len(counts)) for row in wanted)
-        assert have == set(itertools.product(range(len(counts)), range(counts[rank])))
-
-
-def check_targets(make: Make, counts: list[int], chunks: int) -> None:
-    """No two ranks send to the same one at a time."""
-    made = plans(make, counts, chunks)
-    world = len(counts)
-    assert len({len(plan.exchanges) for plan in made}) == 1 and len({plan.pieces for plan in made}) == 1
-    assert len(made[0].exchanges) <= max(chunks, 1) and (len(made[0].exchanges) >= 1 or world == 1)
-    for i in range(len(made[0].exchanges)):
-        assert all(
-            peer != rank
-            for rank, plan in enumerate(made)
-            for peer, _, _ in plan.exchanges[i].sends + plan.exchanges[i].receives
-        )
-        if len(made[0].exchanges) < world - 1:
-            continue  # several distances at once
+            if not gathers and (i + 1) % (exchanges // pieces) == 0:  # one more piece of the own rows is complete
+                complete = min((i + 1) // (exchanges // pieces) * -(-counts[rank] // pieces), counts[rank])
+                assert have >= set(itertools.product(range(world), range(complete)))
+        assert have == {(peer, row) for peer in range(world) for row in range(counts[peer if gathers else rank])}
+    for i in range(exchanges):
         targets = [peer for plan in made for peer, _, _ in plan.exchanges[i].sends]
-        assert len(set(targets)) == len(targets)
+        assert len(targets) == sum(len(plan.exchanges[i].receives) for plan in made)  # all of them are received
+        assert len(set(targets)) == len(targets) or exchanges < world - 1  # then there are several distances at once
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 7, 16, 100])
 def test_plans_of_all_ranks_match(chunks: int) -> None:
-    for counts in COUNTS:
-        check_gather(counts, chunks)
-        check_scatter(counts, chunks)
-        for make in (gather_plan, scatter_plan):
-            check_targets(make, counts, chunks)
+    for make, counts in itertools.product((gather_plan, scatter_plan), COUNTS):
+        check(make, counts, chunks)
 
 
 def test_the_order_of_ranks() -> None:
