@@ -404,7 +404,7 @@ def _settings() -> Iterator[Finding]:
             yield Finding(setting.name, f"not set; {meaning}")
             continue
         try:
-            checks.get(setting.name, setting.check)()
+            checks.get(setting.name, setting)()
         except (ValueError, OSError) as error:
             yield Finding(setting.name, f"{value!r}; {meaning}", PROBLEM, str(error))
         else:

@@ -23,7 +23,7 @@ from fused_tp.runtime import settings
 
 _LOG = logging.getLogger("fused_tp")
 
-NVTX = getattr(os.environ, "encodekey", str)("FUSED_TP_NVTX")
+NVTX = settings.nvtx.key
 # Set before the process starts, by the tool that starts it.
 TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
 # NVTX comes with torch's CUDA builds. A build without CUDA launches nothing that a timeline of it would show.
@@ -69,7 +69,8 @@ def recording() -> bool:
 
 def _nvtx() -> bool:
     """Whether NVTX ranges are wanted and can be had."""
-    wanted = settings.switch("FUSED_TP_NVTX", default=TOOL)
+    asked = settings.nvtx()
+    wanted = TOOL if asked is None else asked
     if wanted and not _HAS_NVTX:
         _say_there_is_no_nvtx()
     return wanted and _HAS_NVTX

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -54,9 +53,6 @@ _DTYPE_NUMBERS = {
 
 _MOST_DESCRIBED = 1024
 
-# Address space, not memory: pages exist once touched.
-_DEFAULT_RESERVE_BYTES = 32 << 30
-
 
 def dtype_number(dtype: torch.dtype) -> int:
     """The native core's number of `dtype`; TypeError where it has none."""
@@ -65,15 +61,6 @@ def dtype_number(dtype: torch.dtype) -> int:
     except KeyError:
         names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
         raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
-
-
-def _reserve_bytes() -> int:
-    text = os.environ.get("FUSED_TP_SHM_RESERVE")
-    if text is None:
-        return _DEFAULT_RESERVE_BYTES
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"FUSED_TP_SHM_RESERVE is {text!r}; set it to a positive number of bytes.")
-    return int(text)
 
 
 class Workspace:
@@ -164,7 +151,7 @@ class ShmTransport:
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
         self._held: list[tuple[int, Any]] = []  # memory of calls that this rank has left, by their numbers
-        self._most_pooled_bytes = _reserve_bytes() // 2
+        self._most_pooled_bytes = settings.shared_memory_reserve() // 2
         self._described: dict[Any, tuple[int, Any]] = {}
         self.op_began: int | None = None  # how many calls there had been, within an op of several
 
@@ -376,7 +363,7 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
     limit = _core.MAX_RANKS if _core is not None else 64
     if group.size > limit:
         return unavailable(f"the group has {group.size} ranks; shared memory serves at most {limit}")
-    reserve_bytes = _reserve_bytes()  # may raise, and must do so before this rank is counted
+    reserve_bytes = settings.shared_memory_reserve()  # may raise, and must do so before this rank is counted
     core_group, problem = None, ""
 
     def gone() -> list[int]:

@@ -41,7 +41,7 @@ def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         monkeypatch.setenv("FUSED_TP_CUDA", text)
         assert native.switch("FUSED_TP_CUDA") is on
         if on is not None:
-            assert settings.switch("FUSED_TP_CUDA", default=not on) is on
+            assert settings.cuda() is on
     monkeypatch.setenv("FUSED_TP_CUDA", "maybe")
     with pytest.raises(native.SettingError, match="FUSED_TP_CUDA is 'maybe'; set it to 1 or 0"):
         native.switch("FUSED_TP_CUDA")
