@@ -223,9 +223,9 @@ def test_two_groups_at_once(group: Any) -> None:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, run=device_ranks)
-def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
-    taken: list[str] = []  # the kernels that ran for each op
+def kernels_of_ops(group: Any) -> dict[str, list[str]]:
+    """The kernels that run for each op, forward and backward."""
+    found: dict[str, list[str]] = {}
     real = Workspaces.use
 
     def use(self: Workspaces, kind: str, nbytes: int, op: str, **keywords: Any) -> Any:
@@ -234,27 +234,31 @@ def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
 
     x, w = seeded(6, 4), seeded(4, 4)
     norm = {"residual": torch.ones(6, 4), "norm_weight": torch.ones(4), "eps": 1e-5}
-    with mock.patch.object(Workspaces, "use", use), schedule_on(group, "two_shot"):
-        for op, more in (
-            ("all_gather_matmul", {}),
-            ("matmul_reduce_scatter", {}),
-            ("matmul_all_reduce", {}),
-            ("column_parallel_matmul", {}),
-            ("matmul_all_reduce_rms_norm", norm),
-        ):
-            taken.append(f"{op}:")
+    with mock.patch.object(Workspaces, "use", use):
+        for op in (*cases.MATMULS, "matmul_all_reduce_rms_norm"):
+            taken = found[op] = []
+            more = norm if op.endswith("norm") else {}
             out = getattr(fused_tp, op)(cases.leaf(x), cases.leaf(w), group=group, **more)
             (out[0] if isinstance(out, tuple) else out).sum().backward()
+        taken = found["all_reduce_rms_norm"] = []
         fused_tp.all_reduce_rms_norm(x, **norm, group=group)
+        taken = found["all_reduce of float64"] = []
         fused_tp.all_reduce(x.double(), group=group)
-    assert taken == [
-        *("all_gather_matmul:", "all_gather", "all_gather", "reduce_scatter"),
-        *("matmul_reduce_scatter:", "reduce_scatter", "all_gather"),
-        *("matmul_all_reduce:", "all_reduce"),
-        *("column_parallel_matmul:", "all_reduce"),
-        *("matmul_all_reduce_rms_norm:", "all_reduce_rms_norm"),
-        "all_reduce_rms_norm",
-    ]
+    return found
+
+
+@on_ranks(2, run=device_ranks)
+def test_every_op_runs_its_kernel_forward_and_backward(group: Any) -> None:
+    with schedule_on(group, "two_shot"):
+        assert kernels_of_ops(group) == {
+            "all_gather_matmul": ["all_gather", "all_gather", "reduce_scatter"],
+            "matmul_reduce_scatter": ["reduce_scatter", "all_gather"],
+            "matmul_all_reduce": ["all_reduce"],
+            "column_parallel_matmul": ["all_reduce"],
+            "matmul_all_reduce_rms_norm": ["all_reduce_rms_norm"],
+            "all_reduce_rms_norm": ["all_reduce_rms_norm"],
+            "all_reduce of float64": [],
+        }
 
 
 def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> None:

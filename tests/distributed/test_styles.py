@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -43,43 +41,6 @@ class Block(nn.Module):
         return x + self.down(self.up(self.mlp_norm(x)).relu())
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(13, 8, padding_idx=3)
-        self.block = Block()
-        self.head = nn.Linear(8, 13, bias=False)
-        self.double()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.block(self.embed(ids)))
-
-
-def styles(fused: bool) -> tuple[Any, Any, Any]:
-    if fused:
-        return FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
-    return ColwiseParallel, RowwiseParallel, SequenceParallel
-
-
-def plan(fused: bool, sequence_parallel: bool) -> dict[str, Any]:
-    col, row, seq = styles(fused)
-    if not sequence_parallel:
-        column: dict[str, Any] = {f"block.{name}": col() for name in ("q", "k", "v", "up")}
-        rows: dict[str, Any] = {f"block.{name}": row() for name in ("out", "down")}
-        ends = {"embed": row(input_layouts=Replicate()), "head": col(output_layouts=Replicate())}
-        return column | rows | ends
-    # the norms' output stays sharded along the sequence; each column-wise layer gathers
-    column = {f"block.{name}": col(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
-    rows = {f"block.{name}": row(output_layouts=Shard(1)) for name in ("out", "down")}
-    norms = {f"block.{name}": seq(use_local_output=True) for name in ("norm", "mlp_norm")}
-    ends = {
-        "embed": row(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "head": col(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    return column | rows | norms | ends
-
-
 def full_grads(model: nn.Module) -> dict[str, Tensor]:
     grads = {}
     for name, parameter in model.named_parameters():
@@ -90,31 +51,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_small_transformer(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    mesh = device_mesh(group)
-    full = Model()
-    theirs = parallelize_module(copy.deepcopy(full), mesh, plan(False, sequence_parallel))
-    ours = parallelize_module(copy.deepcopy(full), mesh, plan(True, sequence_parallel))
-    ids = torch.randint(13, (2, 4 * group.size()), generator=torch.Generator().manual_seed(1))
-    outputs = [model(ids) for model in (full, theirs, ours)]
-    for y in outputs:
-        y.backward(seeded(*y.shape, dtype=torch.float64, seed=2))
-    torch.testing.assert_close(outputs[2], outputs[0], **EXACT)
-    torch.testing.assert_close(outputs[2], outputs[1], **EXACT)
-    for name, parameter in theirs.named_parameters():
-        mine = ours.get_parameter(name)
-        assert isinstance(parameter, DTensor) == isinstance(mine, DTensor)
-        if isinstance(parameter, DTensor) and isinstance(mine, DTensor):
-            assert mine.placements == parameter.placements, name
-    wanted = {name: p.grad for name, p in full.named_parameters()}
-    for name, grad in full_grads(ours).items():
-        torch.testing.assert_close(grad, wanted[name], msg=lambda m, name=name: f"{name}: {m}", **EXACT)
-    assert isinstance(ours.block.q, nn.Linear) and isinstance(ours.block.norm, nn.LayerNorm)
-
-
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_every_layout(group: dist.ProcessGroup) -> None:
     """One linear layer or embedding under all pairs of layouts, against torch's style of the same name."""
     mesh = device_mesh(group)
@@ -122,7 +59,7 @@ def test_every_layout(group: dist.ProcessGroup) -> None:
     for fused, original in ((FusedColwiseParallel, ColwiseParallel), (FusedRowwiseParallel, RowwiseParallel)):
         for kind in (nn.Linear, nn.Embedding):
             torch.manual_seed(0)
-            module = kind(12, 6, dtype=torch.float64)
+            module = kind(12, 7, **({"padding_idx": 3} if kind is nn.Embedding else {}), dtype=torch.float64)
             for given in layouts:
                 for wanted in layouts:
                     for local in (True, False):
@@ -148,6 +85,8 @@ def one_layout(group: Any, mesh: Any, module: nn.Module, fused: Any, original: A
         placements = y.placements if isinstance(y, DTensor) else None
         y = y.to_local() if isinstance(y, DTensor) else y
         y.backward(torch.sin(y.detach()))
+        assert isinstance(model, type(module))
+        placements = [placements, [p.placements for p in model.parameters()]]
         results.append((placements, y, local.grad, full_grads(model)))
     (their_place, their_y, their_dx, their_grads), (place, y, dx, grads) = results
     assert place == their_place, options
@@ -158,20 +97,22 @@ def one_layout(group: Any, mesh: Any, module: nn.Module, fused: Any, original: A
         torch.testing.assert_close(grad, their_grads[name], msg=lambda m, at=(name, options): f"{at}: {m}", **EXACT)
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, 3, 4)
 def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     torch.manual_seed(0)
-    full = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)).double()
+    full = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6), nn.RMSNorm(6)).double()
     model = parallelize_module(
         copy.deepcopy(full),
         mesh,
         {
             "0": FusedSequenceParallel(),
             "1": FusedColwiseParallel(use_local_output=False),
-            "3": FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            "3": FusedRowwiseParallel(output_layouts=Shard(1)),
+            "4": FusedSequenceParallel(),
         },
     )
+    assert all(p.placements == (Replicate(),) for p in (*model[0].parameters(), *model[4].parameters()))
     # 4 tokens a rank; torch's own modules in between take DTensors
     x_full = seeded(2, 4 * group.size(), 6, dtype=torch.float64).requires_grad_()
     x = distribute_tensor(x_full.detach(), mesh, [Replicate()]).requires_grad_()

@@ -20,7 +20,6 @@ from torch import Tensor
 import fused_tp
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.runtime.availability import Availability
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport import native_kernels
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -230,46 +229,6 @@ def on_another_stream(group: Any, kind: str) -> str:
 def test_forward_and_backward_are_captured_on_another_stream() -> None:
     env = environment(2)
     unwrapped(fresh_ranks(2, on_another_stream, "cuda", timeout=300, env=env))
-
-
-def without_last(rank: LocalRank) -> str:
-    """The last rank does not come to the second call."""
-    device = DeviceCollectives(rank)
-    x = torch.ones(1000, device=rank.device)
-    outs = [torch.zeros_like(x) for _ in range(2)]
-    with rank.in_turn():
-        DeviceCollectives(LocalGroup(1, rank.device).rank(0)).all_reduce(x, "two_shot", out=outs[0])
-        assert not bool(outs[0].isnan().any())
-    device.all_reduce(x, "two_shot", out=outs[0])
-    rank.barrier()
-    os.environ["FUSED_TP_TIMEOUT"] = "1"
-    rank.exchange(None)
-    if rank.rank == rank.world_size - 1:
-        time.sleep(2)  # longer than the others wait
-        rank.exchange(None)
-        return ""
-    begun = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError) as raised:  # on a GPU by a later call, on the CPU by this one
-        device.all_reduce(x, "two_shot", out=outs[1])
-        rank.synchronize()
-        device.raise_if_failed()
-    assert 0.9 < time.monotonic() - begun < 2
-    # Every element has a term of the rank that stayed away.
-    assert bool(outs[1].isnan().all()), "what did not arrive must be NaN"
-    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
-        device.all_reduce(x, "two_shot")
-    os.environ["FUSED_TP_TIMEOUT"] = "60"
-    rank.exchange(None)
-    assert float(x.sum()) == 1000  # the GPU goes on
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_stays_away(world_size: int) -> None:
-    *sentences, nothing = run_local(world_size, without_last, device="cuda")
-    assert nothing == ""
-    for sentence in sentences:
-        assert f"rank {world_size - 1} had not begun the call" in sentence and "all_reduce, call 2" in sentence
 
 
 @pytest.mark.skipif(

@@ -59,7 +59,6 @@ TESTS: dict[str, tuple[Any, ...]] = {
     "norms": (collectives.test_wide_norms, 7, 4097),
     "a thread alone in a graph": (collectives.test_graphs_and_calls_between_replays, 1),
     "threads in graphs": (collectives.test_graphs_and_calls_between_replays, 3),
-    "a thread that stays away": (collectives.test_a_rank_that_stays_away, 2),
     "processes": (collectives.test_processes, 2, "float16"),
 }
 ON_SCHEDULES: list[tuple[Any, ...]] = [
