@@ -186,7 +186,8 @@ void bind_group(py::module_& m) {
           "begin_in",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims,
              const PooledMemory& memory) {
-            return group.begin_in(to_signature(op, dtype, dims), memory.offset(), memory.bytes());
+            const size_t offset = memory.offset();
+            return group.begin(to_signature(op, dtype, dims), memory.bytes(), true, false, &offset);
           },
           "op"_a, "dtype"_a, "dims"_a, "memory"_a, NoGil(),
           "`begin` with memory of this rank's pool as its workspace, which stays the caller's.");

@@ -297,35 +297,32 @@ size_t Group::allocate(size_t bytes) {
   return heap_->allocate(bytes);
 }
 
+template <typename Ended>
+void Group::wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number) {
+  const auto all_ended = [&] {
+    for (int r = 0; r < size_; ++r)
+      if (!ended(r)) return false;
+    return true;
+  };
+  const auto missing = [&](int r) { return !ended(r); };
+  if (!all_ended()) wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
+}
+
 // A rank may run up to kSlots calls ahead of its peers; where memory does not allow that, it waits for them.
 size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
   size_t offset;
   while ((reuse && peers_lag()) || !heap_->try_allocate(bytes, &offset)) {
     if (!peers_lag()) return heap_->allocate(bytes);  // throws
     const uint64_t oldest = to_recycle_.front().number;
-    auto all_ended = [&] {
-      for (int r = 0; r < size_; ++r)
-        if (!has_ended(r, oldest)) return false;
-      return true;
-    };
-    const auto missing = [&](int r) { return !has_ended(r, oldest); };
-    wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
+    wait_for_ranks([&](int r) { return has_ended(r, oldest); }, signature, number);
     recycle();
   }
   to_recycle_.push_back({number, offset});
   return offset;
 }
 
-std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish, bool reuse) {
-  return begin_at(signature, bytes, publish, reuse, nullptr);
-}
-
-std::unique_ptr<Call> Group::begin_in(const Signature& signature, size_t offset, size_t bytes) {
-  return begin_at(signature, bytes, true, false, &offset);
-}
-
-std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, bool publish, bool reuse,
-                                      const size_t* offset) {
+std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish, bool reuse,
+                                   const size_t* offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   throw_if_unusable();
   const uint64_t number = last_call_ + 1;
@@ -341,14 +338,7 @@ std::unique_ptr<Call> Group::begin_at(const Signature& signature, size_t bytes, 
         // What a peer said when it began a later call often answers this without touching its memory.
         return known_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
       };
-      auto all_ended = [&] {
-        for (int r = 0; r < size_; ++r)
-          if (!ended(r)) return false;
-        return true;
-      };
-      const auto missing = [&](int r) { return !ended(r); };
-      if (!all_ended())
-        wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
+      wait_for_ranks(ended, signature, number);
     }
     recycle();
     if (offset != nullptr)

@@ -79,12 +79,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // this rank left it, and the ranks stay in step.
   // With `reuse` it waits for peers that are still in calls which this rank has ended, so that its workspace takes the
   // place of theirs and not the one next to it.
-  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false);
+  // `offset`: where in the heap its workspace is, a range that the caller owns and keeps until no peer reads it.
+  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false,
+                              const size_t* offset = nullptr);
   // Whether a begin with `reuse` would have nothing to wait for.
   bool settled();
-
-  // `begin` with a range of the heap that the caller owns as the workspace: he must keep it until no peer reads it.
-  std::unique_ptr<Call> begin_in(const Signature& signature, size_t offset, size_t bytes);
 
   struct Wait {
     std::function<bool()> done;
@@ -123,8 +122,9 @@ class Group : public std::enable_shared_from_this<Group> {
   [[noreturn]] void lose(int rank, const std::string& how, const std::string& doing);
   void recycle();
   bool peers_lag() const;
-  std::unique_ptr<Call> begin_at(const Signature& signature, size_t bytes, bool publish, bool reuse,
-                                 const size_t* offset);
+  // Until `ended(rank)` of all; what is waited for is of call `number`.
+  template <typename Ended>
+  void wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t number);
   size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
   uint64_t all_ended_by_me();
 

@@ -56,7 +56,7 @@ void play(Group& group, int calls, unsigned seed) {
       case 3: {  // in memory that is the caller's again at once
         const size_t offset = group.allocate(count * sizeof(float) + 8);
         Signature signature{};
-        const auto summing = group.begin_in(signature, offset, count * sizeof(float) + 8);
+        const auto summing = group.begin(signature, count * sizeof(float) + 8, true, false, &offset);
         auto* mine = reinterpret_cast<float*>(group.segment(rank)->data() + offset);
         std::copy(in.begin(), in.end(), mine);
         sum_workspaces(group, *summing, count, DType::kF32);
