@@ -5,13 +5,12 @@
     dv = p'^T grad_out,  dk = scale * (dcap * ds)^T q,  dq = scale * (dcap * ds) k,  dslope = -sum ds * distance
 
 One kernel has tiles of queries and gives dq, the other tiles of keys and gives dk and dv: each sum has one program that
-adds its terms in a fixed order, so there are no atomics and every run gives the same bits. The queries of all heads
-that share keys are taken by the program that has those keys.
+adds its terms in a fixed order, so every run gives the same bits. The queries of all heads that share keys are taken by
+the program that has those keys.
 
-That computes the scores and dp twice: 7 products of a block where one pass over the tiles of keys would do with 5. But
-one pass has to add dq to memory in fp32 from every tile of keys: by atomics, whose order, and so whose bits, differ
-from run to run, or in turns, where each tile waits for the one before it. Equal bits are promised, so it is not
-offered.
+That computes the scores and dp twice: 7 products of a block where one pass over the tiles of keys would do with 5.
+Rejected: in one pass dq is added to memory from every tile of keys, by atomics, whose order, and so whose bits, differ
+from run to run, or in turns, where each tile waits for the one before it.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 """

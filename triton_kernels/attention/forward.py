@@ -6,20 +6,18 @@
     out = weighted / total,  lse = ln 2 * (n + log2(total))
 
 Softmax is usually kept relative to the highest score. Here it is the next whole number above it, in base 2: rescaling
-is by powers of 2 and rounds nothing, so it does not matter in how many steps, blocks and launches keys are taken, and a
-ring of any size rounds once. The state holds n * ln 2 (`highest`); what comes back from it is n again, exactly.
-
-A step of a ring reads the state and writes it; the first need not read it (FIRST). What is one step has no state: it
-writes out and lse, with the sinks in them.
+is by powers of 2 and rounds nothing, so it does not matter in how many steps, blocks and launches keys are taken. The
+state holds n * ln 2 (`highest`); what comes back from it is n again, exactly. A step of a ring reads the state and
+writes it; the first need not read it (FIRST). What is one step has no state: it writes out and lse, with the sinks.
 
 A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, lengths that differ, and
 any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
 another head dim.
 
 What a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v reach all
-queries whose tile visits a block of keys with such a key, also those that do not see it: their probability of it is 0,
-and the product with 0 is NaN. In the same way those in q or grad_out reach, in dk and dv, all keys whose tile visits
-the block of such a query. Keys that no query of a tile sees, and queries that see no key of one, are not visited.
+queries whose tile visits a block with such a key, also those that do not see it (0 times them is NaN); those in q or
+grad_out reach, in dk and dv, all keys whose tile visits the block of such a query. Keys that no query of a tile sees,
+and queries that see no key of one, are not visited.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao, "FlashAttention-2"
 (arXiv:2307.08691).

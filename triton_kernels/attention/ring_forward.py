@@ -1,18 +1,17 @@
 """Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these are on their way.
 
-The equations are those of forward.py, whose blocks are folded in here. What is new is the order: a
-program takes a tile of queries of one head through all chunks of keys (module `ring_keys`), this rank's own first and
-then source by source, and waits for the flag of each before it looks at it. The sums never leave the registers: no
-launch for each step, no state in memory, nothing merged. The order is that of the steps, not of arrival, so every run
-gives the same bits; copies are made in that order too, which makes it the order of arrival but for accidents.
+The equations and the blocks are those of forward.py. What is new is the order: a program takes a tile of queries of one
+head through all chunks of keys (module `ring_keys`), this rank's own first and then source by source, and waits for the
+flag of each. The sums never leave the registers: no state in memory, nothing merged. The order is that of the steps,
+not of arrival, so every run gives the same bits; copies are made in that order too.
 
-A tile that waited for its last chunk while others could do without would waste what overlap is for. So heads come in
-groups: all tiles of a group are computed while the chunks of the next group, heads of the same rows, arrive. A tile
-waits only for chunks of which its queries see something, and once for a program.
+Heads come in groups: all tiles of a group are computed while the chunks of the next group, heads of the same rows,
+arrive; a tile that waited for its last chunk while others could do without would waste the overlap. A tile waits only
+for chunks of which its queries see something, once for a program.
 
 The launch is persistent: its programs must all run at once, and leave an SM to the relays between the copies. Where
 nothing promises that copies and kernel run at once (interpreter, CUDA graphs, CUDA_LAUNCH_BLOCKING=1) the groups whose
-chunks are held at a time are copied, then computed, then the next: as many launches as that takes, the same bits.
+chunks are held at a time are copied, then computed, then the next: the same bits.
 
 Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv:2310.01889); Dao,
 "FlashAttention-2" (arXiv:2307.08691); the overlap of Chang et al., "FLUX" (arXiv:2406.06858).

@@ -16,19 +16,17 @@ Words of a rank's memory, W each, and who puts them:
     arrived[p]  this rank: the p-th shard to arrive is in `gathered`; that of rank order[p]
     verdict[s]  this rank, between two of its own launches: whether rank s's shard came
 
-The flags are those of `signals`, but lie at one address, not in two halves that calls use in turn: the host gives the
-copy engine its addresses, which a CUDA graph keeps, while calls are counted on the device. One address will do because
-questions and answers alternate: a rank stages call e+1 once all have pulled e, and they pull e+1 once it is staged; as
-flags only grow, nothing is zeroed. So a rank is ahead of another by one call at most, without any other wait.
+The flags are those of `signals`, but lie at one address, not in two halves that calls use in turn: a CUDA graph keeps
+the addresses that the host gives the copy engine, while calls are counted on the device. One address will do because a
+rank stages call e+1 once all have pulled e, and they pull e+1 once it is staged; flags only grow, so nothing is zeroed.
 
-The number of a call is advanced by `stage`; its other launches read it (`signals.join`). They are ordered behind it,
-and the next `stage` behind them, by the stream, or by events between streams, so a CUDA graph may capture all of it.
+`stage` advances the number of the call; its other launches read it (`signals.join`). They are ordered behind it, the
+next `stage` behind them, by the stream, or by events between streams, so a CUDA graph may capture all of it.
 
 Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts ready (release.sys). `relay` waits for it
-(acquire.sys), and a copy behind it in the stream begins when `relay` has ended. When the copy has ended, the next
-launch of `relay` puts arrived (release), for which the matmul waits (acquire). What a copy engine or an earlier kernel
-has written is in L2 or beyond, which is where TMA reads: it has no cache of its own that could hold older bytes. Loads
-by TMA are of another proxy than the wait, so a fence between the two follows it (`ptx.async_fence`).
+(acquire.sys), and a copy behind it in the stream begins when `relay` has ended. The next launch of `relay` puts arrived
+(release), for which the matmul waits (acquire). What a copy engine or an earlier kernel has written is in L2 or beyond,
+which is where TMA reads. Loads by TMA are of another proxy than the wait, so a fence follows it (`ptx.async_fence`).
 
 Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, and so is all that is made of it. A
 rank that gave up does not write to its region again, which peers may still read.

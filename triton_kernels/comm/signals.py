@@ -1,16 +1,15 @@
 """Signals between ranks inside of a kernel: put a flag, wait for one, begin and end a call. On `tl.atomic_*` alone.
 
-Every rank has a workspace that all ranks map. Its memory is two halves, and call number `epoch` uses half `epoch % 2`:
+Every rank has a workspace that all ranks map, of two halves. Call number `epoch` uses half `epoch % 2`:
 
     word 0 .. W-1   begun: word s is put by rank s when it begins the call
     word W ..       flags: each has one writer and one reader per call; which is which is the kernel's to say
     bytes           data, behind a 64th of the half that is kept for words, whatever is launched
 
 A flag is an int64 that holds the number of the last call that set it: set means `flag >= epoch`, so nothing is zeroed
-between calls. No byte of data may therefore lie where a later launch may have a flag. (32 bits would not do: a flag
-that no call used for 2^31 calls, 6 hours at 10 us each, would look set.) The number is counted in device memory: every
-program reads it when it begins and the last one to end advances it, so a captured CUDA graph counts on at each replay
-and may be mixed with calls outside of it.
+between calls; no byte of data may lie where a later launch may have a flag. (32 bits would not do: a flag unused for
+2^31 calls, 6 hours at 10 us each, would look set.) Calls are counted in device memory: every program reads the number
+when it begins and the last to end advances it, so a captured CUDA graph counts on at each replay.
 
 Patterns, and what each orders:
 
@@ -28,13 +27,12 @@ Patterns, and what each orders:
     count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. None waits.
 
 Progress. Programs wait only for programs of the same number (`tl.program_id(0)`) on other ranks, and these waits form
-no cycle: all programs first compute and put without waiting, then sum, then copy. So a kernel ends if all its programs
-run at once, if they run in order on fewer SMs than programs, and if they run one after the other, as under the
-interpreter. The ranks must launch equally many.
+no cycle: all programs first compute and put, then sum, then copy. So a kernel ends if all its programs run at once, in
+order on fewer SMs, or one after the other, as interpreted. The ranks must launch equally many.
 
-Rules for kernels. Data is stored and loaded by the threads: when the wait of a TMA store returns, it has been read from
-shared memory, not written. No wait is in a loop that Triton pipelines (one with a dot in it), since that moves
-loads of later iterations ahead of their wait.
+Rules for kernels. Data is stored and loaded by the threads: a TMA store that has been waited for has read shared
+memory, and need not have written. No wait is in a loop that Triton pipelines (one with a dot in it), which moves loads
+of later iterations ahead of their wait.
 
 Failure. No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and
 from then on no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context
@@ -45,15 +43,13 @@ usable. A rank that gave up
       and still reading: `begin` puts `-epoch` as begun, which tells peers that nothing will come, and all else that the
       call writes goes to its own memory.
 
-So a wait that returned True has the right data, always. The host of a rank that will make no more calls ends the waits
-of its peers in the same way: `workspace.Workspace.leave`.
-
-The record lies in host memory: `workspace.Workspace.expired` reads it while kernels run. Its first word is written
-last, behind a release for the system.
+So a wait that returned True has the right data, always. `workspace.Workspace.leave` ends the waits of peers in the same
+way, for a host that makes no more calls. The record lies in host memory, where `workspace.Workspace.expired` reads it
+while kernels run; its first word is written last, behind a release for the system.
 
 A CUDA graph may be captured if the workspace was made before, is large enough, and is used by one stream (or branch of
-the graph) at a time; if kernels were compiled and loaded by a call before; and if all ranks replay graphs with the same
-calls in the same order. Calls outside of the graph may run in between.
+the graph) at a time; if kernels were loaded by a call before; and if all ranks replay graphs with the same calls in the
+same order. Calls outside of the graph may run in between.
 """
 
 from typing import Any, NamedTuple

@@ -9,20 +9,17 @@ choice of each rank alone (module `gather` has the protocol, which is the same f
              of this rank's own rows and then those of each shard that has arrived, in the order of arrival. Each byte
              crosses the link once, no SM moves it, and operands come by TMA where they are aligned for it.
     direct   the matmul loads tiles of x from the peers' memory itself, its own rows first and then source by source.
-             Two launches and one hop, but every column of tiles reads x over the link again: for few rows, where
-             launches and events would take longer than that.
+             Two launches and one hop, but every column of tiles reads x over the link again: for few rows.
 
-All tiles of a shard, of all weights, are taken before the next shard is waited for, and a program waits once for a
-shard, not once for a tile. The wait is outside of the loop over tiles, so this loop may be flattened with the one
-over K and its loads run ahead across tiles, but never across a wait. Programs go on counting from shard to shard and
-from weight to weight, so the last round of one is filled up by the next.
-
-Own rows are read where x lies, or, if they are not in one piece, from the copy that peers read. Results are stored
-by threads, not by TMA: a tile may end where the rows of the next shard begin.
+All tiles of a shard, of all weights, are taken before the next shard is waited for, once by each program. The wait is
+outside of the loop over tiles, so this loop may be flattened with the one over K: loads run ahead across tiles, but
+never across a wait. Programs count on from shard to shard and from weight to weight, so that the last round of one is
+filled up by the next. Own rows are read where x lies, or, if they are not in one piece, from the copy that peers read.
+Results are stored by threads, not by TMA: a tile may end where the rows of the next shard begin.
 
 Nothing here depends on the number of the call but in device memory, and the host waits for nothing, so calls may be
-captured in a CUDA graph. A captured one copies first and multiplies then, since CUDA does not promise that branches of
-a graph run at once; nor does it with CUDA_LAUNCH_BLOCKING=1. `direct` needs no such promise.
+captured in a CUDA graph. A captured one copies first, then multiplies: CUDA does not promise that branches of a graph
+run at once, nor does it with CUDA_LAUNCH_BLOCKING=1.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """

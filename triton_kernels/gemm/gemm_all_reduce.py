@@ -3,18 +3,14 @@
     x [M, K_r], w [N, K_r] per rank -> out [M, N]: sum_r x_r @ w_r^T (+ bias) (+ residual)
     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight
 
-A rank may have several pairs (x, w), each with a K of its own: their products add up in fp32 before anything is sent.
-Each rank multiplies all of [M, N] and sends each tile, in the dtype of out, to the ranks that sum it. The terms are
-added in fp32 in the order of the ranks, and rounded once. `two_shot` says which ranks sum:
+A rank may have several pairs (x, w), each with a K of its own, whose products add up in fp32 before anything is sent.
+Each rank multiplies all of [M, N] and pushes each tile, in the dtype of out, to the ranks that sum it: once its flag is
+there the data is local, and no read waits for the link. The terms are added in fp32 in the order of the ranks, and
+rounded once, so a sum is the same bits on all ranks. A tile of which something did not arrive in time is NaN on all.
 
-    one-shot   all of them, every tile: W times the traffic, but one hop. For small M.
-    two-shot   the tile's owner, which sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops. Ranks
-               begin with the next rank's tiles and end with their own, so at any time they write to different owners.
-
-A sum is the same bits on all ranks: they add the same numbers in one order, or one of them adds for all. A tile of
-which something did not arrive in time is NaN, on every rank.
-
-Tiles are pushed to their reader, not pulled: once the flag is there the data is local, and no read waits for the link.
+    one-shot   all ranks sum every tile: W times the traffic, but one hop. For small M.
+    two-shot   the owner of a tile sums it and sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops.
+               Ranks begin with the tiles of the next rank and end with their own, so they write to different owners.
 
 The norm of a row of tiles is taken by whichever program stores the last of them, so no program waits for another of its
 own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.

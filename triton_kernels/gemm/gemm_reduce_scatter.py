@@ -2,15 +2,13 @@
 
     x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c of sum_r x_r @ w_r^T (+ bias)
 
-c is ceil(M / W), or as given.
-
-The last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each with a K of its own: their
-products add up in fp32 before anything is sent. That is dX of layers that share an input, as q, k and v do.
+c is ceil(M / W), or as given; the last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each
+with a K of its own, whose products add up in fp32 before anything is sent: dX of layers that share an input.
 
 Each rank multiplies all of [M, N], the next rank's rows first and its own last, so that at any time ranks write to
-different owners and what has the longest way is sent first. A tile goes, in the dtype of out, straight into the owner's
-slots; the owner adds the terms in fp32 in the order of the ranks, as they arrive, and rounds once. No tile holds rows
-of two owners. A tile of which a term did not arrive in time is NaN.
+different owners. A tile goes, in the dtype of out, straight into the owner's slots; the owner adds the terms in fp32 in
+the order of the ranks, and rounds once. No tile holds rows of two owners. A tile of which a term did not arrive in time
+is NaN.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
